@@ -1,0 +1,30 @@
+"""Tokenmill: LLM inference and serving. `from tokenmill import LLM, AsyncEngine, SamplingParams`.
+
+Names are resolved on first use, so that `import tokenmill` costs nothing and the planner runs without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmill.engine.async_engine import AsyncEngine
+    from tokenmill.engine.llm import LLM
+    from tokenmill.params import BeamParams, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncEngine", "BeamParams", "SamplingParams", "__version__"]
+
+_HOME = {
+    "LLM": "tokenmill.engine.llm",
+    "AsyncEngine": "tokenmill.engine.async_engine",
+    "SamplingParams": "tokenmill.params",
+    "BeamParams": "tokenmill.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")

@@ -1,0 +1,9 @@
+"""Settings: small frozen dataclasses, composed, not inherited. Nothing writes to a config after it is made.
+
+`auto` (or None) values are settled by `engine/resolve.py`, one pure function that returns a new config and the
+reasons, printed at start. The command line, TOML files and environment variables all fill these same fields.
+"""
+
+from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+
+__all__ = ["CacheConfig", "EngineConfig", "ModelConfig", "OpsConfig", "SchedulerConfig"]

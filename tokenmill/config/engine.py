@@ -1,0 +1,75 @@
+"""What the engine needs to know. The docstring under a field is its help text on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
+Backend = Literal["auto", "reference", "cpu", "triton"]
+Device = Literal["auto", "cpu", "cuda"]
+BatchPolicy = Literal["continuous", "static"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = "smollm2:135m"
+    """Short name from the catalog, path to a GGUF file or a model directory, or Hugging Face id."""
+    served_name: str | None = None
+    """Name that clients use; the model's own by default."""
+    load_format: LoadFormat = "auto"
+    """`dummy` makes random weights from the config alone, for benchmarks."""
+    dtype: DType = "auto"
+    """What activations (and unquantised weights) are computed in."""
+    max_context: int | None = None
+    """Longest prompt plus answer in tokens; the model's own limit by default."""
+    quantization: Literal["none", "int8"] = "none"
+    """Quantise unquantised weights while loading."""
+    seed: int = 0
+    """Seed of random weights (`--load-format dummy`)."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int = 16
+    """Tokens in one KV block."""
+    num_blocks: int | None = None
+    """Blocks in the pool; by default as many as `memory_fraction` allows."""
+    memory_fraction: float = 0.5
+    """Share of the memory left after loading that the KV cache may take."""
+    kv_dtype: KVDType = "auto"
+    """Precision of cached keys and values."""
+    prefix_caching: bool = True
+    """Reuse the KV blocks of prompts that begin alike."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_running: int = 64
+    """Sequences computed together at most."""
+    token_budget: int = 512
+    """Tokens computed in one step at most; long prompts are cut into chunks of this size."""
+    max_waiting: int = 1024
+    """Requests that may wait; one more is refused."""
+    policy: BatchPolicy = "continuous"
+    """`static` runs a batch to its end before the next one; only for comparison."""
+
+
+@dataclass(frozen=True)
+class OpsConfig:
+    device: Device = "auto"
+    """Where the model runs."""
+    backend: Backend = "auto"
+    """Which kernels compute it; `auto` takes the fastest that can."""
+    threads: int | None = None
+    """CPU threads; the physical cores this process may use by default."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)

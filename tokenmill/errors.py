@@ -1,0 +1,90 @@
+"""Every error a user can meet: one tree, each with its code, HTTP status and a hint.
+
+    TokenmillError
+    ├── InvalidRequest            the request is wrong (400); `param` names the field
+    │   └── ContextLengthExceeded prompt (plus what was asked for) does not fit
+    ├── UnknownModel              no model of that name (404)
+    ├── Overloaded                queue full, or draining (429 / 503); try again after `retry_after_s`
+    ├── RequestFailed             this request could not be computed; the others go on (500)
+    ├── EngineDead                the engine process is gone (503)
+    ├── InvalidConfig             a setting is wrong or settings contradict each other
+    └── ModelError                the model's files can't be used
+        ├── UnsupportedModel      an architecture or variant that is not implemented, by name
+        └── DamagedFile           a file is truncated or inconsistent; names file and tensor
+
+An error says what happened in `message` and what to do in `hint`. Nothing here formats for a wire:
+the server and the command line each show an error in their own way.
+"""
+
+from __future__ import annotations
+
+
+class TokenmillError(Exception):
+    code: str = "internal_error"
+    http_status: int = 500
+    exit_code: int = 1
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class InvalidRequest(TokenmillError):
+    code = "invalid_value"
+    http_status = 400
+    exit_code = 2
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(TokenmillError):
+    code = "model_not_found"
+    http_status = 404
+
+
+class Overloaded(TokenmillError):
+    code = "rate_limit_exceeded"
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(Overloaded):
+    code = "draining"
+    http_status = 503
+
+
+class RequestFailed(TokenmillError):
+    code = "request_failed"
+    http_status = 500
+
+
+class EngineDead(TokenmillError):
+    code = "engine_dead"
+    http_status = 503
+
+
+class InvalidConfig(TokenmillError):
+    code = "invalid_config"
+    exit_code = 2
+
+
+class ModelError(TokenmillError):
+    code = "model_error"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class DamagedFile(ModelError):
+    code = "damaged_file"

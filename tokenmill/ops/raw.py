@@ -1,0 +1,19 @@
+"""A weight as a checkpoint holds it, before an op packs it for its kernel.
+
+Plain tensors carry their values in `data`. A quantised one carries its file's blocks as bytes: one row of blocks per
+row of the tensor, `quant` naming the block format in GGUF's words ("Q4_0", "Q6_K", ...).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    name: str
+    shape: tuple[int, ...]  # of the values, whatever the storage
+    data: torch.Tensor  # values of any float dtype; or uint8 blocks [..., bytes per row] when `quant` is set
+    quant: str | None = None

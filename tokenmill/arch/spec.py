@@ -51,7 +51,14 @@ class YarnScaling:
     mscale: float = 1.0  # multiplies cos and sin
 
 
-RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
+@dataclass(frozen=True)
+class FrequencyFactors:
+    """Each frequency divided by its own factor (how GGUF files carry Llama 3's scaling)."""
+
+    factors: tuple[float, ...]  # rotary_dim / 2
+
+
+RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling | FrequencyFactors
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class ModelSpec:
     norm_eps: float
     max_context: int
     tied_head: bool
-    embedding_scale: float = 1.0
+    embedding_scale: float = 1.0  # rounded to the compute dtype before it multiplies
     logit_softcap: float | None = None
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None

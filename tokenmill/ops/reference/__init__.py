@@ -1,0 +1,45 @@
+"""The torch reference: every op in plain torch, on any device. Other backends are tested against it."""
+
+from __future__ import annotations
+
+from tokenmill.ops.interface import Backend, Ops, OpsWanted
+from tokenmill.ops.reference.activation import act_mul, softcap
+from tokenmill.ops.reference.attention import attention, write_kv
+from tokenmill.ops.reference.attention_plan import plan_attention
+from tokenmill.ops.reference.experts import experts, pack_experts, route
+from tokenmill.ops.reference.linear import embed, linear, pack_embedding, pack_linear
+from tokenmill.ops.reference.norm import add_rms_norm, rms_norm
+from tokenmill.ops.reference.rotate import rotate
+
+REFERENCE_OPS = Ops(
+    name="reference",
+    pack_linear=pack_linear,
+    pack_embedding=pack_embedding,
+    pack_experts=pack_experts,
+    plan_attention=plan_attention,
+    embed=embed,
+    linear=linear,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotate=rotate,
+    write_kv=write_kv,
+    attention=attention,
+    act_mul=act_mul,
+    route=route,
+    experts=experts,
+    softcap=softcap,
+)
+
+
+def _refuse(wanted: OpsWanted) -> str | None:
+    for purpose, dtype in (("activations", wanted.dtype), ("the KV cache", wanted.kv_dtype)):
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            return f"{dtype} for {purpose}"
+    return None
+
+
+def _build(_wanted: OpsWanted) -> Ops:
+    return REFERENCE_OPS
+
+
+REFERENCE = Backend("reference", _refuse, _build)

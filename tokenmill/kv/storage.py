@@ -1,0 +1,45 @@
+"""The tensors behind the block ids. Allocated once; steps write into them and read from them, nothing moves.
+
+    keys, values: [layers_per_group, num_blocks, num_kv_heads, block_size, head_dim]
+
+A block id belongs to one KV group at a time; the group's i-th layer finds its keys in keys[i, block].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenmill.kv.layout import KVLayout
+from tokenmill.ops.batch import LayerCache
+
+
+class KVStorage:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (layout.layers_per_group, num_blocks, layout.num_kv_heads, block_size, layout.head_dim)
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer(self, number: int) -> LayerCache:
+        """Views of one layer's keys and values."""
+        _, index = self.layout.place(number)
+        return LayerCache(self.keys[index], self.values[index])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(from, to) block ids, all copied as if at once: sources are read before anything is written."""
+        if not pairs:
+            return
+        sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
+        self.keys[:, targets] = self.keys[:, sources]
+        self.values[:, targets] = self.values[:, sources]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes

@@ -1,0 +1,108 @@
+"""The arithmetic a model is made of, as a table of plain functions that every backend fills in the same way.
+
+Shapes: T tokens of a step, H hidden size, heads * D query size, kv_heads * D key size. A function returns new tensors
+unless it says otherwise. Weights reach a function in the form that the same backend's `pack_*` made of them; nobody
+else looks inside. What a step has in common for all layers of a KV group is worked out once, by `plan_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tokenmill.arch.spec import Activation, ModelSpec
+from tokenmill.ops.batch import ForwardBatch, LayerCache
+from tokenmill.ops.raw import RawTensor
+
+Dense = Callable[[RawTensor], torch.Tensor]
+"""Plain values of a raw tensor, in the compute dtype on the device."""
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """A matrix [rows, columns] packed by one backend; `packed` is that backend's own affair."""
+
+    rows: int
+    columns: int
+    packed: Any
+    bias: torch.Tensor | None = None  # [rows]
+
+
+@dataclass(frozen=True)
+class ExpertsWeight:
+    """Gated MLPs of all experts of a layer, packed by one backend."""
+
+    num_experts: int
+    packed: Any
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """What distinguishes one layer's attention from another's, beside its tensors."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # float32 [heads]
+
+
+@dataclass(frozen=True)
+class Ops:
+    name: str
+    # ── weights, once at load ──
+    pack_linear: Callable[[Sequence[RawTensor], torch.Tensor | None, Dense], LinearWeight]
+    """Matrices with the same input, stacked by rows in the order given; bias [all rows] or None."""
+    pack_embedding: Callable[[RawTensor, Dense], LinearWeight]
+    """A matrix that `embed` reads rows of; tied models multiply by it too."""
+    pack_experts: Callable[[RawTensor, RawTensor, RawTensor, Dense], ExpertsWeight]
+    """gate and up [experts, inter, H], down [experts, H, inter]."""
+    # ── once a step and KV group ──
+    plan_attention: Callable[[ForwardBatch, int, int | None], Any]
+    """(batch, group, window) → what `attention` of this group's layers reads."""
+    # ── every layer ──
+    embed: Callable[[torch.Tensor, LinearWeight], torch.Tensor]
+    """ids [T] → [T, H]"""
+    linear: Callable[[torch.Tensor, LinearWeight], torch.Tensor]
+    """[T, columns] → [T, rows]"""
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    """(x [..., N], weight [N], eps); computed in float32, returned in x's dtype."""
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    """(x, residual, weight, eps) → (rms_norm(x + residual), x + residual)"""
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """(x [T, heads, D], cos, sin [T, rotary / 2] float32): pairs (x[i], x[i + rotary / 2]) turn, the rest stays."""
+    write_kv: Callable[[LayerCache, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(cache, keys, values [T, kv_heads, D], slots [T]); writes into the cache."""
+    attention: Callable[[torch.Tensor, LayerCache, Any, AttentionArgs], torch.Tensor]
+    """queries [T, heads, D] over the paged context → [T, heads * D]"""
+    act_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
+    """[T, 2 * inter], gate then up → act(gate) * up"""
+    route: Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
+    """(router logits [T, experts], k, renormalize) → float32 weights [T, k], int64 expert ids [T, k]"""
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsWeight, Activation], torch.Tensor]
+    """(x [T, H], weights, ids, packed, activation) → weighted sum of the chosen experts [T, H]"""
+    softcap: Callable[[torch.Tensor, float], torch.Tensor]
+    """cap * tanh(x / cap)"""
+
+
+@dataclass(frozen=True)
+class OpsWanted:
+    """What the ops of one model must be able to do on one device."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    kv_dtype: torch.dtype
+    backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    quants: frozenset[str] = field(default_factory=frozenset)  # block formats among the weights
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute; `refuse` gives the reason why it cannot do what is wanted, or None when it can."""
+
+    name: str
+    refuse: Callable[[OpsWanted], str | None]
+    build: Callable[[OpsWanted], Ops]

@@ -1,0 +1,64 @@
+"""Attention over a paged KV cache, in float32: scores, softmax, weighted values, task by task of the step's plan.
+
+Queries of G heads that share a key head are computed together. A slot that no query of a task sees may hold anything,
+even NaN left by another request that failed: its score is masked and its value is replaced by zero before the product,
+since 0 * NaN would spread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.interface import AttentionArgs
+from tokenmill.ops.reference.activation import softcap
+from tokenmill.ops.reference.attention_plan import AttentionPlan, AttentionTask
+
+
+def write_kv(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    block_size = cache.keys.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    cache.keys[blocks, :, offsets] = keys.to(cache.keys.dtype)
+    cache.values[blocks, :, offsets] = values.to(cache.values.dtype)
+
+
+def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
+    """queries [T, heads, D] → [T, heads * D]"""
+    out = torch.empty_like(queries)
+    for task in plan:
+        out[task.tokens] = _attend(queries[task.tokens].float(), cache, task, args).to(out.dtype)
+    return out.flatten(1)
+
+
+def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args: AttentionArgs) -> torch.Tensor:
+    """queries [B * Q, heads, D] → the same shape"""
+    keys = _gather(cache.keys, task)  # [B, kv_heads, S, D]
+    values = _gather(cache.values, task)
+    rows, kv_heads, _, dim = keys.shape
+    num_heads = queries.shape[1]
+    unseen = ~task.visible.any(1)  # [B, S]
+    values.masked_fill_(unseen.view(rows, 1, -1, 1), 0.0)
+    # [B, Q, kv_heads, G, D] → [B, kv_heads, G * Q, D]
+    grouped = queries.view(rows, -1, kv_heads, num_heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * args.scale
+    scores = scores.view(*grouped.shape[:4], -1)  # [B, kv_heads, G, Q, S]
+    if args.softcap is not None:
+        scores = softcap(scores, args.softcap)
+    scores = scores.masked_fill(~task.visible[:, None, None], float("-inf"))
+    mixed = _softmax(scores, args.sinks).flatten(2, 3) @ values
+    return mixed.view_as(grouped).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
+
+
+def _gather(cache: torch.Tensor, task: AttentionTask) -> torch.Tensor:
+    """A float32 copy of the task's blocks, [B, kv_heads, N * block_size, D]."""
+    found = cache[task.blocks]  # [B * N, kv_heads, block_size, D]
+    found = found.view(task.num_rows, -1, *found.shape[1:]).transpose(1, 2)
+    return found.float().flatten(2, 3)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the keys; a sink is one more logit per head that takes its share and brings no value."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.float().view(1, scores.shape[1], scores.shape[2], 1, 1).expand(*scores.shape[:4], 1)
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]

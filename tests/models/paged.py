@@ -1,0 +1,68 @@
+"""Drives a model through the paged path without a scheduler: shuffled blocks, prompt chunks, rows together."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.ops.batch import ForwardBatch, GroupTables
+
+CPU = torch.device("cpu")
+
+
+class PagedRun:
+    """Rows with room for `max_len` tokens each; their blocks lie scattered over the pool, out of order."""
+
+    def __init__(self, model: Decoder, num_rows: int, max_len: int, block_size: int = 4, seed: int = 0) -> None:
+        groups = len(model.layout.groups)
+        per_row = -(-max_len // block_size)
+        num_blocks = 1 + groups * num_rows * per_row
+        ids = list(range(1, num_blocks))
+        random.Random(seed).shuffle(ids)
+        self.tables = torch.tensor(ids, dtype=torch.int32).view(groups, num_rows, per_row)
+        self.storage = KVStorage(model.layout, num_blocks, block_size, torch.float32, CPU)
+        self.model = model
+        self.lengths = [0] * num_rows
+
+    def feed(self, tokens: dict[int, list[int]], every_logit: bool = True) -> torch.Tensor:
+        """Feeds new tokens to some rows; logits of all of them, one after another, or of each row's last."""
+        batch = self._batch(tokens, every_logit)
+        for row, ids in tokens.items():
+            self.lengths[row] += len(ids)
+        return self.model.logits(self.model.forward(batch, self.storage))
+
+    def _batch(self, tokens: dict[int, list[int]], every_logit: bool) -> ForwardBatch:
+        rows, counts = list(tokens), [len(ids) for ids in tokens.values()]
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        positions = torch.cat([torch.arange(self.lengths[r], self.lengths[r] + len(tokens[r])) for r in rows])
+        contexts = torch.tensor([self.lengths[r] + len(tokens[r]) for r in rows], dtype=torch.int32)
+        owner = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts))
+        size = self.storage.block_size
+        slots = self.tables[:, owner, positions // size].long() * size + positions % size
+        return ForwardBatch(
+            token_ids=torch.tensor([i for ids in tokens.values() for i in ids]),
+            positions=positions,
+            query_starts=starts,
+            context_lens=contexts,
+            groups=tuple(GroupTables(table[rows], slot) for table, slot in zip(self.tables, slots, strict=True)),
+            logit_rows=torch.arange(len(positions)) if every_logit else starts[1:].long() - 1,
+            block_size=size,
+            max_query_len=max(counts),
+            max_context_len=int(contexts.max()),
+        )
+
+
+def feed_in_chunks(run: PagedRun, row: int, tokens: list[int], chunk: int) -> torch.Tensor:
+    """Logits [len(tokens), vocab] of one row fed chunk by chunk."""
+    return torch.cat([run.feed({row: tokens[at : at + chunk]}) for at in range(0, len(tokens), chunk)])
+
+
+def greedy(run: PagedRun, row: int, prompt: list[int], count: int, chunk: int) -> list[int]:
+    last = feed_in_chunks(run, row, prompt, chunk)[-1]
+    found = [int(last.argmax())]
+    while len(found) < count:
+        found.append(int(run.feed({row: found[-1:]})[-1].argmax()))
+    return found

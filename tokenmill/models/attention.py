@@ -1,0 +1,51 @@
+"""One layer's attention: project to queries, keys and values, norm, rotate, write the cache, attend, project back."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.arch.spec import AttentionSpec
+from tokenmill.kv.layout import KVLayout
+from tokenmill.models.loading import Loader
+from tokenmill.models.step import Step
+from tokenmill.ops.interface import AttentionArgs
+
+
+class Attention:
+    def __init__(self, spec: AttentionSpec, layer: int, layout: KVLayout, norm_eps: float, load: Loader) -> None:
+        name = f"layers.{layer}"
+        self.spec = spec
+        self.layer = layer
+        self.ops = load.ops
+        self.norm_eps = norm_eps
+        self.group, _ = layout.place(layer)
+        self.qkv = load.linear([f"{name}.q", f"{name}.k", f"{name}.v"], spec.qkv_bias)
+        self.out = load.linear([f"{name}.o"], spec.out_bias)
+        self.q_norm = load.vector(f"{name}.q_norm.weight") if spec.qk_norm else None
+        self.k_norm = load.vector(f"{name}.k_norm.weight") if spec.qk_norm else None
+        sinks = load.vector(f"{name}.sinks") if spec.has_sinks else None
+        self.args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks)
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]"""
+        queries, keys, values = self._project(x)
+        queries = self._place(queries, self.q_norm, step)
+        keys = self._place(keys, self.k_norm, step)
+        cache = step.storage.layer(self.layer)
+        self.ops.write_kv(cache, keys, values, step.batch.groups[self.group].slots)
+        mixed = self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
+        return self.ops.linear(mixed, self.out)
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] → [T, heads, D], and [T, kv_heads, D] twice"""
+        spec = self.spec
+        parts = torch.split(self.ops.linear(x, self.qkv), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        queries, keys, values = (part.reshape(len(x), -1, spec.head_dim) for part in parts)
+        return queries, keys, values
+
+    def _place(self, x: torch.Tensor, norm: torch.Tensor | None, step: Step) -> torch.Tensor:
+        if norm is not None:
+            x = self.ops.rms_norm(x, norm, self.norm_eps)
+        if self.spec.rope is not None:
+            x = self.ops.rotate(x, *step.angles[self.spec.rope])
+        return x

@@ -1,0 +1,64 @@
+"""A decoder-only transformer, any that a ModelSpec can describe: embedding, layers, final norm, head.
+
+The head is kept apart from `forward`: only rows whose logits are wanted go through it, in slices if the caller likes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.arch.spec import ModelSpec, RopeSpec
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.layer import Layer
+from tokenmill.models.loading import Loader
+from tokenmill.models.rope import RopeTable, make_rope_table
+from tokenmill.models.step import plan_step
+from tokenmill.ops.batch import ForwardBatch
+
+
+class Decoder:
+    def __init__(self, spec: ModelSpec, load: Loader, max_context: int | None = None) -> None:
+        """`max_context`: the longest context that will be served, the model's own by default."""
+        self.spec = spec
+        self.ops = load.ops
+        self.layout = KVLayout.from_spec(spec)
+        self.embedding = load.ops.pack_embedding(load.source.get("embed.weight"), load.dense)
+        self.layers = [
+            Layer(layer, number, self.layout, spec.norm_eps, load) for number, layer in enumerate(spec.layers)
+        ]
+        self.final_norm = load.vector("final_norm.weight")
+        self.head = self.embedding if spec.tied_head else load.linear(["head"])
+        self.ropes = _rope_tables(spec, max_context or spec.max_context, load.device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        step = plan_step(self.ops, self.ropes, batch, storage)
+        residual = self._embed(batch.token_ids)
+        delta: torch.Tensor | None = None
+        for layer in self.layers:
+            delta, residual = layer(delta, residual, step)
+        assert delta is not None, "a model has at least one layer"
+        wanted = batch.logit_rows
+        normed, _ = self.ops.add_rms_norm(delta[wanted], residual[wanted], self.final_norm, self.spec.norm_eps)
+        return normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.ops.linear(hidden, self.head).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else self.ops.softcap(logits, cap)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded = self.ops.embed(token_ids, self.embedding)
+        return embedded if self.spec.embedding_scale == 1.0 else embedded * self.spec.embedding_scale
+
+
+def _rope_tables(spec: ModelSpec, max_context: int, device: torch.device) -> dict[RopeSpec, RopeTable]:
+    """One table per distinct rope; layers share them."""
+    ropes = {layer.attention.rope for layer in spec.layers}
+    return {rope: make_rope_table(rope, max_context, device) for rope in ropes if rope is not None}

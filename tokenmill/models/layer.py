@@ -1,0 +1,52 @@
+"""One decoder layer. The residual stream and what is to be added to it travel apart, so that each addition is fused
+with the norm that follows it:
+
+    delta, residual ─► residual += delta; norm ─► attention ─► (post norm) ─► residual += it; norm ─► MLP ─► (post norm)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.arch.spec import LayerSpec, MlpSpec, MoeSpec
+from tokenmill.kv.layout import KVLayout
+from tokenmill.models.attention import Attention
+from tokenmill.models.loading import Loader
+from tokenmill.models.mlp import Mlp
+from tokenmill.models.moe import Moe
+from tokenmill.models.step import Step
+
+
+class Layer:
+    def __init__(self, spec: LayerSpec, number: int, layout: KVLayout, norm_eps: float, load: Loader) -> None:
+        name = f"layers.{number}"
+        self.ops = load.ops
+        self.eps = norm_eps
+        self.attn_norm = load.vector(f"{name}.attn_norm.weight")
+        self.mlp_norm = load.vector(f"{name}.mlp_norm.weight")
+        self.attn_post_norm = load.vector(f"{name}.attn_post_norm.weight") if spec.post_norms else None
+        self.mlp_post_norm = load.vector(f"{name}.mlp_post_norm.weight") if spec.post_norms else None
+        self.attention = Attention(spec.attention, number, layout, norm_eps, load)
+        self.mlp = _make_mlp(spec.mlp, number, load)
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self._add_norm(delta, residual, self.attn_norm)
+        delta = self._post(self.attention(normed, step), self.attn_post_norm)
+        normed, residual = self._add_norm(delta, residual, self.mlp_norm)
+        return self._post(self.mlp(normed), self.mlp_post_norm), residual
+
+    def _add_norm(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if delta is None:  # the first layer: the embedding is the residual
+            return self.ops.rms_norm(residual, weight, self.eps), residual
+        return self.ops.add_rms_norm(delta, residual, weight, self.eps)
+
+    def _post(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else self.ops.rms_norm(x, weight, self.eps)
+
+
+def _make_mlp(spec: MlpSpec | MoeSpec, number: int, load: Loader) -> Mlp | Moe:
+    return Mlp(spec, number, load) if isinstance(spec, MlpSpec) else Moe(spec, number, load)

@@ -1,0 +1,21 @@
+"""The gated MLP: down(act(gate(x)) * up(x)), gate and up as one matrix."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.arch.spec import MlpSpec
+from tokenmill.models.loading import Loader
+
+
+class Mlp:
+    def __init__(self, spec: MlpSpec, layer: int, load: Loader) -> None:
+        name = f"layers.{layer}"
+        self.ops = load.ops
+        self.activation = spec.activation
+        self.gate_up = load.linear([f"{name}.gate", f"{name}.up"], spec.bias)
+        self.down = load.linear([f"{name}.down"], spec.bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.ops.act_mul(self.ops.linear(x, self.gate_up), self.activation)
+        return self.ops.linear(inner, self.down)

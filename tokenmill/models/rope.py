@@ -1,0 +1,83 @@
+"""Rotary position tables: the angle of every position and frequency, as cos and sin, computed once at load.
+
+Frequencies start as theta^(-2i / rotary_dim) and are then stretched for longer contexts in one of the ways below, each
+as its paper and `transformers` define it. All in float32, which is what the models were trained with.
+
+LongRope has one set of factors for short contexts and one for long. Which one holds is settled by the longest context
+that is served, never by the positions seen so far: keys already in the cache must stay comparable with new queries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.arch.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    cos: torch.Tensor  # float32 [max_context, rotary_dim / 2]
+    sin: torch.Tensor
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cos[positions], self.sin[positions]
+
+
+def make_rope_table(spec: RopeSpec, max_context: int, device: torch.device) -> RopeTable:
+    positions = torch.arange(max_context, dtype=torch.float32)
+    angles = torch.outer(positions, rope_frequencies(spec, max_context))
+    factor = _magnitude(spec)
+    return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+
+
+def rope_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
+    """float32 [rotary_dim / 2]"""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    plain = 1.0 / (spec.theta**exponents)
+    match spec.scaling:
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling():
+            return _llama3(plain, spec.scaling)
+        case LongRopeScaling():
+            return _longrope(plain, spec.scaling, max_context)
+        case YarnScaling():
+            return _yarn(plain, spec, spec.scaling)
+        case None:
+            pass
+    return plain
+
+
+def _magnitude(spec: RopeSpec) -> float:
+    """What cos and sin are multiplied by."""
+    return spec.scaling.mscale if isinstance(spec.scaling, LongRopeScaling | YarnScaling) else 1.0
+
+
+def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    turns = scaling.original_context * plain / (2 * math.pi)  # full turns within the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = smooth.clamp(0.0, 1.0)
+    return (1 - blend) * plain / scaling.factor + blend * plain
+
+
+def _longrope(plain: torch.Tensor, scaling: LongRopeScaling, max_context: int) -> torch.Tensor:
+    is_long = max_context > scaling.original_context
+    factors = scaling.long_factors if is_long else scaling.short_factors
+    return plain / torch.tensor(factors, dtype=torch.float32)
+
+
+def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
+    """Fast frequencies kept, slow ones divided by the factor, a linear ramp over the dimensions between."""
+
+    def dimension_with(turns: float) -> float:
+        ratio = scaling.original_context / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    low = max(math.floor(dimension_with(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension_with(scaling.beta_slow)), spec.rotary_dim - 1)
+    width = max(high - low, 0.001)
+    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)

@@ -9,6 +9,7 @@
     ├── EngineDead                the engine process is gone (503)
     ├── InvalidConfig             a setting is wrong or settings contradict each other
     └── ModelError                the model's files can't be used
+        ├── PullFailed            no source could deliver it, or the disk is full
         ├── UnsupportedModel      an architecture or variant that is not implemented, by name
         └── DamagedFile           a file is truncated or inconsistent; names file and tensor
 
@@ -80,6 +81,10 @@ class InvalidConfig(TokenmillError):
 
 class ModelError(TokenmillError):
     code = "model_error"
+
+
+class PullFailed(ModelError):
+    code = "pull_failed"
 
 
 class UnsupportedModel(ModelError):

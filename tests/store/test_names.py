@@ -1,0 +1,94 @@
+"""What MODEL means, and that no name leads out of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.store import CatalogEntry, HubModel, LocalModel, Store, is_model_name, load_catalog, parse_name
+from tokenmill.store.layout import checked_file_name, directory_name
+
+
+def test_short_names_resolve_with_and_without_tag() -> None:
+    entry = parse_name("smollm2")
+    assert isinstance(entry, CatalogEntry) and entry.name == "smollm2:135m"
+    assert parse_name("QWEN2.5:1.5b").name == "qwen2.5:1.5b"  # type: ignore[union-attr]
+
+
+def test_hub_ids() -> None:
+    assert parse_name("Qwen/Qwen3-0.6B") == HubModel("Qwen/Qwen3-0.6B")
+    assert parse_name("a/b:Q4_K_M") == HubModel("a/b", "Q4_K_M")
+    assert parse_name("a/b:sub/x.gguf") == HubModel("a/b", "sub/x.gguf")
+
+
+def test_paths_win_over_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert parse_name("owner/name") == LocalModel(Path("owner/name"))
+    assert parse_name("m.gguf") == LocalModel(Path("m.gguf"))
+
+
+def test_a_folder_does_not_hide_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(parse_name("qwen3"), CatalogEntry)
+    assert isinstance(parse_name("./qwen3"), LocalModel)
+
+
+def test_unknown_names_suggest_the_near_miss() -> None:
+    with pytest.raises(UnknownModel, match=r"did you mean smollm2:135m"):
+        parse_name("smolm2:135m")
+    with pytest.raises(UnknownModel, match="no such file"):
+        parse_name("./nothing.gguf")
+
+
+@pytest.mark.parametrize("text", ["What is the capital of France?", "hi", "", "hello world/there", "a/b/c/d:e", "\0"])
+def test_prompts_are_not_model_names(text: str) -> None:
+    assert not is_model_name(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../b", "..", ".", "", "/etc/passwd", "a/b:../../x", "a/b:..", "x" * 300, "-x/y", "a\0b"]
+)
+def test_names_stay_inside(name: str, tmp_path: Path) -> None:
+    assert not isinstance(_parsed(name), HubModel | CatalogEntry)
+    if name not in ("a\0b",):
+        with pytest.raises(UnknownModel):
+            directory_name(name)
+
+
+def _parsed(name: str) -> object:
+    try:
+        return parse_name(name)
+    except UnknownModel:
+        return None
+
+
+def test_every_directory_name_is_one_component(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for name in [*load_catalog(), "a/b", "a/b:c/d.gguf", "a\0b"]:
+        assert store.model_dir(name).parent == tmp_path / "models"
+        assert "\0" not in str(store.model_dir(name))
+
+
+@pytest.mark.parametrize("digest", ["", "../" * 20, "A" * 64, "a" * 63, "a" * 63 + "/", "b179\n" + "a" * 59])
+def test_digests_stay_inside(digest: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        Store(tmp_path).blob_path(digest)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "manifest.json", "", "x" * 300])
+def test_file_names_stay_inside(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        checked_file_name(name)
+
+
+def test_the_catalog_is_well_formed() -> None:
+    catalog = load_catalog()
+    assert len(catalog) >= 12
+    for entry in catalog.values():
+        assert ":" in entry.name and entry.repo.count("/") == 1 and entry.file.endswith(".gguf") and entry.license
+        assert not entry.wheel or (entry.sha256 and entry.size_bytes)

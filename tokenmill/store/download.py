@@ -1,0 +1,149 @@
+"""One file over HTTP, resumable and verified.
+
+    destination:  [0 ........ done | done ................ size]
+                   kept from before   asked for with `Range: bytes=done-`
+
+Bytes already on disk are hashed first, so that the digest at the end covers the whole file. The hub library's own
+download deletes its partial file when interrupted; a model of many gigabytes deserves better, hence this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from tokenmill.store.fetched import CHUNK_BYTES, SourceUnavailable, is_disk_full
+from tokenmill.store.progress import PullProgress
+
+STALL_S = 30.0
+MAX_FRUITLESS_TRIES = 3
+RETRY_PAUSE_S = 1.0
+
+
+class Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    url: str
+    name: str
+    size_bytes: int
+    sha256: str | None = None  # large files
+    git_sha1: str | None = None  # small ones: SHA-1 of "blob <size>\0" + content
+    headers: tuple[tuple[str, str], ...] = ()  # sent to the first host only, never along a redirect
+
+    @property
+    def key(self) -> str:
+        """Names the partial file: other content never continues it."""
+        return self.sha256 or self.git_sha1 or hashlib.sha256(self.url.encode()).hexdigest()
+
+
+def download(remote: RemoteFile, destination: Path, progress: PullProgress) -> str:
+    """Complete `destination` from wherever it is, check it, and return its SHA-256."""
+    digests = _Digests(remote)
+    with open(destination, "ab+") as file:
+        _hash_existing(file, digests, remote.size_bytes)
+        progress.begin(remote.name, remote.size_bytes, file.tell())
+        try:
+            _fill(remote, file, digests, progress)
+        finally:
+            progress.end()
+    if problem := digests.mismatch():
+        destination.unlink()
+        raise SourceUnavailable(f"{remote.name} arrived damaged: {problem}")
+    return digests.sha256.hexdigest()
+
+
+class _Digests:
+    def __init__(self, remote: RemoteFile) -> None:
+        self.remote = remote
+        self.restart()
+
+    def restart(self) -> None:
+        self.sha256: Digest = hashlib.sha256()
+        self.git: Digest = hashlib.sha1(b"blob %d\0" % self.remote.size_bytes, usedforsecurity=False)
+
+    def update(self, chunk: bytes) -> None:
+        self.sha256.update(chunk)
+        if self.remote.git_sha1:
+            self.git.update(chunk)
+
+    def mismatch(self) -> str | None:
+        if self.remote.sha256:
+            return (
+                None if self.sha256.hexdigest() == self.remote.sha256 else "its SHA-256 differs from the published one"
+            )
+        if self.remote.git_sha1 and self.git.hexdigest() != self.remote.git_sha1:
+            return "its checksum differs from the published one"
+        return None
+
+
+def _hash_existing(file: BinaryIO, digests: _Digests, size_bytes: int) -> None:
+    if file.seek(0, 2) > size_bytes:
+        file.truncate(0)
+    file.seek(0)
+    while chunk := file.read(CHUNK_BYTES):
+        digests.update(chunk)
+
+
+def _fill(remote: RemoteFile, file: BinaryIO, digests: _Digests, progress: PullProgress) -> None:
+    """Ask until the file is whole; a broken connection is taken up again where it broke."""
+    fruitless = 0
+    while (done := file.tell()) < remote.size_bytes:
+        try:
+            _receive(remote, file, digests, progress)
+            problem = "the server closed the connection early"
+        except (OSError, HTTPException) as error:
+            if is_disk_full(error):
+                raise
+            problem = _one_line(error)
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                raise SourceUnavailable(f"{remote.name}: {problem}") from error
+        file.flush()
+        if file.tell() >= remote.size_bytes:
+            return
+        fruitless = 0 if file.tell() > done else fruitless + 1
+        if fruitless >= MAX_FRUITLESS_TRIES:
+            raise SourceUnavailable(
+                f"{remote.name}: {problem}; what arrived is kept and the next pull goes on from there"
+            )
+        time.sleep(RETRY_PAUSE_S)
+
+
+def _receive(remote: RemoteFile, file: BinaryIO, digests: _Digests, progress: PullProgress) -> None:
+    done = file.tell()
+    with _open(remote, done) as response:
+        if done and response.status != 206:  # the server sends everything again
+            file.truncate(0)
+            file.seek(0)
+            digests.restart()
+            progress.advance(-done)
+        while (left := remote.size_bytes - file.tell()) > 0 and (chunk := response.read(min(CHUNK_BYTES, left))):
+            file.write(chunk)
+            digests.update(chunk)
+            progress.advance(len(chunk))
+
+
+def _open(remote: RemoteFile, start: int) -> HTTPResponse:
+    request = urllib.request.Request(remote.url)
+    for name, value in remote.headers:
+        request.add_unredirected_header(name, value)
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+    response: HTTPResponse = urllib.request.urlopen(request, timeout=STALL_S)
+    return response
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the server answered {error.code}"
+    reason = getattr(error, "reason", None) or error
+    return " ".join(str(reason).split())[:200] or type(error).__name__

@@ -1,0 +1,56 @@
+"""What a source hands to the store, and how a source says no.
+
+A source (hub, wheel) downloads into the model's partial directory, verifies, and returns `Fetched`. When it can't
+deliver it raises `SourceUnavailable` with one line, and the next source is tried. A full disk ends the pull at once:
+another source needs the same space.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.errors import PullFailed
+from tokenmill.store.layout import StoredFile
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fetched:
+    source: str
+    files: list[tuple[StoredFile, Path]]
+
+
+class SourceUnavailable(Exception):
+    """One line: why this source can't deliver the model."""
+
+
+def is_disk_full(problem: BaseException) -> bool:
+    return isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def disk_full(folder: Path, needed_bytes: int) -> PullFailed:
+    free = shutil.disk_usage(_nearest_existing(folder)).free
+    return PullFailed(
+        f"no space left on the disk of {folder}: {megabytes(needed_bytes)} needed, {megabytes(free)} free",
+        hint="free some space, or set TOKENMILL_HOME to a directory on another disk",
+    )
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Say no before the download rather than in the middle of it."""
+    if shutil.disk_usage(_nearest_existing(folder)).free < needed_bytes:
+        raise disk_full(folder, needed_bytes)
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes < 10e9 else f"{num_bytes / 1e9:,.1f} GB"
+
+
+def _nearest_existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

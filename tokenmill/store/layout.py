@@ -1,0 +1,226 @@
+"""The store on disk. Content is kept once, by its SHA-256; a model is a directory of links to content.
+
+    $TOKENMILL_HOME (~/.cache/tokenmill)
+    ├── blobs/<sha256>                  complete, verified files
+    ├── models/<quoted name>/           manifest.json and one link per file; appears by a single rename
+    ├── partial/<quoted name>/          downloads under way or interrupted; never read by anything but a pull
+    └── locks/                          one per name being pulled, one for changes to the store itself
+
+A model is in `models/` completely or not at all. Names are percent-quoted, digests are 64 hex digits: neither can
+contain a separator, so neither can lead out of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+from filelock import FileLock
+
+from tokenmill.errors import InvalidConfig, InvalidRequest, UnknownModel
+from tokenmill.store.names import MAX_NAME_LENGTH, shown
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+MAX_MANIFEST_BYTES = 4 << 20
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    source: str  # where it came from: "hub owner/name@commit", "pypi package==version"
+    files: list[StoredFile]
+    pulled_at_s: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+def store_root() -> Path:
+    return Path(os.environ.get("TOKENMILL_HOME") or Path.home() / ".cache" / "tokenmill").expanduser()
+
+
+class Store:
+    """The directory as an object. Reading needs no lock; `install` and `remove` take the store's."""
+
+    def __init__(self, root: Path | str | None = None) -> None:
+        self.root = Path(root) if root is not None else store_root()
+
+    # ── where things are ───────────────────────────────────────────────────────────────────────────────
+
+    def blob_path(self, sha256: str) -> Path:
+        if not _SHA256.fullmatch(sha256):
+            raise InvalidRequest(f"{shown(sha256)} is not a SHA-256 digest", param="sha256")
+        return self.root / "blobs" / sha256
+
+    def model_dir(self, name: str) -> Path:
+        return self.root / "models" / directory_name(name)
+
+    def partial_dir(self, name: str) -> Path:
+        return self.root / "partial" / directory_name(name)
+
+    # ── reading ────────────────────────────────────────────────────────────────────────────────────────
+
+    def get(self, name: str) -> Manifest | None:
+        """The manifest of an installed model; None when absent or when a file is missing or cut short."""
+        manifest = _read_manifest(self.model_dir(name) / "manifest.json")
+        if manifest is None or manifest.name != name or not all(self._is_whole(file) for file in manifest.files):
+            return None
+        return manifest
+
+    def names(self) -> list[str]:
+        found = (_read_manifest(path) for path in (self.root / "models").glob("*/manifest.json"))
+        return sorted(manifest.name for manifest in found if manifest is not None)
+
+    def manifests(self) -> list[Manifest]:
+        return [manifest for name in self.names() if (manifest := self.get(name)) is not None]
+
+    def path_of(self, manifest: Manifest) -> Path:
+        """What a loader opens: the (first) GGUF file, or the directory of a safetensors checkpoint."""
+        ggufs = sorted(file.name for file in manifest.files if file.name.endswith(".gguf"))
+        folder = self.model_dir(manifest.name)
+        return folder / ggufs[0] if ggufs else folder
+
+    def size_bytes(self) -> int:
+        return _tree_bytes(self.root / "blobs")
+
+    def partial_bytes(self) -> int:
+        return _tree_bytes(self.root / "partial")
+
+    # ── changing ───────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self) -> None:
+        """Make the directories, or say in one line why that can't be done."""
+        try:
+            for room in ("blobs", "models", "partial", "locks"):
+                (self.root / room).mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise InvalidConfig(
+                f"the model store {self.root} can't be written: {problem.strerror}", hint="set TOKENMILL_HOME"
+            ) from problem
+
+    def pull_lock(self, name: str) -> FileLock:
+        self.prepare()
+        return FileLock(self.root / "locks" / f"{directory_name(name)}.lock")
+
+    def install(self, manifest: Manifest, sources: dict[str, Path]) -> Manifest:
+        """Move verified files (`sources`: file name → path inside the store) to their place; all of them or nothing."""
+        manifest = msgspec.structs.replace(manifest, pulled_at_s=time.time())
+        with self._changing():
+            for file in manifest.files:
+                _sync_file(sources[file.name])
+                os.replace(sources[file.name], self.blob_path(file.sha256))
+            _sync_directory(self.root / "blobs")
+            self._publish(manifest)
+        return manifest
+
+    def remove(self, name: str) -> int:
+        """Forget a model and free the content that no other model uses; returns the bytes freed."""
+        partial = self.partial_dir(name)
+        if not self.model_dir(name).exists() and not partial.exists():
+            raise UnknownModel(f"{shown(name)} is not in the store", hint="see `tokenmill list`")
+        freed = _tree_bytes(partial)
+        with self.pull_lock(name), self._changing():
+            self._discard(self.model_dir(name))
+            shutil.rmtree(partial, ignore_errors=True)
+            return freed + self._free_unused_blobs()
+
+    # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.prepare()
+        with FileLock(self.root / "locks" / "store"):
+            yield
+
+    def _is_whole(self, file: StoredFile) -> bool:
+        try:
+            return self.blob_path(file.sha256).stat().st_size == file.size_bytes
+        except (OSError, InvalidRequest):
+            return False
+
+    def _publish(self, manifest: Manifest) -> None:
+        """Build the model's directory aside and rename it into place."""
+        fresh = self.root / "partial" / f"new-{uuid.uuid4().hex}"
+        fresh.mkdir(parents=True)
+        try:
+            for file in manifest.files:
+                (fresh / checked_file_name(file.name)).symlink_to(Path("../../blobs") / file.sha256)
+            record = fresh / "manifest.json"
+            record.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+            _sync_file(record)
+            self._discard(self.model_dir(manifest.name))
+            os.rename(fresh, self.model_dir(manifest.name))
+            _sync_directory(self.root / "models")
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def _discard(self, folder: Path) -> None:
+        """Take a directory out of sight in one rename, then delete it."""
+        if folder.exists():
+            aside = self.root / "partial" / f"old-{uuid.uuid4().hex}"
+            os.rename(folder, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _free_unused_blobs(self) -> int:
+        manifests = (_read_manifest(path) for path in (self.root / "models").glob("*/manifest.json"))
+        used = {file.sha256 for manifest in manifests if manifest for file in manifest.files}
+        freed = 0
+        for blob in (self.root / "blobs").iterdir():
+            if blob.name not in used:
+                freed += blob.stat().st_size
+                blob.unlink()
+        return freed
+
+
+def directory_name(name: str) -> str:
+    """A name as one path component: percent-quoted, so that it has no separator and is never `.` or `..`."""
+    if not name or len(name) > MAX_NAME_LENGTH or not name[0].isalnum() or ".." in name:
+        raise UnknownModel(f"{shown(name)} can't be the name of a model")
+    return quote(name, safe="")
+
+
+def checked_file_name(name: str) -> str:
+    if len(name) > MAX_NAME_LENGTH or not _FILE_NAME.fullmatch(name) or name == "manifest.json":
+        raise InvalidRequest(f"{shown(name)} can't be the name of a stored file", param="file")
+    return name
+
+
+def _read_manifest(path: Path) -> Manifest | None:
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _tree_bytes(root: Path) -> int:
+    return sum(path.lstat().st_size for path in root.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,90 @@
+"""What a user's MODEL means: a path, a short name from the catalog, or a Hugging Face id.
+
+    ./model.gguf   /models/llama/            a path: what exists on disk wins
+    smollm2:135m   qwen3                     a short name
+    owner/name     owner/name:Q4_K_M         a hub repository; after the colon a GGUF file or a quantisation
+    owner/name:sub/file.gguf
+
+Names become directory names and URLs, so they are checked here, once: no `..`, no stray separators, bounded length.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.errors import UnknownModel
+from tokenmill.store.catalog import CatalogEntry, find_entry, load_catalog
+
+MAX_NAME_LENGTH = 200
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(:(?P<file>{_PART}(/{_PART})*))?")
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    path: Path
+
+
+@dataclass(frozen=True)
+class HubModel:
+    repo: str
+    file: str | None = None  # a GGUF file of the repository, or a quantisation such as Q4_K_M
+
+    @property
+    def name(self) -> str:
+        return f"{self.repo}:{self.file}" if self.file else self.repo
+
+
+ModelName = LocalModel | CatalogEntry | HubModel
+
+
+def parse_name(text: str) -> ModelName:
+    """What `text` names; raises UnknownModel with the nearest names when it names nothing."""
+    found = _existing_path(text) or find_entry(text) or _hub_id(text)
+    if found is None:
+        raise UnknownModel(f"no model is called {shown(text)}", hint=_suggestion(text))
+    return found
+
+
+def is_model_name(text: str) -> bool:
+    """Whether `text` could be a MODEL at all; a sentence is not."""
+    return _existing_path(text) is not None or find_entry(text) is not None or _hub_id(text) is not None
+
+
+def shown(text: str) -> str:
+    """A user's text for a one-line message: quoted, bounded."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _existing_path(text: str) -> LocalModel | None:
+    if not text or "\0" in text or len(text) > 4096:
+        return None
+    path = Path(text).expanduser()
+    try:
+        usable = path.is_dir() or (path.is_file() and path.suffix == ".gguf")
+    except OSError:
+        return None
+    # A bare word is a path only with a separator or suffix: a folder called "qwen3" must not hide the catalog.
+    named_as_path = (
+        "/" in text or "\\" in text or text in (".", "..") or path.suffix == ".gguf" or find_entry(text) is None
+    )
+    return LocalModel(path) if usable and named_as_path else None
+
+
+def _hub_id(text: str) -> HubModel | None:
+    match = _HUB_ID.fullmatch(text)
+    if match is None or len(text) > MAX_NAME_LENGTH or ".." in text or match["repo"].endswith(".gguf"):
+        return None
+    return HubModel(match["repo"], match["file"])
+
+
+def _suggestion(text: str) -> str:
+    if text.endswith(".gguf") or text.startswith((".", "/", "~")):
+        return "there is no such file or directory"
+    near = difflib.get_close_matches(text.lower(), load_catalog(), n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return "see `tokenmill list --catalog`, or give a path to a GGUF file or a Hugging Face id (owner/name)"

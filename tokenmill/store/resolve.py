@@ -1,0 +1,41 @@
+"""From what the user typed to files on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.errors import UnknownModel
+from tokenmill.store.layout import Store
+from tokenmill.store.names import LocalModel, parse_name
+from tokenmill.store.progress import PullProgress, Silent
+from tokenmill.store.pull import pull
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    path: Path  # a GGUF file, or the directory of a safetensors checkpoint
+    name: str  # what to call it
+    source: str  # "local", or where the store got it
+
+
+def resolve_model(
+    name: str, *, store: Store | None = None, allow_pull: bool = True, progress: PullProgress | None = None
+) -> ResolvedModel:
+    """Where the model called `name` is; it is pulled first when it is not here and `allow_pull` says so."""
+    model = parse_name(name)
+    if isinstance(model, LocalModel):
+        return ResolvedModel(
+            model.path, model.path.resolve().stem if model.path.is_file() else _folder_name(model), "local"
+        )
+    store = store or Store()
+    manifest = store.get(model.name)
+    if manifest is None:
+        if not allow_pull:
+            raise UnknownModel(f"{model.name} is not in the store", hint=f"tokenmill pull {model.name}")
+        manifest = pull(model, store, progress or Silent())
+    return ResolvedModel(store.path_of(manifest), manifest.name, manifest.source)
+
+
+def _folder_name(model: LocalModel) -> str:
+    return model.path.resolve().name

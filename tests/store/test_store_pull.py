@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fake_hub import FakeHub
+from loopback_hub import FakeHub
 
 from tokenmill.errors import PullFailed, UnknownModel
 from tokenmill.store import Silent, Store, resolve_model

@@ -1,0 +1,49 @@
+"""The series as Prometheus' own parser reads them back."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tokenmill.observe.metrics import EngineState, Metrics, RequestTimes
+
+
+def _values(metrics: Metrics) -> dict[str, float]:
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {
+        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_finished_request_moves_its_series() -> None:
+    metrics = Metrics()
+    times = RequestTimes(total_s=1.1, queue_s=0.02, first_token_s=0.1)
+    metrics.finish_request("stop", prompt_tokens=12, output_tokens=11, times=times)
+    metrics.finish_request("abort", prompt_tokens=5, output_tokens=0, times=RequestTimes(total_s=0.5))
+    metrics.reject_request()
+    values = _values(metrics)
+    assert values["tokenmill_requests_total{stop}"] == 1 and values["tokenmill_requests_total{rejected}"] == 1
+    assert values["tokenmill_requests_total{error}"] == 0
+    assert values["tokenmill_prompt_tokens_total"] == 17 and values["tokenmill_generation_tokens_total"] == 11
+    assert values["tokenmill_time_to_first_token_seconds_count"] == 1
+    assert abs(values["tokenmill_time_per_output_token_seconds_sum"] - 0.1) < 1e-9
+    assert values["tokenmill_request_seconds_count"] == 2 and values["tokenmill_queue_time_seconds_count"] == 1
+
+
+def test_engine_totals_survive_a_restart() -> None:
+    metrics = Metrics()
+    metrics.set_engine(EngineState(3, 2, 0.5, prefix_hits=100, prefix_queries=200, preemptions=1))
+    metrics.set_engine(EngineState(1, 0, 0.1, prefix_hits=10, prefix_queries=20, preemptions=0))
+    metrics.engine_restarted()
+    values = _values(metrics)
+    assert values["tokenmill_prefix_hits_total"] == 110 and values["tokenmill_prefix_queries_total"] == 220
+    assert values["tokenmill_preemptions_total"] == 1 and values["tokenmill_engine_restarts_total"] == 1
+    assert values["tokenmill_requests_running"] == 1 and values["tokenmill_kv_usage_ratio"] == 0.1
+
+
+def test_two_sets_of_series_do_not_meet() -> None:
+    one, other = Metrics(model="a"), Metrics(model="b")
+    one.reject_request()
+    assert _values(other)["tokenmill_requests_total{rejected}"] == 0
+    assert _values(other)["tokenmill_model_info{b}"] == 1

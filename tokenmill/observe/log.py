@@ -1,0 +1,64 @@
+"""One-line structured logs: `time level event key=value …`, to stderr. Never the text of a prompt or an answer.
+
+    2026-01-31T12:00:00.123Z info request id=chatcmpl-1 prompt_tokens=12 finish=stop total_ms=840
+
+`event(log, "request", id=…, …)` is the one way to write a line: the values are numbers, ids and words; anything with
+spaces, quotes or control characters is quoted, so a line stays a line whatever a client sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+MAX_VALUE_LENGTH = 400
+Value = str | int | float | bool | None
+
+
+def get_log(room: str) -> logging.Logger:
+    return logging.getLogger(f"tokenmill.{room}")
+
+
+def event(log: logging.Logger, name: str, *, level: int = logging.INFO, **fields: Value) -> None:
+    """Write one line about one thing that happened."""
+    if log.isEnabledFor(level):
+        log.log(level, "%s", " ".join([name, *(f"{key}={shown(value)}" for key, value in fields.items())]))
+
+
+def shown(value: Value) -> str:
+    """A value on one line: numbers short, odd strings quoted, long ones cut."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    text = str(value)[:MAX_VALUE_LENGTH]
+    plain = text.isprintable() and text.isascii() and not set(text) & set(' "=\\')
+    return text if plain and text else json.dumps(text)
+
+
+class LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = f"{moment} {record.levelname.lower()} {_one_line(record.getMessage())}"
+        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+
+
+def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
+    """Send tokenmill's lines to `stream` (stderr). Called once by a program that starts, never by an import."""
+    root = logging.getLogger("tokenmill")
+    root.setLevel(level.upper())
+    root.propagate = False
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    writer = logging.StreamHandler(stream or sys.stderr)
+    writer.setFormatter(LineFormatter())
+    root.addHandler(writer)
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

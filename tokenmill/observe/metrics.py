@@ -1,0 +1,132 @@
+"""The metric series, declared once, made on a registry that the caller owns (so that a test can have its own).
+
+| series (prefix tokenmill_)        | kind      | what                                                          |
+|-----------------------------------|-----------|---------------------------------------------------------------|
+| requests_total{outcome}           | counter   | finished requests: stop, length, abort, error, rejected       |
+| prompt_tokens_total               | counter   | prompt tokens of finished requests                            |
+| generation_tokens_total           | counter   | tokens drawn                                                  |
+| time_to_first_token_seconds       | histogram | arrival → first token                                         |
+| time_per_output_token_seconds     | histogram | (last token − first token) / (tokens − 1)                     |
+| queue_time_seconds                | histogram | arrival → first scheduled                                     |
+| request_seconds                   | histogram | arrival → end                                                 |
+| requests_running, _waiting        | gauge     | now                                                           |
+| kv_usage_ratio                    | gauge     | share of KV blocks in use                                     |
+| prefix_hits_total, _queries_total | counter   | prompt tokens found in, and looked up in, the prefix cache    |
+| preemptions_total                 | counter   | sequences sent back to the queue for lack of KV blocks        |
+| engine_restarts_total             | counter   | engine processes started again after a death                  |
+
+Engine counters arrive as totals since the engine's start; `set_engine` turns them into increments, across a restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+Outcome = Literal["stop", "length", "abort", "error", "rejected"]
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """What was measured of one request; None where it did not get that far."""
+
+    total_s: float
+    queue_s: float | None = None
+    first_token_s: float | None = None  # after arrival
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The engine now (gauges) and since its start (totals)."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    prefix_hits: int
+    prefix_queries: int
+    preemptions: int
+
+
+class Metrics:
+    """All series on one registry; small typed methods are the only way to move them."""
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, model: str = "") -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._declare_requests()
+        self._declare_engine()
+        info = Gauge("tokenmill_model_info", "The model that is served", ["model"], registry=self.registry)
+        info.labels(model=model).set(1)
+        self._last = EngineState(0, 0, 0.0, 0, 0, 0)
+
+    def _declare_requests(self) -> None:
+        self._requests = self._counter("requests", "Finished requests by outcome", "outcome")
+        for outcome in get_args(Outcome):
+            self._requests.labels(outcome=outcome)  # a series that is zero is there
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens drawn")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
+        self._tpot = self._histogram("time_per_output_token_seconds", "Mean gap between output tokens", _PER_TOKEN_S)
+        self._queue = self._histogram("queue_time_seconds", "Arrival to first being scheduled", _LATENCY_S)
+        self._total = self._histogram("request_seconds", "Arrival to end", _LATENCY_S)
+
+    def _declare_engine(self) -> None:
+        self._running = self._gauge("requests_running", "Requests being computed")
+        self._waiting = self._gauge("requests_waiting", "Requests in the queue")
+        self._kv_usage = self._gauge("kv_usage_ratio", "Share of KV blocks in use")
+        self._prefix_hits = self._counter("prefix_hits", "Prompt tokens found in the prefix cache")
+        self._prefix_queries = self._counter("prefix_queries", "Prompt tokens looked up in the prefix cache")
+        self._preemptions = self._counter("preemptions", "Sequences sent back to the queue")
+        self._restarts = self._counter("engine_restarts", "Engine processes started again after a death")
+
+    # ── what moves them ────────────────────────────────────────────────────────────────────────────────
+
+    def finish_request(self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes) -> None:
+        self._requests.labels(outcome=outcome).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._generation_tokens.inc(output_tokens)
+        self._total.observe(times.total_s)
+        if times.queue_s is not None:
+            self._queue.observe(times.queue_s)
+        if times.first_token_s is not None:
+            self._ttft.observe(times.first_token_s)
+            if output_tokens > 1:
+                self._tpot.observe((times.total_s - times.first_token_s) / (output_tokens - 1))
+
+    def reject_request(self) -> None:
+        """Refused before it reached the engine: wrong, too long, or the queue is full."""
+        self._requests.labels(outcome="rejected").inc()
+
+    def set_engine(self, now: EngineState) -> None:
+        self._running.set(now.running)
+        self._waiting.set(now.waiting)
+        self._kv_usage.set(now.kv_usage)
+        for series, before, total in (
+            (self._prefix_hits, self._last.prefix_hits, now.prefix_hits),
+            (self._prefix_queries, self._last.prefix_queries, now.prefix_queries),
+            (self._preemptions, self._last.preemptions, now.preemptions),
+        ):
+            series.inc(total - before if total >= before else total)  # smaller: the engine started anew
+        self._last = now
+
+    def engine_restarted(self) -> None:
+        self._restarts.inc()
+
+    def render(self) -> bytes:
+        """The text format that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    # ── declaring ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"tokenmill_{name}", about, labels, registry=self.registry)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"tokenmill_{name}", about, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"tokenmill_{name}", about, buckets=buckets, registry=self.registry)

@@ -1,0 +1,1 @@
+"""From logits to tokens: per-row knobs, logits steps, the draw, log-probabilities."""

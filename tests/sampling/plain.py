@@ -1,0 +1,88 @@
+"""The sampler in plain Python: every step as its definition reads, on lists of floats. The truth of these tests."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from tokenmill.params import SamplingParams
+
+NEVER = -math.inf
+
+
+def softmax(logits: list[float]) -> list[float]:
+    best = max(logits)
+    powers = [math.exp(x - best) for x in logits]
+    total = math.fsum(powers)
+    return [x / total for x in powers]
+
+
+def only(logits: list[float], kept: set[int]) -> list[float]:
+    return [x if i in kept else NEVER for i, x in enumerate(logits)]
+
+
+def penalties(logits: list[float], p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    result = list(logits)
+    for token in {*prompt, *output}:
+        x = result[token]
+        result[token] = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+    for token, times in Counter(output).items():
+        result[token] -= p.frequency_penalty * times + p.presence_penalty
+    return result
+
+
+def bias(logits: list[float], p: SamplingParams) -> list[float]:
+    return [x + (p.logit_bias or {}).get(i, 0.0) for i, x in enumerate(logits)]
+
+
+def temperature(logits: list[float], p: SamplingParams) -> list[float]:
+    return [x / p.temperature for x in logits]
+
+
+def top_k(logits: list[float], p: SamplingParams) -> list[float]:
+    kth = sorted(logits, reverse=True)[min(p.top_k, len(logits)) - 1]
+    return [x if x >= kth else NEVER for x in logits]
+
+
+def _until(order: list[int], probs: list[float], share: float) -> set[int]:
+    kept: set[int] = set()
+    mass = 0.0
+    for token in order:
+        kept.add(token)
+        mass += probs[token]
+        if mass >= share:
+            break
+    return kept
+
+
+def top_p(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = softmax(logits)
+    order = sorted(range(len(logits)), key=lambda i: -probs[i])
+    return only(logits, _until(order, probs, p.top_p))
+
+
+def typical(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = softmax(logits)
+    alive = [i for i, q in enumerate(probs) if q > 0]
+    entropy = -math.fsum(probs[i] * math.log(probs[i]) for i in alive)
+    order = sorted(alive, key=lambda i: abs(-math.log(probs[i]) - entropy))
+    return only(logits, _until(order, probs, p.typical_p))
+
+
+def min_p(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = softmax(logits)
+    return [x if q >= p.min_p * max(probs) else NEVER for x, q in zip(logits, probs, strict=True)]
+
+
+def chi_square_limit(freedom: int) -> float:
+    """The value a chi-square variable exceeds once in about 30,000 times (Wilson and Hilferty, z = 4)."""
+    return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def chi_square(observed: Counter[int], probs: list[float]) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; a token that cannot occur must not have occurred."""
+    draws = sum(observed.values())
+    possible = [i for i, q in enumerate(probs) if q > 0]
+    assert set(observed) <= set(possible)
+    value = math.fsum((observed[i] - draws * probs[i]) ** 2 / (draws * probs[i]) for i in possible)
+    return value, len(possible) - 1

@@ -1,0 +1,33 @@
+"""Short ways to say "this row, these logits" in the sampler's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.sampler import Drawn, Sampler
+from tokenmill.types import NewRow, RowPlan
+
+
+def new_row(row: int = 0, seed: int = 0, prompt: Any = (), output: Any = (), stops: Any = (), **knobs: Any) -> NewRow:
+    return NewRow(
+        row=row,
+        params=SamplingParams(**knobs),
+        seed=seed,
+        prompt_token_ids=list(prompt),
+        output_token_ids=list(output),
+        stop_token_ids=list(stops),
+    )
+
+
+def plan(row: int = 0, output_index: int = 0, num_logprobs: int | None = None) -> RowPlan:
+    return RowPlan(row=row, start=0, token_ids=[0], sample=True, output_index=output_index, num_logprobs=num_logprobs)
+
+
+def draw_alone(logits: torch.Tensor, row: NewRow, output_index: int = 0, num_logprobs: int | None = None) -> Drawn:
+    """One row in a sampler of its own; logits [vocab]."""
+    sampler = Sampler(logits.shape[-1], row.row + 1, "cpu")
+    sampler.add_row(row)
+    return sampler.sample(logits.unsqueeze(0), [plan(row.row, output_index, num_logprobs)])[0]

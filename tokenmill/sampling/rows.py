@@ -1,0 +1,149 @@
+"""What the sampler knows of each permanent row, and the view of it that one step gathers.
+
+Numeric knobs live in one table on the device, [max_rows, knob], written once when a row is taken; a step gathers the
+lines of its rows. Token lists (bias, allowed, banned, stop ids) and history stay on the host, per row, and only where
+a row uses them. Taking a row replaces everything the row held before.
+
+`RowsInUse` is the argument of every logits step: line i of it belongs to line i of the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenmill.params import SamplingParams
+from tokenmill.sampling.counts import TokenCounts
+from tokenmill.sampling.stream import uniform
+from tokenmill.types import NewRow, RowPlan
+
+# Column of the knob table -> its value. Functions like log are taken here, on the host, once: on a device the last
+# bit of a vectorised log depends on where in the batch the element lies.
+KNOBS: dict[str, Callable[[SamplingParams], float]] = {
+    "temperature": lambda p: p.temperature,
+    "top_k": lambda p: p.top_k,
+    "top_p": lambda p: p.top_p,
+    "log_min_p": lambda p: math.log(p.min_p) if p.min_p > 0 else -math.inf,
+    "typical_p": lambda p: p.typical_p,
+    "repetition_penalty": lambda p: p.repetition_penalty,
+    "presence_penalty": lambda p: p.presence_penalty,
+    "frequency_penalty": lambda p: p.frequency_penalty,
+}
+_COLUMN = {name: column for column, name in enumerate(KNOBS)}
+
+
+@dataclass
+class RowState:
+    """One sequence's side of sampling. `steps` names the logits steps it uses."""
+
+    params: SamplingParams
+    seed: int
+    steps: frozenset[str]
+    stop_token_ids: list[int]
+    counts: TokenCounts | None = None  # where a penalty is set
+    refusal: str | None = None  # why no token can be drawn for this row at all
+
+    def record(self, token: int) -> None:
+        if self.counts is not None:
+            self.counts.record(token)
+
+
+@dataclass(frozen=True)
+class RowsInUse:
+    """The rows of one step, in the order of the logits: U lines."""
+
+    states: Sequence[RowState]
+    output_indices: Sequence[int]
+    knobs: Tensor  # float64 [U, len(KNOBS)]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def knob(self, name: str) -> Tensor:
+        """float32 [U, 1]"""
+        return self.knobs[:, _COLUMN[name], None].float()
+
+    def knob64(self, name: str) -> Tensor:
+        """float64 [U, 1]"""
+        return self.knobs[:, _COLUMN[name], None]
+
+    def uniforms(self, purpose: int) -> list[float]:
+        return [uniform(s.seed, i, purpose) for s, i in zip(self.states, self.output_indices, strict=True)]
+
+    def lines_using(self, step: str) -> list[int]:
+        return [line for line, state in enumerate(self.states) if step in state.steps]
+
+    def select(self, lines: list[int]) -> RowsInUse:
+        if len(lines) == len(self.states):
+            return self
+        index = torch.tensor(lines, device=self.device)
+        return RowsInUse(
+            states=[self.states[line] for line in lines],
+            output_indices=[self.output_indices[line] for line in lines],
+            knobs=self.knobs.index_select(0, index),
+            device=self.device,
+        )
+
+    def pairs(self, ids: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, Tensor]:
+        """(lines, token ids) of a ragged list of token ids per line, ready to index the logits."""
+        lengths = [len(row) for row in ids]
+        lines = np.repeat(np.arange(len(ids)), lengths)
+        flat = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
+        return torch.from_numpy(lines).to(self.device), torch.from_numpy(flat).to(self.device)
+
+
+class Rows:
+    """Permanent rows: `take` fills one (again), `free` empties it, `gather` is what a step sees."""
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._states: list[RowState | None] = [None] * max_rows
+        self._knobs = torch.zeros(max_rows, len(KNOBS), dtype=torch.float64, device=device)
+
+    def take(self, new_row: NewRow, steps: frozenset[str]) -> None:
+        params = new_row.params
+        refusal = _foreign_ids(params, self._vocab_size)
+        if refusal:
+            steps = frozenset()
+        self._knobs[new_row.row] = torch.tensor([value(params) for value in KNOBS.values()], dtype=torch.float64)
+        counts = None
+        if "penalties" in steps:
+            counts = TokenCounts(new_row.prompt_token_ids, new_row.output_token_ids, self._vocab_size)
+        self._states[new_row.row] = RowState(
+            params=params,
+            seed=new_row.seed,
+            steps=steps,
+            stop_token_ids=[token for token in new_row.stop_token_ids if 0 <= token < self._vocab_size],
+            counts=counts,
+            refusal=refusal,
+        )
+
+    def free(self, row: int) -> None:
+        self._states[row] = None
+
+    def gather(self, plans: Sequence[RowPlan]) -> RowsInUse:
+        index = torch.tensor([plan.row for plan in plans], device=self._device)
+        return RowsInUse(
+            states=[self._state(plan.row) for plan in plans],
+            output_indices=[plan.output_index for plan in plans],
+            knobs=self._knobs.index_select(0, index),
+            device=self._device,
+        )
+
+    def _state(self, row: int) -> RowState:
+        state = self._states[row]
+        assert state is not None, f"row {row} is sampled before it was added"
+        return state
+
+
+def _foreign_ids(params: SamplingParams, vocab_size: int) -> str | None:
+    """A token id that the model does not have would index past the logits of the whole batch: the row is refused."""
+    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+        for token in getattr(params, name) or ():
+            if not 0 <= token < vocab_size:
+                return f"{name} holds token id {token}, and this model's ids are 0 to {vocab_size - 1}"
+    return None

@@ -1,0 +1,38 @@
+"""Gemma 3, text: q and k norms instead of Gemma 2's caps; five windowed layers to each global one, each kind with its
+own rope. `gemma3` is the checkpoint with the picture part beside it, which is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.gemma2 import GEMMA2
+from tokenmill.arch.family import GGUFTraits
+from tokenmill.arch.names import GGUF
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3",
+    model_types=("gemma3_text", "gemma3"),
+    defaults={
+        **GEMMA2.defaults,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    gguf=GGUFTraits("gemma3", GGUF, window_pattern=6, query_scale_from_width_at=62),
+    qk_norm=True,
+    has_local_rope=True,
+    hf_prefixes=("model.", "model.language_model.", "language_model.model."),
+    ignored_prefixes=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+)

@@ -1,0 +1,42 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: q, k, v in one tensor, gate and up in another; rope over part of a head, stretched by
+a factor per frequency (longrope).
+"""
+
+from __future__ import annotations
+
+from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.names import GGUF, HF_LLAMA
+from tokenmill.arch.rules import Rule, Rules
+from tokenmill.arch.windows import every_layer
+
+
+def _fused(qkv: str, gate_up: str) -> Rules:
+    return {
+        **{f"layers.{{i}}.{part}.weight": Rule(qkv, fused=("q", "k", "v")) for part in ("q", "k", "v")},
+        **{f"layers.{{i}}.{part}.weight": Rule(gate_up, fused=("gate", "up")) for part in ("gate", "up")},
+    }
+
+
+PHI3 = Family(
+    name="phi3",
+    model_types=("phi3",),
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
+    },
+    hf_rules={
+        **HF_LLAMA,
+        **_fused("model.layers.{i}.self_attn.qkv_proj.weight", "model.layers.{i}.mlp.gate_up_proj.weight"),
+    },
+    gguf=GGUFTraits("phi3", {**GGUF, **_fused("blk.{i}.attn_qkv.weight", "blk.{i}.ffn_up.weight")}, window_pattern=1),
+    has_partial_rotary=True,
+    windows=every_layer,
+    refused_flags=("attention_bias", "mlp_bias", "lm_head_bias"),
+)

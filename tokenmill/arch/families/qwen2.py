@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v; windows (rarely used) from layer `max_window_layers` on."""
+
+from __future__ import annotations
+
+from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.names import GGUF, HF_LLAMA
+from tokenmill.arch.windows import upper_layers
+
+QWEN2 = Family(
+    name="qwen2",
+    model_types=("qwen2",),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    hf_rules=HF_LLAMA,
+    gguf=GGUFTraits("qwen2", GGUF),
+    qkv_bias=True,
+    windows=upper_layers,
+)

@@ -1,0 +1,20 @@
+"""Qwen3: RMS norms on q and k instead of Qwen2's biases; head_dim stands on its own."""
+
+from __future__ import annotations
+
+from tokenmill.arch.families.qwen2 import QWEN2
+from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.names import GGUF, HF_LLAMA, HF_QK_NORM
+from tokenmill.arch.windows import upper_layers
+
+QWEN3 = Family(
+    name="qwen3",
+    model_types=("qwen3",),
+    defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
+    hf_rules={**HF_LLAMA, **HF_QK_NORM},
+    gguf=GGUFTraits("qwen3", GGUF),
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    windows=upper_layers,
+)

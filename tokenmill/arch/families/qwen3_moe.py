@@ -1,0 +1,61 @@
+"""Qwen3-MoE: Qwen3 with routed experts on most layers (`decoder_sparse_step`, `mlp_only_layers` say which)."""
+
+from __future__ import annotations
+
+from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.fields import Fields
+from tokenmill.arch.names import GGUF, HF_LLAMA, HF_QK_NORM
+from tokenmill.arch.rules import Rule
+from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.windows import when_used
+
+
+def _experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+    num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", minimum=0)
+    is_sparse = (layer_index + 1) % fields.integer("decoder_sparse_step") == 0
+    if not is_sparse or num_experts == 0 or layer_index in fields.integers("mlp_only_layers"):
+        return None
+    return MoeSpec(
+        num_experts=num_experts,
+        num_active=fields.integer("num_experts_per_tok"),
+        expert=MlpSpec(fields.integer("moe_intermediate_size")),
+        renormalize=fields.flag("norm_topk_prob"),
+    )
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    defaults={
+        "hidden_act": "silu",
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 128,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+    },
+    hf_rules={
+        **HF_LLAMA,
+        **HF_QK_NORM,
+        "layers.{i}.router.weight": Rule("model.layers.{i}.mlp.gate.weight"),
+        "layers.{i}.experts.gate.weight": Rule("model.layers.{i}.mlp.experts.{e}.gate_proj.weight"),
+        "layers.{i}.experts.up.weight": Rule("model.layers.{i}.mlp.experts.{e}.up_proj.weight"),
+        "layers.{i}.experts.down.weight": Rule("model.layers.{i}.mlp.experts.{e}.down_proj.weight"),
+    },
+    gguf=GGUFTraits("qwen3moe", GGUF),
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    windows=when_used,
+    experts=_experts,
+)

@@ -1,0 +1,57 @@
+"""What sets one family of models apart, as data. `families/` has one small file per family; the readers
+(`hf_config.py`, `gguf_config.py`) and the weight loaders look things up here and never ask for a family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.arch.fields import Fields
+from tokenmill.arch.rules import Rules
+from tokenmill.arch.spec import MoeSpec
+
+Windows = tuple[int | None, ...]  # one entry per layer
+
+
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def no_experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+    return None
+
+
+@dataclass(frozen=True)
+class GGUFTraits:
+    arch: str
+    rules: Rules
+    window_pattern: int = 0  # 0: no windows are expected; 1: every layer; n: all but every n-th
+    default_window: int | None = None
+    query_scale_from_width_at: int | None = None  # this many layers: scale is (hidden / heads) ** -0.5
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    model_types: tuple[str, ...]  # of config.json
+    defaults: Mapping[str, Any]  # what transformers assumes where config.json is silent
+    hf_rules: Rules
+    gguf: GGUFTraits
+    qkv_bias: bool | str = False  # or the config key that says
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    activation_key: str = "hidden_act"
+    qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False  # by hidden_size ** 0.5
+    query_scale_key: str | None = None  # scale is this value ** -0.5; head_dim's otherwise
+    has_softcaps: bool = False
+    has_local_rope: bool = False  # windowed layers rotate with a base of their own and without scaling
+    has_partial_rotary: bool = False
+    windows: Callable[[Fields, int], Windows] = no_windows
+    experts: Callable[[Fields, int], MoeSpec | None] = no_experts
+    refused_flags: tuple[str, ...] = ()  # config keys that must be absent, false or null
+    hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", in order of likelihood
+    ignored_prefixes: tuple[str, ...] = field(default=())  # tensors of parts that text generation leaves out

@@ -1,0 +1,273 @@
+"""GGUF metadata becomes a `ModelSpec`, or is refused by the name of what is not implemented.
+
+What metadata leaves open, the tensors answer: a head of its own is `output.weight`, a bias is there or not, and Llama
+3's rope scaling is a tensor of factors. Those few numbers are read here; weights are left to the loader.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter
+from typing import Any
+
+from tokenmill.arch.families import BY_GGUF_ARCH, BY_NAME
+from tokenmill.arch.family import Family
+from tokenmill.arch.fields import Fields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.hf_config import ACTIVATIONS
+from tokenmill.arch.rope_config import longrope_mscale, yarn_mscale
+from tokenmill.arch.spec import (
+    AttentionSpec,
+    FrequencyFactors,
+    LayerSpec,
+    LinearScaling,
+    LongRopeScaling,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+from tokenmill.errors import UnsupportedModel
+
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+MAX_LAYERS = 10_000
+DEFAULT_LOCAL_THETA = 10000.0
+_CONTROL = 3  # tokenizer.ggml.token_type of a token that is no text
+# Files name one end token; a chat model has more. These texts, where they are control tokens, end a turn.
+_END_TEXTS = frozenset(
+    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
+)
+
+
+def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
+    return _Reader(gguf, _family(gguf)).spec()
+
+
+def _family(gguf: GGUFFile) -> Family:
+    arch = gguf.metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in BY_GGUF_ARCH:
+        known = ", ".join(sorted(BY_GGUF_ARCH))
+        raise UnsupportedModel(f"{gguf.path}: architecture {arch!r} is not implemented", hint=f"these are: {known}")
+    if arch == "llama" and gguf.metadata.get("llama.expert_count"):
+        return BY_NAME["mixtral"]
+    return BY_GGUF_ARCH[arch]
+
+
+class _Reader:
+    def __init__(self, gguf: GGUFFile, family: Family) -> None:
+        prefix = family.gguf.arch + "."
+        own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+        self.gguf = gguf
+        self.family = family
+        self.fields = Fields(own, f"{gguf.path} ({family.gguf.arch})")
+        self.num_layers = self.fields.integer("block_count")
+        self.hidden = self.fields.integer("embedding_length")
+        if self.num_layers > MAX_LAYERS:
+            self.fields.refuse(f"block_count is {self.num_layers}, more than {MAX_LAYERS}")
+
+    def spec(self) -> ModelSpec:
+        metadata = Fields(self.gguf.metadata, self.fields.source)
+        bos = metadata.integers("tokenizer.ggml.bos_token_id")
+        return ModelSpec(
+            family=self.family.name,
+            vocab_size=self._vocab_size(),
+            hidden_size=self.hidden,
+            layers=self._layers(),
+            norm_eps=self.fields.positive("attention.layer_norm_rms_epsilon"),
+            max_context=self.fields.integer("context_length"),
+            tied_head="output.weight" not in self.gguf.tensors,
+            embedding_scale=self.hidden**0.5 if self.family.scaled_embeddings else 1.0,
+            logit_softcap=self._softcap("final_logit_softcapping"),
+            dtype=self._dtype(),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=self._eos_ids(metadata),
+            name=str(self.gguf.metadata.get("general.name", "")),
+            extra=self._extra(),
+        )
+
+    # ── facts of the whole model ──
+
+    def _vocab_size(self) -> int:
+        embedding = self.gguf.tensors.get("token_embd.weight")
+        if embedding is not None and len(embedding.shape) == 2:
+            return embedding.shape[0]
+        return self.fields.integer("vocab_size")
+
+    def _softcap(self, key: str) -> float | None:
+        return self.fields.positive_or_none(key) if self.family.has_softcaps else None
+
+    def _dtype(self) -> str:
+        kinds = Counter(tensor.type for tensor in self.gguf.tensors.values() if len(tensor.shape) > 1)
+        if not kinds or any(kind not in FLOATS for kind in kinds):
+            return "quantised"
+        return FLOATS[kinds.most_common(1)[0][0]]
+
+    def _extra(self) -> dict[str, str]:
+        num_bytes: Counter[str] = Counter()
+        for tensor in self.gguf.tensors.values():
+            num_bytes[tensor.type] += tensor.num_bytes
+        shares = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in num_bytes.most_common())
+        return {"tensor_types": shares} if shares else {}
+
+    def _eos_ids(self, metadata: Fields) -> tuple[int, ...]:
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        named = [number for key in keys for number in metadata.integers("tokenizer.ggml." + key)]
+        tokens, kinds = (self._list("tokenizer.ggml." + key) for key in ("tokens", "token_type"))
+        found = [
+            number
+            for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
+            if kind == _CONTROL and text in _END_TEXTS
+        ]
+        return tuple(dict.fromkeys((*named, *found)))
+
+    def _list(self, key: str) -> list[Any]:
+        value = self.gguf.metadata.get(key, [])
+        if not isinstance(value, list):
+            self.fields.refuse(f"{key} is {value!r}, expected a list")
+        return value
+
+    # ── layers ──
+
+    def _layers(self) -> tuple[LayerSpec, ...]:
+        windows = self._windows()
+        attention = {window: self._attention(window) for window in dict.fromkeys(windows)}
+        mlp = self._experts() or self._mlp(self.fields.integer("feed_forward_length"))
+        return tuple(LayerSpec(attention[window], mlp, self.family.post_norms) for window in windows)
+
+    def _windows(self) -> tuple[int | None, ...]:
+        traits = self.family.gguf
+        window = self.fields.integer_or_none("attention.sliding_window", minimum=0) or traits.default_window
+        if window is None or (traits.window_pattern and window >= self.fields.integer("context_length")):
+            if self.family.has_local_rope:
+                self.fields.refuse("attention.sliding_window is missing or as long as the context")
+            return (None,) * self.num_layers
+        if not traits.window_pattern:
+            self.fields.refuse("attention.sliding_window is not implemented for this architecture in GGUF")
+        return tuple(window if self._is_windowed(index) else None for index in range(self.num_layers))
+
+    def _is_windowed(self, index: int) -> bool:
+        pattern: Any = self.fields.get("attention.sliding_window_pattern")
+        if isinstance(pattern, list) and len(pattern) == self.num_layers:
+            return bool(pattern[index])
+        if pattern is not None:
+            every = self.fields.integer("attention.sliding_window_pattern")
+        else:
+            every = self.family.gguf.window_pattern
+        return every == 1 or (index + 1) % every != 0
+
+    def _per_layer(self, key: str) -> int:
+        """A value files may give once per layer; only equal layers are implemented."""
+        values = set(self.fields.integers(key))
+        if len(values) > 1:
+            self.fields.refuse(f"{key} differs between layers, which is not implemented")
+        return int(values.pop()) if values else 0
+
+    def _attention(self, window: int | None) -> AttentionSpec:
+        heads = self._per_layer("attention.head_count")
+        kv_heads = self._per_layer("attention.head_count_kv") or heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            self.fields.refuse(f"{heads} heads over {kv_heads} key/value heads are not possible")
+        head_dim = self.fields.integer_or_none("attention.key_length") or self.hidden // heads
+        if (self.fields.integer_or_none("attention.value_length") or head_dim) != head_dim:
+            self.fields.refuse("keys and values of different lengths are not implemented")
+        return AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=self._scale(heads, head_dim),
+            rope=self._rope(head_dim, window is not None),
+            qkv_bias="blk.0.attn_q.bias" in self.gguf.tensors,
+            out_bias="blk.0.attn_output.bias" in self.gguf.tensors,
+            qk_norm=self.family.qk_norm,
+            window=window,
+            softcap=self._softcap("attn_logit_softcapping"),
+        )
+
+    def _scale(self, heads: int, head_dim: int) -> float:
+        if self.fields.has("attention.scale"):
+            return self.fields.positive("attention.scale")
+        if self.family.gguf.query_scale_from_width_at == self.num_layers:
+            return float((self.hidden / heads) ** -0.5)
+        return float(head_dim**-0.5)
+
+    def _mlp(self, size: int) -> MlpSpec:
+        activation = ACTIVATIONS[self.family.defaults[self.family.activation_key]]  # the metadata does not say
+        return MlpSpec(size, activation, bias="blk.0.ffn_down.bias" in self.gguf.tensors)
+
+    def _experts(self) -> MoeSpec | None:
+        num_experts = self.fields.integer_or_none("expert_count", minimum=0)
+        if not num_experts:
+            return None
+        for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
+            if self.fields.get(key):
+                self.fields.refuse(f"{key} is not implemented")
+        has_own_size = self.fields.has("expert_feed_forward_length")
+        size = self.fields.integer("expert_feed_forward_length" if has_own_size else "feed_forward_length")
+        return MoeSpec(num_experts, self.fields.integer("expert_used_count"), self._mlp(size), renormalize=True)
+
+    # ── rope ──
+
+    def _rope(self, head_dim: int, is_windowed: bool) -> RopeSpec:
+        rotary_dim = self.fields.integer_or_none("rope.dimension_count") or head_dim
+        if rotary_dim > head_dim or rotary_dim % 2:
+            self.fields.refuse(f"a rotation of {rotary_dim} of {head_dim} dimensions is not possible")
+        if is_windowed and self.family.has_local_rope:
+            return RopeSpec(self.fields.positive_or_none("rope.freq_base_swa") or DEFAULT_LOCAL_THETA, rotary_dim)
+        theta = self.fields.positive_or_none("rope.freq_base") or 10000.0
+        return RopeSpec(theta, rotary_dim, self._scaling(rotary_dim))
+
+    def _scaling(self, rotary_dim: int) -> RopeScaling | None:
+        kind = self.fields.get("rope.scaling.type") or "none"
+        if "rope_factors_long.weight" in self.gguf.tensors:
+            return self._longrope(rotary_dim)
+        factors = self._factors("rope_freqs.weight", rotary_dim)
+        if factors is not None and kind == "none":
+            return FrequencyFactors(factors)
+        if factors is not None or kind not in ("none", "linear", "yarn"):
+            self.fields.refuse(f"rope scaling {kind!r} is not implemented")
+        if kind == "yarn":
+            return self._yarn()
+        factor = self.fields.positive_or_none("rope.scaling.factor") or 1.0
+        return LinearScaling(factor) if kind == "linear" and factor != 1.0 else None
+
+    def _yarn(self) -> YarnScaling:
+        factor = self.fields.positive("rope.scaling.factor")
+        attention = self.fields.positive_or_none("rope.scaling.attn_factor") or 1.0
+        return YarnScaling(
+            factor=factor,
+            original_context=self.fields.integer("rope.scaling.original_context_length"),
+            beta_fast=self.fields.positive_or_none("rope.scaling.yarn_beta_fast") or 32.0,
+            beta_slow=self.fields.positive_or_none("rope.scaling.yarn_beta_slow") or 1.0,
+            mscale=attention * yarn_mscale(factor),
+        )
+
+    def _longrope(self, rotary_dim: int) -> LongRopeScaling:
+        context = self.fields.integer("context_length")
+        original = self.fields.integer_or_none("rope.scaling.original_context_length") or context
+        short = self._factors("rope_factors_short.weight", rotary_dim)
+        long = self._factors("rope_factors_long.weight", rotary_dim)
+        if short is None or long is None:
+            self.fields.refuse("rope_factors_short.weight is missing")
+        mscale = self.fields.positive_or_none("rope.scaling.attn_factor")
+        return LongRopeScaling(short, long, original, mscale or longrope_mscale(context / original, original))
+
+    def _factors(self, name: str, rotary_dim: int) -> tuple[float, ...] | None:
+        """The numbers of a small F32 tensor, one per frequency."""
+        tensor = self.gguf.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.type != "F32" or tensor.shape != (rotary_dim // 2,):
+            self.fields.refuse(
+                f"tensor {name!r} is {tensor.type} {list(tensor.shape)}, expected F32 [{rotary_dim // 2}]"
+            )
+        with self.gguf.path.open("rb") as file:
+            file.seek(tensor.offset)
+            numbers = array("f", file.read(tensor.num_bytes))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        if not all(number > 0 for number in numbers):
+            self.fields.refuse(f"tensor {name!r} holds factors that are not above zero")
+        return tuple(numbers)

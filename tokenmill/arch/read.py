@@ -1,0 +1,60 @@
+"""What a path holds, as a `ModelSpec`: a .gguf file, a directory with config.json, or a bare config file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenmill.arch.gguf_config import spec_from_gguf
+from tokenmill.arch.gguf_file import read_gguf
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.errors import DamagedFile, ModelError, UnsupportedModel
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_spec(path: Path | str) -> ModelSpec:
+    path = Path(path)
+    if path.is_dir():
+        return _read_directory(path)
+    if not path.exists():
+        raise ModelError(f"{path} does not exist")
+    if path.suffix == ".json":
+        return spec_from_hf(read_json(path))
+    return spec_from_gguf(read_gguf(path))
+
+
+def _read_directory(directory: Path) -> ModelSpec:
+    config = directory / "config.json"
+    if not config.is_file():
+        return _read_lone_gguf(directory)
+    if (directory / "hf_quant_config.json").exists():
+        raise UnsupportedModel(f"{directory}: quantised by hf_quant_config.json, which is not supported")
+    generation = directory / "generation_config.json"
+    return spec_from_hf(read_json(config), generation=read_json(generation) if generation.is_file() else None)
+
+
+def _read_lone_gguf(directory: Path) -> ModelSpec:
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) == 1 or (files and "-00001-of-" in files[0].name):
+        return spec_from_gguf(read_gguf(files[0]))
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"{directory} holds several GGUF files: {names}", hint="name one of them")
+    raise ModelError(f"{directory} has no config.json", hint="name a model directory or a .gguf file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise DamagedFile(f"{path}: larger than {MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedFile(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path}: not valid JSON: {str(error)[:100]}") from None
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path}: holds a {type(value).__name__}, expected an object")
+    return value

@@ -1,0 +1,56 @@
+"""How many blocks a share of memory holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenmill.errors import InvalidConfig
+from tokenmill.kv.layout import KVGroup, KVLayout
+from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
+
+PLAIN = KVLayout((KVGroup(None, (0, 1)),), layers_per_group=2, num_kv_heads=2, head_dim=8)
+MIXED = KVLayout((KVGroup(None, (1,)), KVGroup(32, (0,))), layers_per_group=1, num_kv_heads=2, head_dim=8)
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # K and V, layers, heads, tokens, dims, float32
+
+
+def fit(free_bytes: int, max_context: int = 64, max_rows: int = 1000) -> int:
+    return num_blocks_that_fit(
+        PLAIN,
+        free_bytes=free_bytes,
+        memory_fraction=0.5,
+        block_size=16,
+        dtype_bytes=4,
+        max_context=max_context,
+        max_rows=max_rows,
+        max_chunk=8,
+    )
+
+
+def test_blocks_fill_the_share() -> None:
+    assert fit(2 * 100 * BLOCK_BYTES) == 100
+    assert fit(2 * 101 * BLOCK_BYTES - 1) == 100
+
+
+def test_no_more_than_the_rows_can_use() -> None:
+    assert fit(2 * 100 * BLOCK_BYTES, max_rows=3) == 3 * 4 + 1
+
+
+def test_one_context_must_fit() -> None:
+    with pytest.raises(InvalidConfig, match="one context of 64 tokens") as caught:
+        fit(2 * 4 * BLOCK_BYTES)
+    assert caught.value.param == "max_context"
+
+
+def touched_blocks(oldest: int, newest: int) -> int:
+    return newest // 16 - oldest // 16 + 1
+
+
+@pytest.mark.parametrize("max_chunk", [1, 2, 16, 17, 40])
+def test_a_window_group_holds_what_a_chunk_sees(max_chunk: int) -> None:
+    """The worst place in a block that a chunk can begin at, found by trying all."""
+    worst = max(touched_blocks(first - 31, first + max_chunk - 1) for first in range(160, 176))
+    assert blocks_for_context(MIXED, 1600, block_size=16, max_chunk=max_chunk) == 100 + worst
+
+
+def test_a_short_context_fills_no_window() -> None:
+    assert blocks_for_context(MIXED, 16, block_size=16, max_chunk=512) == 2

@@ -1,0 +1,135 @@
+"""Runs one step: apply the plan's changes, build the batch, forward, then give each row what it asked for.
+
+A row may want its next token, logprobs of its prompt, or one vector for the whole prompt. Only the hidden states that
+serve one of these leave the model. What goes wrong in one row's numbers ends in that row's `error`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.pooling import Pooler
+from tokenmill.models.protocol import Model
+from tokenmill.runner.inputs import build_batch
+from tokenmill.runner.prompt_scores import score_prompt, scored_tokens
+from tokenmill.runner.rows import Rows
+from tokenmill.sampling.sampler import Drawn
+from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+
+NOT_FINITE = "the model computed NaN or infinite values for this sequence"
+
+
+class RowSampler(Protocol):
+    def add_row(self, new_row: NewRow) -> None: ...
+
+    def free_row(self, row: int) -> None: ...
+
+    def sample(self, logits: torch.Tensor, rows: list[RowPlan]) -> list[Drawn]: ...
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One row of a step and what is wanted of it; `wanted` are offsets into its fed tokens."""
+
+    plan: RowPlan
+    pooler: Pooler | None
+    targets: list[int]  # prompt tokens to score, predicted by the first of the fed tokens
+    wanted: Sequence[int]
+
+
+class ModelRunner:
+    def __init__(self, model: Model, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int) -> None:
+        self.model = model
+        self.storage = storage
+        self.sampler = sampler
+        max_blocks = -(-max_context // storage.block_size)
+        self.rows = Rows(len(storage.layout.groups), max_rows, max_blocks)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        self._apply_changes(plan)
+        rows = self._run_rows(plan.rows) if plan.rows else []
+        return StepResult(rows=rows, step_s=time.perf_counter() - began)
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            if self.rows[row].pooler is None:
+                self.sampler.free_row(row)
+            self.rows.free(row)
+        for new in plan.new_rows:
+            self.rows.add(new)
+            if new.pooling is None:
+                self.sampler.add_row(new)
+        self.storage.copy_blocks(plan.copies)
+        for row_plan in plan.rows:
+            self.rows.update_tables(row_plan.row, row_plan.table_updates)
+
+    def _run_rows(self, plans: Sequence[RowPlan]) -> list[RowResult]:
+        tasks = [self._task(plan) for plan in plans]
+        wanted = [task.wanted for task in tasks]
+        batch = build_batch(plans, wanted, self.rows.tables, self.storage.block_size, self.storage.device)
+        hidden = self.model.forward(batch, self.storage)
+        parts = torch.split(hidden, [len(offsets) for offsets in wanted])
+        drawn = self._draw(tasks, parts)
+        return [self._result(task, part, drawn) for task, part in zip(tasks, parts, strict=True)]
+
+    def _task(self, plan: RowPlan) -> _Task:
+        row = self.rows[plan.row]
+        fed = len(plan.token_ids)
+        if row.pooler is not None:
+            return _Task(plan, row.pooler, [], row.pooler.wanted(plan.start, fed))
+        targets = [] if plan.num_prompt_logprobs is None else scored_tokens(plan, row.prompt_token_ids)
+        last = [fed - 1] if plan.sample else []  # never scores the prompt: what follows it is not known yet
+        return _Task(plan, None, targets, [*range(len(targets)), *last])
+
+    def _draw(self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor]) -> dict[int, Drawn]:
+        """The sampler's answer by row, for the rows that draw."""
+        drawing = [(task.plan, part[-1:]) for task, part in zip(tasks, parts, strict=True) if task.plan.sample]
+        drawing = [(plan, state) for plan, state in drawing if self.rows[plan.row].pooler is None]
+        if not drawing:
+            return {}
+        plans = [plan for plan, _ in drawing]
+        logits = self.model.logits(torch.cat([state for _, state in drawing]))
+        return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.sample(logits, plans), strict=True)}
+
+    def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, Drawn]) -> RowResult:
+        if task.pooler is not None:
+            return _pooled(task.plan, task.pooler, hidden)
+        scores = self._scores(task, hidden)
+        if task.targets and scores is None:
+            return RowResult(row=task.plan.row, error=NOT_FINITE)
+        return _row_result(task.plan.row, drawn.get(task.plan.row), scores)
+
+    def _scores(self, task: _Task, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
+        """For the task's targets; None where nothing is asked for, or the logits are not finite."""
+        num = task.plan.num_prompt_logprobs
+        if num is None:
+            return None
+        scoring = hidden[: len(task.targets)]
+        return score_prompt(scoring, task.targets, num, self.model.logits, self.model.vocab_size)
+
+
+def _row_result(row: int, drawn: Drawn | None, scores: list[TokenLogprobs] | None) -> RowResult:
+    if drawn is None:
+        return RowResult(row=row, prompt_logprobs=scores)
+    if drawn.error is not None:
+        return RowResult(row=row, error=drawn.error)
+    logprobs = None if drawn.logprobs is None else [drawn.logprobs]
+    return RowResult(row=row, token_ids=[drawn.token_id], logprobs=logprobs, prompt_logprobs=scores)
+
+
+def _pooled(plan: RowPlan, pooler: Pooler, hidden: torch.Tensor) -> RowResult:
+    pooler.add(hidden)
+    if plan.start + len(plan.token_ids) < pooler.prompt_len:
+        return RowResult(row=plan.row)
+    vector = pooler.vector()
+    if not bool(vector.isfinite().all()):
+        return RowResult(row=plan.row, error=NOT_FINITE)
+    return RowResult(row=plan.row, embedding=vector.tolist())

@@ -1,0 +1,44 @@
+"""A step plan while it is written: rows to compute, rows that are new, block copies."""
+
+from __future__ import annotations
+
+from tokenmill.scheduler.budget import TokenBudget
+from tokenmill.scheduler.sequence import Sequence
+from tokenmill.types import NewRow, RowPlan, StepPlan
+
+
+class Draft:
+    def __init__(self, budget: TokenBudget) -> None:
+        self.budget = budget
+        self.num_preempted = 0
+        self.planned: list[tuple[Sequence, int]] = []  # with the number of tokens fed
+        self._new_rows: list[NewRow] = []
+        self._rows: list[RowPlan] = []
+        self._copies: list[tuple[int, int]] = []
+
+    def add(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> None:
+        if not sequence.is_seated:
+            self._new_rows.append(sequence.new_row())
+            sequence.is_seated = True
+        self._rows.append(row_plan(sequence, num_tokens))
+        self._copies.extend(copies)
+        self.planned.append((sequence, num_tokens))
+
+    def step_plan(self, freed_rows: list[int]) -> StepPlan:
+        return StepPlan(new_rows=self._new_rows, freed_rows=freed_rows, copies=self._copies, rows=self._rows)
+
+
+def row_plan(sequence: Sequence, num_tokens: int) -> RowPlan:
+    job = sequence.job
+    start, end = sequence.computed, sequence.computed + num_tokens
+    draws = end == len(sequence.tokens) and job.draws_tokens
+    return RowPlan(
+        row=sequence.row,
+        start=start,
+        token_ids=sequence.tokens[start:end],
+        table_updates=sequence.held_table.updates(),
+        sample=draws,
+        output_index=len(sequence.tokens) - sequence.prompt_len,
+        num_logprobs=job.delivery.num_logprobs if draws else None,
+        num_prompt_logprobs=job.request.params.prompt_logprobs if job.lacks_prompt_logprobs(end) else None,
+    )

@@ -1,0 +1,43 @@
+"""When a sequence ends: a stop id (not before min_tokens), or its last allowed token.
+
+Stop strings are not here: text is the outlet's business. The id that ended a sequence stays in its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenmill.scheduler.sequence import Sequence
+from tokenmill.types import FinishReason, Request
+
+
+class Ending(NamedTuple):
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+def stop_ids(request: Request) -> list[int]:
+    """Eos ids (unless ignored) and the user's, without doubles."""
+    eos = [] if request.params.ignore_eos else request.eos_token_ids
+    return list(dict.fromkeys([*eos, *request.params.stop_token_ids]))
+
+
+def ending_after(request: Request, stops: list[int], token_id: int, num_outputs: int) -> Ending | None:
+    """How a sequence ends whose `num_outputs`-th output is `token_id`; None: it goes on."""
+    if token_id in stops and num_outputs >= request.params.min_tokens:
+        return Ending("stop", token_id)
+    if num_outputs >= request.max_tokens:
+        return Ending("length")
+    return None
+
+
+def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], Ending | None]:
+    """Appends drawn tokens until the sequence ends; returns those taken and the ending."""
+    job = sequence.job
+    taken: list[int] = []
+    for token_id in token_ids:
+        sequence.tokens.append(token_id)
+        taken.append(token_id)
+        if ending := ending_after(job.request, job.stop_token_ids, token_id, sequence.num_outputs):
+            return taken, ending
+    return taken, Ending("length") if sequence.num_outputs >= job.request.max_tokens else None

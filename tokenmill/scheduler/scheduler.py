@@ -1,0 +1,268 @@
+"""The scheduler: which tokens are computed in the next step, and what came of them.
+
+    plan:   running sequences first, one token each at least; waiting ones with what is left of the budget
+    apply:  computed tokens are committed, drawn ones appended; who is done leaves
+
+It knows token ids, blocks and rows; tensors are the runner's, text is the outlet's. Time is an argument (`clock`), so
+that everything here runs on a virtual one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenmill.config.engine import SchedulerConfig
+from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.kv.cache import Hit, KVCache
+from tokenmill.scheduler.beam import BeamSearch
+from tokenmill.scheduler.budget import TokenBudget
+from tokenmill.scheduler.draft import Draft
+from tokenmill.scheduler.floor import Floor
+from tokenmill.scheduler.intake import build_job, refuse_impossible
+from tokenmill.scheduler.job import Gang, Job
+from tokenmill.scheduler.queue import WaitingQueue
+from tokenmill.scheduler.sequence import Sequence
+from tokenmill.scheduler.siblings import failure
+from tokenmill.scheduler.stats import Counters, SchedulerStats
+from tokenmill.types import Request, RowResult, SequenceOutput, StepPlan, StepResult
+
+
+class Scheduler:
+    def __init__(self, *, config: SchedulerConfig, cache: KVCache, max_rows: int, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._cache = cache
+        self._clock = clock
+        # Every running sequence is promised a token a step, so no more may run than the budget has tokens.
+        self._num_rows = min(max_rows, config.max_running, config.token_budget)
+        self._floor = Floor(cache, self._num_rows)
+        self._waiting = WaitingQueue()
+        self._jobs: dict[str, Job] = {}
+        self._num_added = 0
+        self._planned: list[tuple[Sequence, int]] = []
+        self._batch_is_open = True  # of the static policy: the present batch still takes in
+        self._counters = Counters()
+
+    # ── requests come and go ───────────────────────────────────────────────────────────────────────────
+
+    def add(self, request: Request) -> None:
+        if len(self._waiting) >= self._config.max_waiting:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting already", hint="try again a little later")
+        if request.request_id in self._jobs:
+            raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
+        refuse_impossible(request, self._cache, self._num_rows, self._config.token_budget)
+        job = build_job(request, self._num_added, self._cache, self._num_rows)
+        self._num_added += 1
+        self._jobs[request.request_id] = job
+        for gang in job.gangs:
+            self._waiting.push(gang)
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request; one that is unknown or already over is no error."""
+        if job := self._jobs.get(request_id):
+            self._close(job)
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """Drops one of the samples that a request streams. Held-back ones have no index before they are over."""
+        job = self._jobs.get(request_id)
+        if job is None or job.delivery.holds_back or (sequence := job.open_sequence(index)) is None:
+            return
+        sequence.is_finished = True
+        gang = job.gang_of(sequence)
+        if gang.members == [sequence] and not gang.unborn:
+            self._dismiss(gang)
+        elif gang.is_running:
+            self._floor.drop_sibling(gang, sequence)
+        else:
+            gang.forget(sequence)
+        if not job.gangs:
+            self._close(job)
+
+    def _close(self, job: Job) -> None:
+        """The request is over, whatever the reason: nothing of it stays behind."""
+        for gang in list(job.gangs):
+            self._dismiss(gang)
+        del self._jobs[job.request.request_id]
+        self._counters.finished += 1
+
+    def _dismiss(self, gang: Gang) -> None:
+        for sequence in [*gang.members, *gang.unborn]:
+            sequence.is_finished = True
+        gang.job.gangs.remove(gang)
+        if gang.is_running:
+            self._floor.dismiss(gang)
+        else:
+            gang.is_gone = True
+            self._waiting.discard(gang)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=self._floor.num_sequences,
+            waiting=len(self._waiting),
+            kv_blocks_used=self._cache.num_used,
+            kv_blocks_total=self._cache.num_usable,
+            **self._counters.as_dict(),
+        )
+
+    # ── plan ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
+        draft = Draft(TokenBudget(self._config.token_budget, self._floor.num_sequences))
+        self._serve_running(draft)
+        if not draft.num_preempted:
+            self._admit_waiting(draft)
+        self._planned = draft.planned
+        if not draft.planned:
+            return None
+        self._counters.steps += 1
+        return draft.step_plan(self._floor.seats.rows_left())
+
+    def _serve_running(self, draft: Draft) -> None:
+        """In order; the tail may be preempted on the way, so the list is walked by position."""
+        position = 0
+        while position < len(self._floor.gangs) and self._serve(self._floor.gangs[position], draft):
+            position += 1
+
+    def _serve(self, gang: Gang, draft: Draft) -> bool:
+        """Plans all members of a gang; False when it had to be preempted itself (it was the last one)."""
+        served = []
+        for sequence in gang.members:
+            granted = draft.budget.grant(gang.wants(sequence))
+            if not granted:
+                continue
+            copies = self._make_room(gang, sequence, granted, draft)
+            if copies is None:
+                return False
+            served.append((sequence, granted, copies))
+        for sequence, granted, copies in served:
+            draft.add(sequence, granted, copies)
+        return True
+
+    def _make_room(self, gang: Gang, sequence: Sequence, num_tokens: int, draft: Draft) -> list[tuple[int, int]] | None:
+        """Blocks for the next tokens, if need be those of the last in order; None when that is the gang itself."""
+        start, end = sequence.computed, sequence.computed + num_tokens
+        while (copies := self._cache.reserve(sequence.held_table, start, end)) is None:
+            victim = self._floor.gangs[-1]
+            self._preempt(victim, draft)
+            if victim is gang:
+                return None
+        return copies
+
+    def _preempt(self, gang: Gang, draft: Draft) -> None:
+        draft.num_preempted += 1
+        draft.budget.give_up(len(gang.members))
+        self._counters.preemptions += 1
+        self._floor.preempt(gang)
+        self._waiting.push(gang)
+
+    # ── admission ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _admit_waiting(self, draft: Draft) -> None:
+        if self._config.policy == "static" and not self._floor.gangs:
+            self._batch_is_open = True
+        while draft.budget.left > 0 and self._batch_is_open:
+            gang = self._waiting.peek()
+            if gang is None or not self._admit(gang, draft):
+                # A static batch closes when it is full, not when one step's budget is spent.
+                self._batch_is_open = self._config.policy != "static" or not self._floor.gangs
+                return
+
+    def _admit(self, gang: Gang, draft: Draft) -> bool:
+        if self._floor.seats.num_free < gang.num_rows or not self._enter_with_room(gang):
+            return False
+        self._waiting.pop()
+        self._note_admission(gang)
+        if not gang.wants(gang.leader):
+            self._floor.bear(gang)
+        granted = draft.budget.spend(gang.wants(gang.leader))
+        copies = self._cache.reserve(gang.leader.held_table, gang.leader.computed, gang.leader.computed + granted)
+        assert copies is not None, "room for the whole sequence was checked"
+        draft.add(gang.leader, granted, copies)
+        return True
+
+    def _enter_with_room(self, gang: Gang) -> bool:
+        """Lets a gang in if all its leader wants fits now, and leaves each running sequence a block to grow into."""
+        room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
+        if self._floor.gangs and room <= gang.refused_room:
+            return False  # nothing came free since the last look
+        needed = self._cache.blocks_for(len(gang.leader.tokens), self._config.token_budget)
+        hit = self._hit(gang)
+        if self._floor.gangs and needed - self._cache.num_shared(hit) > room:
+            gang.refused_room = room
+            return False
+        self._floor.enter(gang, hit)
+        gang.refused_room = -1
+        return True
+
+    def _hit(self, gang: Gang) -> Hit:
+        leader = gang.leader
+        if not gang.job.may_reuse_prefix:
+            return self._cache.miss()
+        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
+        limit = min(len(leader.tokens), leader.prompt_len if gang.unborn else len(leader.tokens)) - 1
+        return self._cache.match(leader.tokens, leader.chain, limit)
+
+    def _note_admission(self, gang: Gang) -> None:
+        job, counters = gang.job, self._counters
+        if job.may_reuse_prefix and self._cache.prefix_caching:
+            counters.prefix_query_tokens += len(gang.leader.tokens)
+            counters.prefix_hit_tokens += gang.leader.computed
+        if job.queue_s is None:
+            job.queue_s = max(0.0, self._clock() - job.request.arrival_s)
+            job.num_cached_tokens = gang.leader.computed
+            counters.prompt_tokens += gang.leader.prompt_len
+
+    # ── apply ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """What the step brought. Rows of requests that were aborted meanwhile are ignored."""
+        results = {row.row: row for row in result.rows}
+        planned, self._planned = self._planned, []
+        outputs: list[SequenceOutput] = []
+        for (sequence, num_tokens), row_plan in zip(planned, plan.rows, strict=True):
+            if not sequence.is_finished:
+                row = results.get(row_plan.row) or RowResult(row=row_plan.row)
+                outputs += self._advance(sequence, num_tokens, row)
+        return outputs
+
+    def _advance(self, sequence: Sequence, num_tokens: int, result: RowResult) -> list[SequenceOutput]:
+        job, start = sequence.job, sequence.computed
+        gang = job.gang_of(sequence)
+        self._counters.computed_tokens += num_tokens
+        if result.error is not None:
+            return self._fail(job, result.error)
+        sequence.computed += num_tokens
+        chain = sequence.chain if job.is_shareable else None
+        self._cache.commit(sequence.held_table, sequence.computed, sequence.tokens, chain)
+        if result.prompt_logprobs:
+            job.keep_prompt_logprobs(start, result.prompt_logprobs)
+        if sequence.computed < gang.target(sequence):
+            return []
+        if gang.unborn:
+            self._floor.bear(gang)
+            return []
+        return self._deliver(sequence, result)
+
+    def _deliver(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        job = sequence.job
+        if job.draws_tokens and not result.token_ids:
+            return self._fail(job, "the model drew no token")
+        self._counters.generated_tokens += len(result.token_ids)
+        outputs = job.delivery.take(sequence, result)
+        if isinstance(job.delivery, BeamSearch) and (chosen := job.delivery.next_beams()):
+            self._floor.branch(job.gangs[0], chosen)
+        elif sequence.is_finished:  # its gang too: samples are alone in theirs, beams end together
+            self._dismiss(job.gang_of(sequence))
+        if not job.gangs:
+            self._close(job)
+        return outputs
+
+    def _fail(self, job: Job, error: str) -> list[SequenceOutput]:
+        """This request ends here, on every index its reader still waits for; the others go on."""
+        outputs = [failure(job, index, error) for index in job.open_indices()]
+        self._close(job)
+        return outputs

@@ -1,0 +1,135 @@
+"""How the samples of one prompt reach their reader: as they are drawn, or the best of them at the end.
+
+`n` samples stream, each under its own index. With `best_of` more are drawn than returned: nothing is
+known until all have ended, then the `n` with the highest sum of logprobs come out, best first. An embedding is the
+same idea with a vector in place of tokens.
+"""
+
+from __future__ import annotations
+
+from tokenmill.scheduler.finish import Ending, append_drawn
+from tokenmill.scheduler.job import Job
+from tokenmill.scheduler.sequence import Sequence
+from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
+
+
+def whole_output(job: Job, index: int, best: Sequence, ending: Ending) -> SequenceOutput:
+    """All of a sequence at once, under the index of its place in the ranking."""
+    return SequenceOutput(
+        request_id=job.request.request_id,
+        index=index,
+        token_ids=best.outputs,
+        logprobs=best.logprobs if job.request.params.logprobs is not None else None,
+        prompt_logprobs=finished_prompt_logprobs(job) if index == 0 else None,
+        cumulative_logprob=best.logprob_sum,
+        finish_reason=ending.reason,
+        stop_token_id=ending.stop_token_id,
+        num_cached_tokens=job.num_cached_tokens,
+        queue_s=job.queue_s or 0.0,
+    )
+
+
+def failure(job: Job, index: int, error: str) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=job.request.request_id,
+        index=index,
+        finish_reason="error",
+        error=error,
+        num_cached_tokens=job.num_cached_tokens,
+        queue_s=job.queue_s or 0.0,
+    )
+
+
+def finished_prompt_logprobs(job: Job) -> list[TokenLogprobs] | None:
+    return job.prompt_logprobs if job.request.params.prompt_logprobs is not None else None
+
+
+def draw(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
+    """Appends what was drawn; returns it with its logprobs (None when not asked for) and the ending."""
+    taken, ending = append_drawn(sequence, result.token_ids)
+    logprobs = None if result.logprobs is None else result.logprobs[: len(taken)]
+    if logprobs is not None:
+        sequence.logprob_sum += sum(logprob.logprob for logprob in logprobs)
+    sequence.is_finished = ending is not None
+    return taken, logprobs, ending
+
+
+class Streamed:
+    """Every token at once."""
+
+    holds_back = False
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.num_logprobs = job.request.params.logprobs
+
+    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        job = self._job
+        taken, logprobs, ending = draw(sequence, result)
+        is_first = not sequence.has_spoken
+        sequence.has_spoken = True
+        return [
+            SequenceOutput(
+                request_id=job.request.request_id,
+                index=sequence.index,
+                token_ids=taken,
+                logprobs=logprobs,
+                prompt_logprobs=finished_prompt_logprobs(job) if is_first and sequence.index == 0 else None,
+                cumulative_logprob=sequence.logprob_sum if ending and self.num_logprobs is not None else None,
+                finish_reason=ending.reason if ending else None,
+                stop_token_id=ending.stop_token_id if ending else None,
+                num_cached_tokens=job.num_cached_tokens,
+                queue_s=(job.queue_s or 0.0) if is_first else 0.0,
+            )
+        ]
+
+
+class BestOf:
+    """Holds all samples back until the last has ended."""
+
+    holds_back = True
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        params = job.request.params
+        self.num_logprobs: int | None = params.logprobs or 0
+        self._num_samples = params.num_sequences
+        self._ended: list[tuple[Sequence, Ending]] = []
+
+    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        _, logprobs, ending = draw(sequence, result)
+        sequence.logprobs.extend(logprobs or [])
+        if ending is None:
+            return []
+        self._ended.append((sequence, ending))
+        return self._best() if len(self._ended) == self._num_samples else []
+
+    def _best(self) -> list[SequenceOutput]:
+        ranked = sorted(self._ended, key=lambda ended: (-ended[0].logprob_sum, ended[0].index))
+        best = ranked[: self._job.request.params.n]
+        return [whole_output(self._job, index, sequence, ending) for index, (sequence, ending) in enumerate(best)]
+
+
+class Pooled:
+    """One vector once the prompt is computed."""
+
+    holds_back = False
+    num_logprobs: int | None = None
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        job = self._job
+        sequence.is_finished = True
+        if result.embedding is None:
+            return [failure(job, sequence.index, "the model gave no embedding")]
+        return [
+            SequenceOutput(
+                request_id=job.request.request_id,
+                embedding=result.embedding,
+                finish_reason="stop",
+                num_cached_tokens=job.num_cached_tokens,
+                queue_s=job.queue_s or 0.0,
+            )
+        ]

@@ -1,0 +1,48 @@
+"""What the scheduler counts. The first four are of this moment, the others only grow."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    running: int  # sequences
+    waiting: int  # requests, and sequences that were preempted
+    kv_blocks_used: int
+    kv_blocks_total: int
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0  # requests, whatever the reason
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0  # of admitted requests
+    computed_tokens: int = 0  # fed to the model, recomputed ones included
+    generated_tokens: int = 0
+
+
+class Counters:
+    """The growing half, while it grows."""
+
+    __slots__ = (
+        "computed_tokens",
+        "finished",
+        "generated_tokens",
+        "preemptions",
+        "prefix_hit_tokens",
+        "prefix_query_tokens",
+        "prompt_tokens",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.preemptions = 0
+        self.finished = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.prompt_tokens = 0
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}

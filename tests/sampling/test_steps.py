@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from rows_for_tests import new_row, plan
 from transformers.generation import logits_process as hf
 
+from tokenmill.sampling.fixed_point import weights
 from tokenmill.sampling.rows import Rows
-from tokenmill.sampling.steps import run_steps, steps_used
+from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 
 seeds = st.integers(0, 2**32 - 1)
 vocabs = st.integers(2, 300)
@@ -29,14 +30,18 @@ def after_steps(logits: torch.Tensor, lines: list[dict[str, Any]], output_index:
     for number, knobs in enumerate(lines):
         row = new_row(number, **knobs)
         rows.take(row, steps_used(row.params))
-    return run_steps(logits, rows.gather([plan(number, output_index) for number in range(len(lines))]))
+    in_use = rows.gather([plan(number, output_index) for number in range(len(lines))])
+    shaped = run_steps(logits, in_use, LOGITS_STEPS)
+    mass = weights(shaped)
+    left = run_steps(mass, in_use, CUTS)
+    return shaped if left is mass else shaped.masked_fill((left == 0) & (mass > 0), -torch.inf)
 
 
 def kept(logits: torch.Tensor | list[float]) -> set[int]:
     return set(torch.as_tensor(logits).isfinite().nonzero().flatten().tolist())
 
 
-CUTS = {
+REFERENCES = {
     "top_k": (plain.top_k, st.integers(1, 320)),
     "top_p": (plain.top_p, st.floats(0.01, 0.999)),
     "min_p": (plain.min_p, st.floats(0.001, 1.0)),
@@ -44,11 +49,11 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("knob", CUTS)
+@pytest.mark.parametrize("knob", REFERENCES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=seeds, vocab=vocabs)
 def test_cut_keeps_what_its_definition_keeps(knob: str, data: st.DataObject, seed: int, vocab: int) -> None:
-    reference, values = CUTS[knob]
+    reference, values = REFERENCES[knob]
     logits = random_logits(seed, 3, vocab)
     lines = [{knob: data.draw(values)} for _ in range(3)]
     result = after_steps(logits, lines)

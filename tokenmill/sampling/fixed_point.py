@@ -26,7 +26,7 @@ def aligned_rows(logits: Tensor) -> Tensor:
 def weights(logits: Tensor) -> Tensor:
     """softmax(logits) in whole numbers of 2**-50: int64 [S, V]; a row adds up to 2**50 within float32 rounding."""
     # float32 times a power of two is exact; what is below 2**-50 becomes 0 and can never be drawn
-    return (torch.softmax(logits, dim=-1) * _ONE).long()
+    return torch.softmax(logits, dim=-1).mul_(_ONE).long()
 
 
 def exact_sum(values: Tensor) -> Tensor:

@@ -52,18 +52,31 @@ def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int
 def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
     """1 + how many tokens come before the chosen one: int64 [S]."""
     own = logits.gather(1, chosen)
-    is_lower_id = torch.arange(logits.shape[-1], device=logits.device) < chosen
-    return 1 + ((logits > own) | ((logits == own) & is_lower_id)).sum(dim=-1)
+    ranks = 1 + (logits > own).count_nonzero(dim=-1)
+    tied = ((logits == own).count_nonzero(dim=-1) > 1).nonzero().squeeze(1)
+    if tied.numel():
+        is_lower_id = torch.arange(logits.shape[-1], device=logits.device) < chosen[tied]
+        ranks[tied] += ((logits[tied] == own[tied]) & is_lower_id).count_nonzero(dim=-1)
+    return ranks
 
 
 def _top_ids(logits: Tensor, num: int) -> Tensor:
-    """Ids of the `num` best tokens, best first: int64 [S, num].
-
-    topk leaves equals in any order. So that they have one, the float's bits, turned into a whole number that sorts
-    alike, become the high half of a key and the id, reversed, the low half.
-    """
+    """Ids of the `num` best tokens, best first: int64 [S, num]."""
     if num == 0:
         return torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    # one more than asked: an equal just behind the last one matters too
+    values, ids = logits.topk(min(num + 1, logits.shape[-1]), dim=-1)
+    ids = ids[:, :num].contiguous()
+    tied = (values[:, 1:] == values[:, :-1]).any(dim=-1).nonzero().squeeze(1)
+    if tied.numel():
+        ids[tied] = _top_ids_of_equals(logits[tied], num)
+    return ids
+
+
+def _top_ids_of_equals(logits: Tensor, num: int) -> Tensor:
+    """topk leaves equals in any order. So that they have one, the float's bits, turned into a whole number that sorts
+    alike, become the high half of a key and the id, reversed, the low half.
+    """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: minus zero becomes zero
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
     ids = torch.arange(logits.shape[-1], device=logits.device)

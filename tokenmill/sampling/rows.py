@@ -9,7 +9,6 @@ a row uses them. Taking a row replaces everything the row held before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ KNOBS: dict[str, Callable[[SamplingParams], float]] = {
     "temperature": lambda p: p.temperature,
     "top_k": lambda p: p.top_k,
     "top_p": lambda p: p.top_p,
-    "log_min_p": lambda p: math.log(p.min_p) if p.min_p > 0 else -math.inf,
+    "min_p": lambda p: p.min_p,
     "typical_p": lambda p: p.typical_p,
     "repetition_penalty": lambda p: p.repetition_penalty,
     "presence_penalty": lambda p: p.presence_penalty,

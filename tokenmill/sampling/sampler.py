@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tokenmill.sampling.draw import draw
-from tokenmill.sampling.fixed_point import aligned_rows
+from tokenmill.sampling.fixed_point import aligned_rows, weights
 from tokenmill.sampling.logprobs import token_logprobs
 from tokenmill.sampling.rows import Rows, RowsInUse
-from tokenmill.sampling.steps import run_steps, steps_used
+from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.stream import DRAW
 from tokenmill.types import NewRow, RowPlan, TokenLogprobs
 
@@ -79,14 +79,24 @@ def _choose(logits: Tensor, rows: RowsInUse) -> list[int]:
         return best.where(is_sound, _BROKEN).tolist()
     padded = aligned_rows(logits)
     is_sound = padded.amax(dim=-1).isfinite()  # the maximum of a row with a NaN is NaN
-    final = run_steps(padded, rows)
-    tokens, has_token = _best(final)
-    sampled = [line for line, state in enumerate(rows.states) if not state.params.is_greedy]
-    if sampled:
-        index = torch.tensor(sampled, device=logits.device)
-        drawn = draw(final.index_select(0, index), rows.select(sampled).uniforms(DRAW))
-        tokens = tokens.index_copy(0, index, drawn)
+    final = run_steps(padded, rows, LOGITS_STEPS)
+    has_token = final.amax(dim=-1).isfinite()
+    tokens = torch.empty(len(rows.states), dtype=torch.int64, device=logits.device)
+    for is_greedy, pick in ((True, _highest), (False, _drawn)):
+        lines = [line for line, state in enumerate(rows.states) if state.params.is_greedy is is_greedy]
+        if lines:
+            index = torch.tensor(lines, device=logits.device)
+            part = final if len(lines) == len(rows.states) else final.index_select(0, index)
+            tokens[index] = pick(part, rows.select(lines))
     return tokens.where(has_token, _EMPTY).where(is_sound, _BROKEN).tolist()
+
+
+def _highest(logits: Tensor, rows: RowsInUse) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
+def _drawn(logits: Tensor, rows: RowsInUse) -> Tensor:
+    return draw(run_steps(weights(logits), rows, CUTS), rows.uniforms(DRAW))
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:

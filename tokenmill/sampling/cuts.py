@@ -1,0 +1,51 @@
+"""Cuts on mass: the distribution in whole numbers of 2**-50 (see `fixed_point`), once temperature has shaped it.
+
+Each is a pure function (mass int64 [U, V], rows) -> mass; a cut token's mass becomes 0, and the next cut sees what is
+left as the whole. At least one token always survives. Tokens of exactly equal probability stay or go together, so a
+cut never depends on the order in which a sort leaves equals.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenmill.sampling.rows import RowsInUse
+
+_FIRST_LOOK = 64  # how many of the best tokens are looked at before the search widens
+_WIDEN = 16
+
+
+def keep_top_p(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """The fewest most likely tokens whose probabilities reach top_p (the one that crosses it included)."""
+    needed = share_of(mass, rows.knob64("top_p"))
+    return mass.masked_fill(mass < last_kept(mass, mass, needed), 0)
+
+
+def keep_min_p(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """Tokens at least min_p times as likely as the most likely one."""
+    least = rows.knob64("min_p") * mass.amax(dim=-1, keepdim=True).double()
+    return mass.masked_fill(mass < least.long(), 0)
+
+
+def share_of(mass: Tensor, share: Tensor) -> Tensor:
+    """`share` of each row's whole mass, at least one unit so that one token is kept: int64 [U, 1]."""
+    total = mass.sum(dim=-1, keepdim=True)
+    return (share * total.double()).ceil().long().clamp(min=1).minimum(total)
+
+
+def last_kept(score: Tensor, mass: Tensor, needed: Tensor, look: int = _FIRST_LOOK) -> Tensor:
+    """Score of the last token kept when tokens are taken best score first until `needed` mass is reached: [U, 1].
+
+    Looks at the `look` best only, and widens for the rows where they were not enough. Mass is in whole numbers, so
+    the answer does not depend on how far was looked.
+    """
+    vocab = score.shape[-1]
+    best, where = score.topk(min(look, vocab), dim=-1)
+    taken = mass.gather(1, where).cumsum(dim=-1)
+    place = (taken < needed).sum(dim=-1, keepdim=True)
+    last = best.gather(1, place.clamp(max=best.shape[1] - 1))
+    short = (place.squeeze(1) == best.shape[1]).nonzero().squeeze(1)
+    if short.numel() and look < vocab:
+        wider = last_kept(score[short], mass[short], needed[short], look * _WIDEN)
+        last = last.index_copy(0, short, wider)
+    return last

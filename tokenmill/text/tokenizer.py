@@ -1,0 +1,154 @@
+"""Text to token ids and back. One class over the `tokenizers` library, whatever file the vocabulary came from.
+
+Encoding is the library's. Decoding is ours wherever a token is a fixed run of bytes (`Spelling`): the bytes are
+joined and read as UTF-8, so whole texts, streams and single tokens always agree. Vocabularies whose decoder
+looks at neighbours have no spelling and are decoded by the library.
+
+Files are read elsewhere (`load`, `gguf_vocab`); chat templates are rendered in `template`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tokenizers
+
+from tokenmill.text.pieces import Spelling
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a vocabulary's file says beside the vocabulary itself."""
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # every id that ends a generation
+    prefix_ids: tuple[int, ...] = ()  # put around a text by add_special_tokens, beside what the backend adds
+    suffix_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token" → "<s>": what templates read
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name → source; the usual one is "default"
+
+
+class Tokenizer:
+    def __init__(self, backend: tokenizers.Tokenizer, spelling: Spelling | None, traits: Traits) -> None:
+        # A file may carry training-time limits; a server never cuts or pads a text silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.spelling = spelling
+        self.traits = traits
+        added = backend.get_added_tokens_decoder()
+        self._added_text = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self._bytes: dict[int, bytes] = {}
+        self._literal: tokenizers.Tokenizer | None = None
+        self._literal_lock = threading.Lock()
+
+    # ── facts ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.traits.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return list(self.traits.eos_token_ids)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        return dict(self.traits.special_tokens)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.traits.chat_templates.get("default")
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        return dict(self.traits.chat_templates)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by the string its vocabulary stores, such as `<|im_end|>`."""
+        return self.backend.token_to_id(text)
+
+    # ── text to ids ────────────────────────────────────────────────────────────────────────────────────
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Ids of a text. `parse_special=False` reads "<|im_end|>" in the text as the characters it is made of."""
+        ids: list[int] = self._reader(parse_special).encode(_sound(text), add_special_tokens=add_special_tokens).ids
+        return self._framed(ids) if add_special_tokens else ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[list[int]]:
+        reader = self._reader(parse_special)
+        encodings = reader.encode_batch_fast([_sound(text) for text in texts], add_special_tokens=add_special_tokens)
+        return [self._framed(encoding.ids) if add_special_tokens else encoding.ids for encoding in encodings]
+
+    def _framed(self, ids: list[int]) -> list[int]:
+        return [*self.traits.prefix_ids, *ids, *self.traits.suffix_ids]
+
+    def _reader(self, parse_special: bool) -> tokenizers.Tokenizer:
+        return self.backend if parse_special or not self._special_ids else self._literal_reader()
+
+    def _literal_reader(self) -> tokenizers.Tokenizer:
+        # A second backend, not a flag flipped on the first: encoding runs in many threads at once.
+        with self._literal_lock:
+            if self._literal is None:
+                literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
+                literal.encode_special_tokens = True
+                self._literal = literal
+            return self._literal
+
+    # ── ids to text ────────────────────────────────────────────────────────────────────────────────────
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token adds to a text; none for an id beyond the vocabulary (padded embeddings)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spelled(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _spelled(self, token_id: int) -> bytes:
+        added = self._added_text.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self.backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
+        if piece is None:
+            return b""
+        if self.spelling is None:
+            return self.backend.decode([token_id], skip_special_tokens=False).encode()
+        return self.spelling.piece_bytes(piece)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if self.spelling is None:
+            known = [token_id for token_id in ids if 0 <= token_id < self._vocab_size]
+            return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        joined = b"".join([self.token_bytes(token_id) for token_id in ids if token_id not in hidden])
+        text = joined.decode("utf-8", "replace")
+        return text[1:] if self.spelling.drops_first_space and text.startswith(" ") else text
+
+
+def _sound(text: str) -> str:
+    """A lone surrogate (half of a badly cut escape) is not text; it becomes U+FFFD, as in any UTF-8 reader."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tokenmill.sampling.best import best
 from tokenmill.sampling.rows import RowsInUse
 
 _FIRST_LOOK = 64  # how many of the best tokens are looked at before the search widens
@@ -40,11 +41,11 @@ def last_kept(score: Tensor, mass: Tensor, needed: Tensor, look: int = _FIRST_LO
     the answer does not depend on how far was looked.
     """
     vocab = score.shape[-1]
-    best, where = score.topk(min(look, vocab), dim=-1)
+    top, where = best(score, min(look, vocab))
     taken = mass.gather(1, where).cumsum(dim=-1)
     place = (taken < needed).sum(dim=-1, keepdim=True)
-    last = best.gather(1, place.clamp(max=best.shape[1] - 1))
-    short = (place.squeeze(1) == best.shape[1]).nonzero().squeeze(1)
+    last = top.gather(1, place.clamp(max=top.shape[1] - 1))
+    short = (place.squeeze(1) == top.shape[1]).nonzero().squeeze(1)
     if short.numel() and look < vocab:
         wider = last_kept(score[short], mass[short], needed[short], look * _WIDEN)
         last = last.index_copy(0, short, wider)

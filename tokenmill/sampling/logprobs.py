@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tokenmill.sampling.best import best
 from tokenmill.sampling.fixed_point import aligned_rows
 from tokenmill.types import TokenLogprobs
 
@@ -65,7 +66,7 @@ def _top_ids(logits: Tensor, num: int) -> Tensor:
     if num == 0:
         return torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
     # one more than asked: an equal just behind the last one matters too
-    values, ids = logits.topk(min(num + 1, logits.shape[-1]), dim=-1)
+    values, ids = best(logits, min(num + 1, logits.shape[-1]))
     ids = ids[:, :num].contiguous()
     tied = (values[:, 1:] == values[:, :-1]).any(dim=-1).nonzero().squeeze(1)
     if tied.numel():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenmill.sampling.best import best
 from tokenmill.sampling.cuts import last_kept, share_of
 from tokenmill.sampling.fixed_point import exact_sum, weights
 from tokenmill.sampling.rows import RowsInUse
@@ -24,8 +25,8 @@ def keep_top_k(logits: Tensor, rows: RowsInUse) -> Tensor:
     """The k most likely tokens (as transformers: ties with the k-th stay)."""
     vocab = logits.shape[-1]
     most = min(max(state.params.top_k for state in rows.states), vocab)
-    best = logits.topk(most, dim=-1).values
-    kth = best.gather(1, rows.knob64("top_k").long().clamp(max=vocab) - 1)
+    top, _ = best(logits, most)
+    kth = top.gather(1, rows.knob64("top_k").long().clamp(max=vocab) - 1)
     return _cut(logits, logits < kth)
 
 

@@ -210,3 +210,4 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     cumulative_logprob: float | None = None
     usage: Usage | None = None  # of the whole request so far; always on an event with finish_reason
     embedding: list[float] | None = None
+    queue_s: float | None = None  # on the first event of a request: how long it waited to be scheduled

@@ -1,0 +1,62 @@
+"""A real uvicorn on a free loopback port, in a thread, in front of a scripted engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+import uvicorn
+from fake_engine import FakeEngine
+from loopback import RunningServer, Serving
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.observe.metrics import Metrics
+from tokenmill.server.app import create_app
+from tokenmill.server.door import Door
+
+
+@pytest.fixture(scope="session")
+def serving() -> Iterator[Serving]:
+    """Starts servers; all of them are stopped at the end."""
+    fronts: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(config: ServerConfig | None = None, door: Door | None = None) -> RunningServer:
+        engine = FakeEngine()
+        app = create_app(door or engine, config or ServerConfig(), Metrics(model=engine.info.name))
+        listener = socket.create_server(("127.0.0.1", 0))
+        front = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1, timeout_keep_alive=1)
+        )
+        thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not front.started:
+            time.sleep(0.005)
+        fronts.append((front, thread))
+        return RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine)
+
+    yield start
+    for front, thread in fronts:
+        front.should_exit = True
+        thread.join(5)
+
+
+@pytest.fixture(scope="session")
+def shared_server(serving: Serving) -> RunningServer:
+    return serving(ServerConfig(keep_alive_s=0.3))
+
+
+@pytest.fixture
+def server(shared_server: RunningServer) -> RunningServer:
+    """The shared server with an engine as if new."""
+    shared_server.engine.__init__()  # type: ignore[misc]
+    return shared_server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client

@@ -1,0 +1,158 @@
+"""An engine of the same shape as the real one that answers from a script: server tests run in milliseconds.
+
+A token is a byte (ids 0 to 255), 256 begins a prompt. Every answer is `engine.answer`, word by word, unless the test
+sets something else. What is running is visible in `engine.running`, what was given up in `engine.aborted`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.engine.status import EngineStats, Health, ModelInfo
+from tokenmill.errors import ContextLengthExceeded, Draining, EngineDead, Overloaded, TokenmillError
+from tokenmill.params import SamplingParams
+from tokenmill.types import ChatRequest, EmbedRequest, Event, PromptRequest, TokenInfo, Usage
+
+BOS = 256
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play – outside 🌞 in the park."
+LAYER = LayerSpec(AttentionSpec(8, 4, 8, 0.35, None), MlpSpec(64))
+SPEC = ModelSpec("llama", 512, 16, (LAYER,), 1e-5, 512, tied_head=True)
+INFO = ModelInfo("fake/tiny", 512, 512, 1_700_000_000, "fp_fake", SPEC, has_chat_template=True, can_embed=True)
+
+
+@dataclass
+class FakeEngine:
+    info: ModelInfo = INFO
+    answer: str = STORY
+    delay_s: float = 0.0
+    first_delay_s: float = 0.0
+    max_running: int = 1000
+    failure: TokenmillError | None = None  # raised after `fail_after` events
+    fail_after: int = 3
+    state: str = "ready"
+    running: dict[str, FakeStream] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    seen: list[ChatRequest | PromptRequest | EmbedRequest] = field(default_factory=list)
+
+    def submit(self, request: ChatRequest | PromptRequest | EmbedRequest) -> FakeStream:
+        if self.state == "draining":
+            raise Draining("the server is shutting down")
+        if self.state != "ready":
+            raise EngineDead(f"the engine is {self.state}")
+        if len(self.running) >= self.max_running:
+            raise Overloaded("too many requests are waiting", retry_after_s=3)
+        ids = self._prompt_ids(request)
+        if len(ids) >= self.info.max_context:
+            raise ContextLengthExceeded(f"the prompt has {len(ids)} tokens", param="messages")
+        self.seen.append(request)
+        stream = FakeStream(self, request, ids)
+        self.running[request.request_id] = stream
+        return stream
+
+    def _prompt_ids(self, request: ChatRequest | PromptRequest | EmbedRequest) -> list[int]:
+        if isinstance(request, ChatRequest):
+            return self.tokenize_chat(request)
+        return self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def tokenize_chat(self, request: ChatRequest) -> list[int]:
+        return self.tokenize("".join(f"<{m.role}>{m.content}" for m in request.messages))
+
+    def detokenize(self, ids: list[int]) -> str:
+        return bytes(token_id for token_id in ids if token_id < BOS).decode(errors="replace")
+
+    async def abort(self, request_id: str) -> None:
+        if self.running.pop(request_id, None):
+            self.aborted.append(request_id)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.state = "draining"
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.running and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        return not self.running
+
+    def health(self) -> Health:
+        return Health(self.state)  # type: ignore[arg-type]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.running), kv_blocks_used=len(self.running), kv_blocks_total=100)
+
+    async def close(self) -> None:
+        self.state = "dead"
+
+
+class FakeStream(AsyncIterator[Event]):
+    def __init__(
+        self, engine: FakeEngine, request: ChatRequest | PromptRequest | EmbedRequest, prompt_ids: list[int]
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._events = self._script(prompt_ids)
+        self._num_sent = 0
+
+    async def __anext__(self) -> Event:
+        engine, request_id = self._engine, self._request.request_id
+        try:
+            await asyncio.sleep(engine.delay_s if self._num_sent else engine.first_delay_s)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if engine.failure is not None and self._num_sent >= engine.fail_after:
+            engine.running.pop(request_id, None)
+            raise engine.failure
+        if self._num_sent == len(self._events):
+            engine.running.pop(request_id, None)
+            raise StopAsyncIteration
+        self._num_sent += 1
+        return self._events[self._num_sent - 1]
+
+    async def aclose(self) -> None:
+        await self._engine.abort(self._request.request_id)
+
+    def _script(self, prompt_ids: list[int]) -> list[Event]:
+        request_id, usage = self._request.request_id, Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
+        if isinstance(self._request, EmbedRequest):
+            vector = [float(value) for value in (prompt_ids * 16)[:16]]
+            length = sum(value * value for value in vector) ** 0.5
+            vector = [value / length for value in vector]
+            return [Event(request_id=request_id, embedding=vector, finish_reason="stop", usage=usage)]
+        params = self._request.params
+        choices = [self._choice(index, params, prompt_ids) for index in range(params.n)]
+        events: list[Event] = []
+        for step in range(max(map(len, choices))):  # interleaved, as a batch would bring them
+            events += [choice[step] for choice in choices if step < len(choice)]
+        return events
+
+    def _choice(self, index: int, params: SamplingParams, prompt_ids: list[int]) -> list[Event]:
+        words = re.findall(r"\S+\s*", self._engine.answer)
+        limit = len(words) if params.max_tokens is None else min(params.max_tokens, len(words))
+        text = "".join(words[:limit])
+        cuts = [text.find(stop) for stop in params.stop if stop in text]
+        finish = "stop" if cuts or limit == len(words) else "length"
+        shown = re.findall(r"\S+\s*", text[: min(cuts)] if cuts else text)
+        usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=limit * params.n, cached_tokens=2)
+        request_id = self._request.request_id
+        events = [
+            Event(request_id=request_id, index=index, text=word, logprobs=_logprobs(params, word)) for word in shown
+        ]
+        if index == 0 and params.prompt_logprobs is not None:
+            spelled = [None, *(_info(chr(token_id), params.prompt_logprobs) for token_id in prompt_ids[1:])]
+            events.insert(0, Event(request_id=request_id, prompt_logprobs=spelled))
+        last = Event(request_id=request_id, index=index, finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+        return [*events, last]
+
+
+def _logprobs(params: SamplingParams, word: str) -> list[TokenInfo] | None:
+    return None if params.logprobs is None else [_info(word, params.logprobs)]
+
+
+def _info(text: str, num_top: int) -> TokenInfo:
+    top = [(place, f"{text}{place}" if place else text, b"", -0.5 - place) for place in range(num_top)]
+    return TokenInfo(len(text), text, text.encode(), -0.5, 1, top)

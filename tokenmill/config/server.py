@@ -1,0 +1,46 @@
+"""What the front process needs to know. The docstring under a field is its help text on the command line.
+
+Everything a client sends is bounded here. `api_key` is kept out of the repr, so that no log can show it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on; beyond this machine only with an API key or `allow_open`."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Key that clients must send as `Authorization: Bearer KEY`; may be given several times."""
+    api_key_file: Path | None = None
+    """File with one API key a line; empty lines and lines that begin with # are skipped."""
+    allow_open: bool = False
+    """Listen beyond this machine without any API key."""
+    public_metrics: bool = False
+    """Answer /metrics without an API key."""
+    cors_origin: tuple[str, ...] = ()
+    """Origin whose web pages may call this server; `*` for all; may be given several times."""
+    any_model_name: bool = False
+    """Answer whatever model name a client asks for, or none."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    """Largest request body."""
+    max_prompts: int = 256
+    """Prompts in one completions request."""
+    max_embedding_inputs: int = 2048
+    """Inputs in one embeddings request."""
+    max_choices: int = 128
+    """Largest `n`, and largest prompts times `n` beyond one a prompt."""
+    body_timeout_s: float = 60.0
+    """How long a client may take to send its body."""
+    keep_alive_s: float = 10.0
+    """Silence in a stream after which a comment keeps the connection open."""
+    drain_timeout_s: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much is logged; `info` writes one line a request, never its text."""

@@ -1,0 +1,82 @@
+"""Who may call: every path needs a key except a short public list, so a new route is closed until listed here.
+
+The comparison takes the same time for every key and every length of agreement. Keys are never logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.server.failures import MissingKey
+from tokenmill.server.openai.errors import error_response
+
+PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version"})
+ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
+
+
+def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Keys from flags, the environment (comma-separated) and the key file together."""
+    keys = [*config.api_key, *environment.get(ENVIRONMENT_NAME, "").split(",")]
+    if config.api_key_file is not None:
+        keys += _keys_in(config.api_key_file)
+    return tuple(dict.fromkeys(key.strip().encode() for key in keys if key.strip()))
+
+
+def _keys_in(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"the API key file {path} cannot be read: {error}", param="api_key_file") from None
+    keys = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise InvalidConfig(f"the API key file {path} holds no key", param="api_key_file", hint="one key a line")
+    return keys
+
+
+def require_safe_exposure(config: ServerConfig, keys: tuple[bytes, ...]) -> None:
+    if keys or config.allow_open or is_loopback(config.host):
+        return
+    raise InvalidConfig(
+        f"listening on {config.host} without an API key would let anyone use this server",
+        param="host",
+        hint="set --api-key, or --allow-open if that is what you want",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class RequireKey:
+    """Outside of routing: a path that does not exist needs the key too, so nothing can be probed."""
+
+    def __init__(self, app: ASGIApp, *, keys: tuple[bytes, ...], public_paths: frozenset[str]) -> None:
+        self.app = app
+        self.keys = keys
+        self.public_paths = public_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self.public_paths or self._knows(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        error = MissingKey("a valid API key is required", hint="send `Authorization: Bearer KEY`")
+        await error_response(error)(scope, receive, send)
+
+    def _knows(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        offered = given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+        matches = [hmac.compare_digest(offered, key) for key in self.keys]  # all of them, whichever matches
+        return any(matches)

@@ -1,0 +1,104 @@
+"""OpenAI's routes: read the body, parse it into a job, let the native path answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from tokenmill.engine.status import ModelInfo
+from tokenmill.errors import UnknownModel
+from tokenmill.server.desk import Desk
+from tokenmill.server.door import Engine
+from tokenmill.server.fields import shown
+from tokenmill.server.native import Job
+from tokenmill.server.openai import examples
+from tokenmill.server.openai.embeddings import EmbeddingRendering
+from tokenmill.server.openai.parse import CompletionCall, parse_chat, parse_completion, parse_embedding
+from tokenmill.server.openai.render import ChatRendering, CompletionRendering
+
+EMBEDDINGS_IN_FLIGHT = 32  # a batch of thousands shares the queue with others
+
+
+def openai_router(desk: Desk) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+    async def chat_completions(request: Request) -> Response:
+        return await desk.answer(request, chat_job)
+
+    async def completions(request: Request) -> Response:
+        return await desk.answer(request, completion_job)
+
+    async def embeddings(request: Request) -> Response:
+        return await desk.answer(request, embedding_job)
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [model_card(desk.info)]})
+
+    async def model(request: Request, model_id: str) -> Response:
+        info = desk.info
+        if model_id != info.name and not desk.config.any_model_name:
+            raise UnknownModel(f"the model {shown(model_id)} does not exist", param="model")
+        return _json(model_card(info))
+
+    post, get = {"methods": ["POST"], "response_model": None}, {"methods": ["GET"], "response_model": None}
+    router.add_api_route("/chat/completions", chat_completions, openapi_extra=examples.CHAT, **post)  # type: ignore[arg-type]
+    router.add_api_route("/completions", completions, openapi_extra=examples.COMPLETION, **post)  # type: ignore[arg-type]
+    router.add_api_route("/embeddings", embeddings, openapi_extra=examples.EMBEDDING, **post)  # type: ignore[arg-type]
+    router.add_api_route("/models", models, **get)  # type: ignore[arg-type]
+    router.add_api_route("/models/{model_id:path}", model, **get)  # type: ignore[arg-type]
+    return router
+
+
+def chat_job(body: dict[str, Any], desk: Desk) -> Job:
+    call = parse_chat(body, desk.info, desk.config)
+    num_choices = call.request.params.n
+    rendering = ChatRendering(
+        desk.info,
+        num_choices=num_choices,
+        is_stream=call.stream.is_stream,
+        include_usage=call.stream.include_usage,
+    )
+    return Job([call.request], rendering, call.stream.is_stream, num_choices)
+
+
+def completion_job(body: dict[str, Any], desk: Desk) -> Job:
+    call = parse_completion(body, desk.info, desk.config)
+    params = call.requests[0].params
+    rendering = CompletionRendering(
+        desk.info,
+        num_choices=params.n * len(call.requests),
+        include_usage=call.stream.include_usage,
+        echoes=_echoes(call, desk.door.engine) if call.echo else None,
+        wants_logprobs=params.logprobs is not None,
+        wants_prompt_logprobs=body.get("prompt_logprobs") is not None,
+    )
+    return Job(call.requests, rendering, call.stream.is_stream, params.n, "prompt")
+
+
+def _echoes(call: CompletionCall, engine: Engine) -> list[str]:
+    prompts = [request.prompt for request in call.requests]
+    texts = [prompt if isinstance(prompt, str) else engine.detokenize(prompt) for prompt in prompts]
+    return [text for text in texts for _ in range(call.requests[0].params.n)]
+
+
+def embedding_job(body: dict[str, Any], desk: Desk) -> Job:
+    call = parse_embedding(body, desk.info, desk.config)
+    rendering = EmbeddingRendering(desk.info, call)
+    return Job(call.requests, rendering, prompt_param="input", max_in_flight=EMBEDDINGS_IN_FLIGHT)
+
+
+def model_card(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "tokenmill",
+        "max_model_len": info.max_context,
+    }
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

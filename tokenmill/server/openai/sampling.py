@@ -1,0 +1,168 @@
+"""The knobs of a generation as OpenAI and vLLM name them, into `SamplingParams`.
+
+OpenAI's ranges hold for OpenAI's fields; the extensions that vLLM users know have their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.status import ModelInfo
+from tokenmill.params import INT64_MAX, INT64_MIN, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, BeamParams, SamplingParams
+from tokenmill.server.fields import Fields, refuse, shown
+
+MAX_COUNT = 2**31 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_LEGACY_LOGPROBS = 5
+MAX_BEST_OF = 20
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_SALT_LENGTH = 1024
+
+UNSUPPORTED = (
+    "bad_words",
+    "continue_final_message",
+    "documents",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "kv_transfer_params",
+    "logits_processors",
+    "mm_processor_kwargs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "structured_outputs",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
+    "vllm_xargs",
+)
+
+
+def parse_chat_params(fields: Fields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
+    settings = _shared(fields, info, config)
+    aliases = [key for key in ("max_completion_tokens", "max_tokens") if fields.get(key) is not None]
+    limits = [fields.integer(key, 1, MAX_COUNT) for key in aliases]  # both are checked, the first one counts
+    settings["max_tokens"] = limits[0] if limits else None
+    wants_logprobs = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top is not None and not wants_logprobs:
+        refuse("top_logprobs", "needs logprobs to be true")
+    settings["logprobs"] = (top or 0) if wants_logprobs else None
+    return _build(settings)
+
+
+def parse_completion_params(fields: Fields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
+    settings = _shared(fields, info, config)
+    max_tokens = fields.integer("max_tokens", 0, MAX_COUNT)
+    settings["max_tokens"] = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+    settings["logprobs"] = fields.integer("logprobs", 0, MAX_LEGACY_LOGPROBS)
+    if fields.boolean("echo") and settings["logprobs"] is not None:
+        settings["prompt_logprobs"] = max(settings["logprobs"], settings["prompt_logprobs"] or 0)
+    return _build(settings)
+
+
+def _build(settings: dict[str, Any]) -> SamplingParams:
+    """Only what the client gave: everything else keeps the default of SamplingParams."""
+    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:
+    fields.refuse_any(UNSUPPORTED)
+    return {
+        **_numbers(fields),
+        **_choices(fields, config),
+        "logit_bias": _logit_bias(fields, info.vocab_size),
+        "allowed_token_ids": fields.token_ids("allowed_token_ids", info.vocab_size, info.vocab_size),
+        "banned_token_ids": fields.token_ids("banned_token_ids", info.vocab_size, info.vocab_size),
+        "stop": _stop(fields),
+        "stop_token_ids": fields.token_ids("stop_token_ids", MAX_STOP_STRINGS, info.vocab_size),
+        "prompt_logprobs": _prompt_logprobs(fields),
+        "ignore_eos": fields.boolean("ignore_eos"),
+        "include_stop": fields.boolean("include_stop_str_in_output"),
+        "skip_special_tokens": fields.boolean("skip_special_tokens", True),
+    }
+
+
+def _numbers(fields: Fields) -> dict[str, float | int | None]:
+    top_k = fields.integer("top_k", -1, MAX_COUNT)
+    return {
+        "temperature": fields.number("temperature", 0.0, 2.0),
+        "top_p": fields.number("top_p", 0.0, 1.0),
+        "min_p": fields.number("min_p", 0.0, 1.0),
+        "typical_p": fields.number("typical_p", 0.0, 1.0),
+        "top_k": 0 if top_k == -1 else top_k,  # vLLM writes -1 for "all"
+        "presence_penalty": fields.number("presence_penalty", -2.0, 2.0),
+        "frequency_penalty": fields.number("frequency_penalty", -2.0, 2.0),
+        "repetition_penalty": fields.number("repetition_penalty", 1e-3, 1e3),
+        "seed": fields.integer("seed", INT64_MIN, INT64_MAX),
+        "min_tokens": fields.integer("min_tokens", 0, MAX_COUNT),
+    }
+
+
+def _choices(fields: Fields, config: ServerConfig) -> dict[str, Any]:
+    n = fields.integer("n", 1, config.max_choices) or 1
+    best_of = fields.integer("best_of", 1, min(MAX_BEST_OF, config.max_choices))
+    if best_of is not None and best_of < n:
+        refuse("best_of", f"must be at least n ({n}), got {best_of}")
+    beam = _beam(fields, best_of or n)
+    if fields.boolean("stream"):
+        if beam is not None:
+            refuse("use_beam_search", "does not combine with stream")
+        if best_of is not None and best_of > n:
+            refuse("best_of", "above n does not combine with stream")
+    return {"n": n, "best_of": None if beam or best_of == n else best_of, "beam": beam}
+
+
+def _beam(fields: Fields, width: int) -> BeamParams | None:
+    length_penalty = fields.number("length_penalty", -100.0, 100.0)
+    early_stopping = fields.boolean("early_stopping")
+    if fields.boolean("use_beam_search"):
+        return BeamParams(width, 1.0 if length_penalty is None else length_penalty, early_stopping)
+    if early_stopping or length_penalty not in (None, 1.0):
+        refuse("early_stopping" if early_stopping else "length_penalty", "needs use_beam_search to be true")
+    return None
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    count = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    if count is not None and fields.boolean("stream"):
+        refuse("prompt_logprobs", "does not combine with stream")
+    return count
+
+
+def _stop(fields: Fields) -> list[str] | None:
+    if isinstance(fields.get("stop"), str):
+        return _require_stops([fields.get("stop")])
+    stops = fields.items("stop", MAX_STOP_STRINGS)
+    return None if stops is None else _require_stops(stops)
+
+
+def _require_stops(stops: list[Any]) -> list[str]:
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            refuse("stop", f"must be a string or a list of strings, none of them empty, got {shown(stop)}")
+    return stops
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float] | None:
+    given = fields.object("logit_bias")
+    if given is None:
+        return None
+    if len(given.values) > MAX_LOGIT_BIAS:
+        refuse("logit_bias", f"takes at most {MAX_LOGIT_BIAS} entries, got {len(given.values)}")
+    return {_bias_token(key, vocab_size): _bias_value(given, key) for key in given.values}
+
+
+def _bias_token(key: str, vocab_size: int) -> int:
+    is_number = key.isascii() and key.isdigit() and len(key) <= 10
+    if not is_number or int(key) >= vocab_size:
+        refuse("logit_bias", f"keys must be token ids between 0 and {vocab_size - 1}, got {shown(key)}")
+    return int(key)
+
+
+def _bias_value(given: Fields, key: str) -> float:
+    value = given.values[key]
+    if type(value) not in (int, float) or not -100 <= value <= 100:
+        refuse("logit_bias", f"values must be numbers between -100 and 100, got {shown(value)}")
+    return float(value)

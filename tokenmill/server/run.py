@@ -1,0 +1,189 @@
+"""The life of a server process.
+
+    bind ─► answer 503 "loading" ─► engine ready ─► SIGTERM ─► drain: refuse new, finish running ─► exit 0
+                     └── failed: one line, exit 1                └── a second SIGTERM ends at once
+
+The socket is bound before anything is loaded, so a busy port is known at once and health checks always have an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+import uvloop
+
+from tokenmill.config import EngineConfig
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.errors import InvalidConfig, TokenmillError
+from tokenmill.observe.log import configure_logging
+from tokenmill.observe.metrics import Metrics
+from tokenmill.server.app import create_app
+from tokenmill.server.auth import load_keys, require_safe_exposure
+from tokenmill.server.door import Door, Engine
+
+FLUSH_S = 5  # for replies that are computed but not yet read by their clients
+FORCED_CLOSE_S = 1.0
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
+EXIT_FORCED = 1
+
+StartEngine = Callable[[], Awaitable[Engine]]
+
+
+def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until told to stop; the process's exit code."""
+    configure_logging(server_config.log_level)
+
+    async def start_engine() -> Engine:
+        return await AsyncEngine.start(engine_config)
+
+    model = engine_config.model.served_name or engine_config.model.model
+    try:
+        return serve(start_engine, server_config, Metrics(model=model))
+    except TokenmillError as error:
+        print(f"tokenmill: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
+    keys = load_keys(config, os.environ)
+    require_safe_exposure(config, keys)
+    listener = bind(config.host, config.port)
+    door = Door()
+    app = create_app(door, config, metrics, keys=keys)
+    front = Front(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=FLUSH_S,
+        )
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Life(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; a busy port or an unknown address is one clear line."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        problem = InvalidConfig(
+            f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another with --port"
+        )
+        problem.exit_code = 1  # the setting is fine; the machine is not
+        raise problem from None
+    return listener
+
+
+class Front(uvicorn.Server):
+    """uvicorn, with the signals left to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Life:
+    def __init__(
+        self, front: Front, listener: socket.socket, door: Door, config: ServerConfig, *, needs_key: bool
+    ) -> None:
+        self._front = front
+        self._listener = listener
+        self._door = door
+        self._config = config
+        self._needs_key = needs_key
+        self._stop = asyncio.Event()
+        self._engine: Engine | None = None
+
+    async def live(self, start_engine: StartEngine) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        answering = asyncio.create_task(self._front.serve(sockets=[self._listener]))
+        try:
+            if await self._load(start_engine):
+                print(welcome(self._listener, self._door.info.name, needs_key=self._needs_key), flush=True)
+                await self._stop.wait()
+                await self._drain()
+        finally:
+            await self._end(answering)
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            asyncio.get_running_loop().create_task(self._end_at_once())
+        self._stop.set()
+        self._door.close()
+
+    async def _load(self, start_engine: StartEngine) -> bool:
+        """False when told to stop before the model was there."""
+        loading = asyncio.ensure_future(start_engine())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not loading.done():
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
+            return False
+        self._engine = loading.result()
+        self._door.open(self._engine)
+        return not self._stop.is_set()
+
+    async def _drain(self) -> None:
+        assert self._engine is not None
+        print("tokenmill: stopping; running requests are being finished", file=sys.stderr, flush=True)
+        if not await self._engine.drain(self._config.drain_timeout_s):
+            print("tokenmill: some requests did not finish in time and are ended", file=sys.stderr, flush=True)
+
+    async def _end(self, answering: asyncio.Task[None]) -> None:
+        """The engine first: what still runs then ends with an error its client can read."""
+        if self._engine is not None:
+            await self._engine.close()
+        self._front.should_exit = True
+        await answering
+
+    async def _end_at_once(self) -> None:
+        engine = self._engine
+        if engine is not None:
+            pid = engine.stats().engine_pid
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.close(), FORCED_CLOSE_S)
+            kill_child(pid)
+        os._exit(EXIT_FORCED)
+
+
+def kill_child(pid: int) -> None:
+    """Only a child of ours: a number that was reused by another process is left alone."""
+    if pid in (0, os.getpid()):
+        return
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def welcome(listener: socket.socket, model: str, *, needs_key: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    return (
+        f"{model} is ready on {url} (documentation: {url}/docs). Try:\n\n"
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
+    )

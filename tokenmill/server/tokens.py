@@ -1,0 +1,73 @@
+"""/tokenize and /detokenize, in the shape vLLM's users know. The same tokenizer and template as for generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from tokenmill.engine.status import ModelInfo
+from tokenmill.server.desk import Desk
+from tokenmill.server.door import Engine
+from tokenmill.server.fields import Fields, refuse
+from tokenmill.server.limits import require_plausible_length
+from tokenmill.server.openai import examples
+from tokenmill.server.openai.messages import parse_messages
+from tokenmill.server.openai.parse import require_model, template_args
+from tokenmill.types import ChatRequest
+
+MAX_DETOKENIZED = 1_000_000
+
+
+def tokens_router(desk: Desk) -> APIRouter:
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post("/tokenize", response_model=None, openapi_extra=examples.TOKENIZE)
+    async def tokenize(request: Request) -> Response:
+        fields = Fields(await desk.read(request))
+        engine = desk.door.engine
+        require_model(fields, desk.info, desk.config, is_required=False)
+        return Response(orjson.dumps(tokenized(fields, engine, desk.info)), media_type="application/json")
+
+    @router.post("/detokenize", response_model=None, openapi_extra=examples.DETOKENIZE)
+    async def detokenize(request: Request) -> Response:
+        fields = Fields(await desk.read(request))
+        engine = desk.door.engine
+        require_model(fields, desk.info, desk.config, is_required=False)
+        ids = fields.token_ids("tokens", MAX_DETOKENIZED, desk.info.vocab_size)
+        if ids is None:
+            refuse("tokens", "is required: a list of token ids")
+        return Response(orjson.dumps({"prompt": engine.detokenize(ids)}), media_type="application/json")
+
+    return router
+
+
+def tokenized(fields: Fields, engine: Engine, info: ModelInfo) -> dict[str, Any]:
+    ids = _ids(fields, engine, info)
+    reply: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
+    if fields.boolean("return_token_strs"):
+        reply["token_strs"] = [engine.detokenize([token_id]) for token_id in ids]
+    return reply
+
+
+def _ids(fields: Fields, engine: Engine, info: ModelInfo) -> list[int]:
+    if (fields.get("prompt") is None) == (fields.get("messages") is None):
+        refuse("prompt", "or messages is required, and not both")
+    if fields.get("messages") is not None:
+        return engine.tokenize_chat(_conversation(fields, info))
+    text = fields.required_text("prompt")
+    require_plausible_length(len(text), info, "prompt")
+    return engine.tokenize(text, fields.boolean("add_special_tokens", True))
+
+
+def _conversation(fields: Fields, info: ModelInfo) -> ChatRequest:
+    messages = parse_messages(fields)
+    require_plausible_length(sum(len(message.content or "") for message in messages), info, "messages")
+    fields.refuse_any(("tools", "chat_template", "continue_final_message"))
+    return ChatRequest(
+        messages=messages,
+        template_args=template_args(fields),
+        add_generation_prompt=fields.boolean("add_generation_prompt", True),
+    )

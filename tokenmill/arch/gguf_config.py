@@ -263,7 +263,7 @@ class _Reader:
             self.fields.refuse(
                 f"tensor {name!r} is {tensor.type} {list(tensor.shape)}, expected F32 [{rotary_dim // 2}]"
             )
-        with self.gguf.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
             numbers = array("f", file.read(tensor.num_bytes))
         if sys.byteorder == "big":

@@ -49,6 +49,7 @@ class GGUFTensor:
     shape: tuple[int, ...]
     offset: int  # from the file's first byte
     num_bytes: int
+    path: Path  # the file that holds it; a model may be split over several
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class _Header:
         num_bytes = prod(shape[:-1]) * ggml.row_bytes(shape[-1])
         if offset + num_bytes > self.size:
             self.damaged(f"tensor {name!r} ends at byte {offset + num_bytes}, beyond the file's {self.size} bytes")
-        return GGUFTensor(name, ggml.name, shape, offset, num_bytes)
+        return GGUFTensor(name, ggml.name, shape, offset, num_bytes, self.path)
 
     def _check_overlap(self, tensors: dict[str, GGUFTensor]) -> None:
         end, previous = 0, ""

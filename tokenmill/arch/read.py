@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.arch.gguf_config import spec_from_gguf
-from tokenmill.arch.gguf_file import read_gguf
+from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import DamagedFile, ModelError, UnsupportedModel
@@ -23,7 +23,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         raise ModelError(f"{path} does not exist")
     if path.suffix == ".json":
         return spec_from_hf(read_json(path))
-    return spec_from_gguf(read_gguf(path))
+    return spec_from_gguf(read_gguf_model(path))
 
 
 def _read_directory(directory: Path) -> ModelSpec:
@@ -39,7 +39,7 @@ def _read_directory(directory: Path) -> ModelSpec:
 def _read_lone_gguf(directory: Path) -> ModelSpec:
     files = sorted(directory.glob("*.gguf"))
     if len(files) == 1 or (files and "-00001-of-" in files[0].name):
-        return spec_from_gguf(read_gguf(files[0]))
+        return spec_from_gguf(read_gguf_model(files[0]))
     if files:
         names = ", ".join(file.name for file in files)
         raise ModelError(f"{directory} holds several GGUF files: {names}", hint="name one of them")

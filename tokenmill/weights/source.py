@@ -1,0 +1,149 @@
+"""A checkpoint under our own names: each tensor is put together when it is asked for, by the rules of its family.
+
+All transformations move whole rows, so they work on quantised rows as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tokenmill.arch.families import BY_NAME
+from tokenmill.arch.family import Family
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.names import GGUF_FACTS
+from tokenmill.arch.rules import Rules, TensorSource, sources_of
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.errors import DamagedFile, UnsupportedModel
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.checkpoint import Checkpoint
+from tokenmill.weights.gguf_files import GGUFCheckpoint
+from tokenmill.weights.locate import locate
+from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
+
+_COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers old checkpoints saved; we compute them
+
+
+class WeightSource(Protocol):
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> RawTensor: ...
+
+    def check(self) -> None: ...
+
+
+def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
+    """The weights at `path` for a model of this spec. Cheap: values are read when `get` is called."""
+    location, family = locate(path), _family(spec)
+    if location.format == "gguf":
+        gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
+        return CheckpointWeights(gguf, sources_of(spec, family.gguf.rules), GGUF_FACTS)
+    checkpoint = SafetensorsCheckpoint(location.files)
+    rules = _with_prefix(family, checkpoint.shapes)
+    tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
+    return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied))
+
+
+def _family(spec: ModelSpec) -> Family:
+    if spec.family not in BY_NAME:
+        raise UnsupportedModel(f"no weight names are known for the family {spec.family!r}")
+    return BY_NAME[spec.family]
+
+
+def _with_prefix(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
+    """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones."""
+    for prefix in family.hf_prefixes:
+        if prefix + "embed_tokens.weight" in shapes:
+            return {
+                ours: replace(rule, pattern=_prefixed(rule.pattern, prefix)) for ours, rule in family.hf_rules.items()
+            }
+    return family.hf_rules
+
+
+def _prefixed(pattern: str, prefix: str) -> str:
+    return prefix + pattern.removeprefix("model.") if pattern.startswith("model.") else pattern
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    checkpoint: Checkpoint
+    sources: Mapping[str, TensorSource]
+    ignored: tuple[str, ...] = ()  # beginnings of names that are no weights of ours
+
+    def names(self) -> list[str]:
+        return list(self.sources)
+
+    def get(self, name: str) -> RawTensor:
+        source = self.sources[name]
+        parts = [self._part(theirs, source) for theirs in source.names]
+        if len(parts) == 1:
+            return replace(parts[0], name=name)
+        data = torch.stack([part.data for part in parts])
+        return RawTensor(name, (len(parts), *parts[0].shape), data, parts[0].quant)
+
+    def _part(self, theirs: str, source: TensorSource) -> RawTensor:
+        found = self.checkpoint.shapes.get(theirs)
+        if found != source.shape:
+            problem = "is missing" if found is None else f"has shape {list(found)}, expected {list(source.shape)}"
+            raise DamagedFile(f"{self.checkpoint.place}: tensor {theirs!r} {problem}")
+        return transformed(self.checkpoint.load(theirs), source)
+
+    def check(self) -> None:
+        """Raises one error that names every missing, misshapen and unexpected tensor."""
+        shapes = self.checkpoint.shapes
+        expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
+        missing = [name for name in expected if name not in shapes]
+        wrong = [
+            f"{name} {list(shapes[name])} (expected {list(shape)})"
+            for name, shape in expected.items()
+            if name in shapes and shapes[name] != shape
+        ]
+        unexpected = [name for name in shapes if name not in expected and not self._is_ignored(name)]
+        problems = {"missing": missing, "misshapen": wrong, "unexpected": unexpected}
+        if any(problems.values()):
+            listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
+            raise DamagedFile(
+                f"{self.checkpoint.place}: the tensors do not fit the model's configuration: {listed}",
+                hint="the files belong to another model or are incomplete",
+            )
+
+    def _is_ignored(self, name: str) -> bool:
+        return name.startswith(self.ignored) or name.endswith(_COMPUTED_SUFFIXES)
+
+
+def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
+    data, shape = raw.data, raw.shape
+    axis = max(0, len(shape) - 2)  # rows; for a vector its elements
+    if raw.quant and len(shape) == 1 and (source.rows or source.interleaved_heads):
+        raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be cut or reordered")
+    if source.rows is not None:
+        start, end = source.rows
+        data = data.narrow(axis, start, end - start)
+        shape = (*shape[:axis], end - start, *shape[axis + 1 :])
+    if source.interleaved_heads:
+        data = data.index_select(axis, row_order(shape[axis], source.interleaved_heads, source.rotary_dim))
+    if source.add:
+        data = _added(raw, data, source.add)
+    return RawTensor(raw.name, shape, data, raw.quant)
+
+
+def _added(raw: RawTensor, data: torch.Tensor, amount: float) -> torch.Tensor:
+    if raw.quant:
+        raise UnsupportedModel(f"tensor {raw.name!r}: quantised norms are not supported")
+    return data.float() + amount  # float32: 1 + w loses bits in bfloat16
+
+
+def row_order(num_rows: int, num_heads: int, rotary_dim: int) -> torch.Tensor:
+    """For each of our rows, which of theirs it is.
+
+    theirs, per head:  a0 b0 a1 b1 a2 b2 ... | rest        (a, b): the pair that is rotated together
+    ours,   per head:  a0 a1 a2 ... b0 b1 b2 ... | rest
+    """
+    head_dim = num_rows // num_heads
+    rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
+    head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])
+    return (torch.arange(num_heads).unsqueeze(1) * head_dim + head).reshape(-1)

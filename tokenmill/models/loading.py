@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,7 @@ import torch
 from tokenmill.models.protocol import WeightSource
 from tokenmill.ops.interface import LinearWeight, Ops
 from tokenmill.ops.raw import RawTensor
-
-Dequantize = Callable[[RawTensor, torch.dtype], torch.Tensor]
+from tokenmill.weights.dequantize import dequantize
 
 
 @dataclass(frozen=True)
@@ -20,18 +19,14 @@ class Loader:
     ops: Ops
     dtype: torch.dtype
     device: torch.device
-    dequantize: Dequantize
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
         """Plain values in the compute dtype, on the device."""
-        values = self.dequantize(raw, self.dtype) if raw.quant else raw.data.to(self.dtype)
-        return values.view(raw.shape).to(self.device)
+        return dequantize(raw, self.dtype).to(self.device)
 
     def vector(self, name: str) -> torch.Tensor:
         """Norm weights, biases, sinks: float32, since they are small and precision is free."""
-        raw = self.source.get(name)
-        values = self.dequantize(raw, torch.float32) if raw.quant else raw.data.float()
-        return values.view(raw.shape).to(self.device)
+        return dequantize(self.source.get(name), torch.float32).to(self.device)
 
     def linear(self, names: Sequence[str], has_bias: bool = False) -> LinearWeight:
         """Matrices `<name>.weight` with a common input as one, stacked by rows."""

@@ -1,0 +1,102 @@
+"""Tiny random models of every family, made by transformers; windows are shorter than the sequences tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.loading import Loader
+from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.weights.source import open_weights
+
+VOCAB = 128
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "tie_word_embeddings": True}
+MOE = {"num_experts_per_tok": 2}
+# name: (config class, what differs from SIZES)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama_llama3_rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear_rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 11, "head_dim": 20}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_yarn": ("Qwen2Config", {"rope_parameters": YARN_ROPE}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 8}),
+    "phi3": ("Phi3Config", {"sliding_window": 13, "original_max_position_embeddings": 256}),
+    "phi3_longrope": (
+        "Phi3Config",
+        {"sliding_window": None, "original_max_position_embeddings": 256, "rope_parameters": LONG_ROPE},
+    ),
+    "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**MOE, "head_dim": 16, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+}
+
+
+def make_reference(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+    """A float32 model whose every tensor, norms included, is far from trivial."""
+    kind, changes = FAMILIES[name]
+    config = getattr(transformers, kind)(**{**SIZES, **changes})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in parameter_name
+            # A large tied embedding would make every token predict itself.
+            scale = 0.03 if "embed" in parameter_name and config.tie_word_embeddings else 0.2
+            parameter.copy_(parameter * is_norm + scale * noise)
+    return model
+
+
+def load_ours(reference: transformers.PreTrainedModel, directory: Path) -> Decoder:
+    """The same model through files, our config reader and our weight rules."""
+    reference.save_pretrained(directory)
+    spec = spec_from_hf(json.loads((directory / "config.json").read_text()))
+    weights = open_weights(directory, spec)
+    weights.check()
+    return Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))

@@ -1,0 +1,175 @@
+"""Real configurations are read or refused by name; odd values are never guessed around."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import LinearScaling, Llama3Scaling, LongRopeScaling, ModelSpec, RopeSpec, YarnScaling
+from tokenmill.errors import DamagedFile, ModelError, UnsupportedModel
+
+READABLE = {
+    "Qwen--Qwen2.5-7B-Instruct_config.json",
+    "Qwen--Qwen3-0.6B_config.json",
+    "Qwen--Qwen3-1.7B_config.json",
+    "Qwen--Qwen3-235B-A22B_config.json",
+    "Qwen--Qwen3-30B-A3B_config.json",
+    "Qwen--Qwen3-32B_config.json",
+    "Qwen--Qwen3-8B_config.json",
+    "Qwen--Qwen3-Coder-480B-A35B-Instruct_config.json",
+    "gemma2_9b.json",
+    "gemma3_1b_it.json",
+    "llama2_70b.json",
+    "meta-llama--Meta-Llama-3.1-405B_config.json",
+    "meta-llama--Meta-Llama-3.1-70B_config.json",
+    "meta-llama--Meta-Llama-3.1-8B_config.json",
+    "mistralai--Mixtral-8x22B-v0.1_config.json",
+    "mistralai--Mixtral-8x7B-v0.1_config.json",
+    # quantised by a file beside config.json, which only the directory reader sees
+    "nvidia--Llama-3.1-70B-Instruct-FP8_config.json",
+    "nvidia--Qwen3-235B-A22B-NVFP4_config.json",
+    "phi-3_5.json",
+    "phi-4.json",
+}
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 32}
+
+
+def rope_of(spec: ModelSpec, layer: int = 0) -> RopeSpec:
+    rope = spec.layers[layer].attention.rope
+    assert rope is not None
+    return rope
+
+
+def test_real_configs_are_read_or_refused_by_name(shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read: set[str] = set()
+    refused: dict[str, str] = {}
+    for file in sorted((shared_dir / "configs").glob("*.json")):
+        config = json.loads(file.read_text())
+        try:
+            spec_from_hf(config)
+            read.add(file.name)
+        except UnsupportedModel as error:
+            refused[file.name] = str(error)
+            assert str(config.get("model_type", "no model_type")) in str(error)
+    with capsys.disabled():
+        print(f"\n{len(read)} configurations read, {len(refused)} refused by name")
+    assert read == READABLE
+    assert len(read) + len(refused) == 119
+
+
+def test_known_facts(shared_dir: Path) -> None:
+    configs = shared_dir / "configs"
+    llama = read_spec(configs / "meta-llama--Meta-Llama-3.1-8B_config.json")
+    assert rope_of(llama) == RopeSpec(500000.0, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    gemma = read_spec(configs / "gemma3_1b_it.json")
+    assert [layer.attention.window for layer in gemma.layers[:7]] == [512] * 5 + [None, 512]
+    assert (rope_of(gemma, 0).theta, rope_of(gemma, 5).theta) == (10000.0, 1000000.0)
+    assert gemma.eos_token_ids == (1, 106)
+    phi = read_spec(configs / "phi-4.json")
+    scaling = rope_of(phi).scaling
+    assert rope_of(phi).rotary_dim == 96 and isinstance(scaling, LongRopeScaling)
+    assert scaling.mscale == pytest.approx(1.1902380714238083)
+    assert phi.layers[0].attention.window is None  # its window is longer than its context
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, LinearScaling(4.0)),
+        ({"rope_type": "default"}, None),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+            YarnScaling(4.0, 512, mscale=1.1386294361119891),
+        ),
+    ],
+)
+def test_both_styles_of_rope_agree(scaling: dict[str, Any], expected: object) -> None:
+    older = spec_from_hf({**LLAMA, "rope_theta": 5000.0, "rope_scaling": scaling})
+    newer_scaling = {"rope_type": scaling.get("type", "default"), "rope_theta": 5000.0, **scaling}
+    newer = spec_from_hf({**LLAMA, "rope_parameters": newer_scaling})
+    assert older == newer
+    assert rope_of(older) == RopeSpec(5000.0, 16, expected)  # type: ignore[arg-type]
+
+
+def test_global_layers_alone_are_scaled_in_gemma3() -> None:
+    older = spec_from_hf({**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    newer = spec_from_hf(
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+    )
+    assert older == newer
+    assert rope_of(older, 0) == RopeSpec(1e4, 256)
+    assert rope_of(older, 5) == RopeSpec(1e6, 256, LinearScaling(8.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncation"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": 66}, "hidden_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"model_type": "mistral", "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "short"),
+    ],
+)
+def test_variants_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        spec_from_hf({**LLAMA, **change})
+
+
+def test_quantisation_beside_the_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_spec(tmp_path).num_layers == 2
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="hf_quant_config"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, "\udcff"])
+def test_damaged_config_is_one_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(DamagedFile, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+def test_absent_things_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        read_spec(tmp_path / "nothing")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        read_spec(tmp_path)

@@ -16,6 +16,7 @@ from tokenmill.sampling.fixed_point import aligned_rows
 from tokenmill.types import TokenLogprobs
 
 _SLICE_ELEMENTS = 1 << 22  # a slice of logits worked on at once: 16 MB of float32
+_RANK_LOOK = 64
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]) -> list[TokenLogprobs]:
@@ -53,12 +54,18 @@ def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int
 def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
     """1 + how many tokens come before the chosen one: int64 [S]."""
     own = logits.gather(1, chosen)
-    ranks = 1 + (logits > own).count_nonzero(dim=-1)
-    tied = ((logits == own).count_nonzero(dim=-1) > 1).nonzero().squeeze(1)
-    if tied.numel():
-        is_lower_id = torch.arange(logits.shape[-1], device=logits.device) < chosen[tied]
-        ranks[tied] += ((logits[tied] == own[tied]) & is_lower_id).count_nonzero(dim=-1)
+    top, _ = best(logits, min(_RANK_LOOK, logits.shape[-1]))
+    ranks = 1 + (top > own).sum(dim=-1)
+    # counted among the best few only, which says it all if the token is one of them and has no equal
+    unsure = (((top == own).sum(dim=-1) > 1) | (own <= top[:, -1:]).squeeze(1)).nonzero().squeeze(1)
+    if unsure.numel():
+        ranks[unsure] = _counted_ranks(logits[unsure], chosen[unsure], own[unsure])
     return ranks
+
+
+def _counted_ranks(logits: Tensor, chosen: Tensor, own: Tensor) -> Tensor:
+    is_lower_id = torch.arange(logits.shape[-1], device=logits.device) < chosen
+    return 1 + ((logits > own) | ((logits == own) & is_lower_id)).sum(dim=-1)
 
 
 def _top_ids(logits: Tensor, num: int) -> Tensor:

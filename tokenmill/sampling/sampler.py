@@ -80,7 +80,7 @@ def _choose(logits: Tensor, rows: RowsInUse) -> list[int]:
     padded = aligned_rows(logits)
     is_sound = padded.amax(dim=-1).isfinite()  # the maximum of a row with a NaN is NaN
     final = run_steps(padded, rows, LOGITS_STEPS)
-    has_token = final.amax(dim=-1).isfinite()
+    has_token = is_sound if final is padded else final.amax(dim=-1).isfinite()
     tokens = torch.empty(len(rows.states), dtype=torch.int64, device=logits.device)
     for is_greedy, pick in ((True, _highest), (False, _drawn)):
         lines = [line for line, state in enumerate(rows.states) if state.params.is_greedy is is_greedy]

@@ -39,6 +39,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0  # keep logits within so many standard deviations of the highest; 0 = off
+    top_a: float = 0.0  # keep tokens with probability >= top_a * (highest probability) ** 2; 0 = off
+    epsilon_cutoff: float = 0.0  # keep tokens with at least this probability; 0 = off
+    xtc_probability: float = 0.0  # how often the most likely tokens above xtc_threshold are left out; 0 = never
+    xtc_threshold: float = 0.1
+    no_repeat_ngram_size: int = 0  # no run of so many tokens occurs twice; 0 = off
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -99,6 +105,10 @@ def _check_ranges(params: SamplingParams) -> None:
     _require_number(params, "top_p", 0.0, 1.0)
     _require_number(params, "min_p", 0.0, 1.0)
     _require_number(params, "typical_p", 0.0, 1.0)
+    _require_number(params, "top_n_sigma", 0.0, 100.0)
+    for name in ("top_a", "epsilon_cutoff", "xtc_probability", "xtc_threshold"):
+        _require_number(params, name, 0.0, 1.0)
+    _require_int(params, "no_repeat_ngram_size", 0, 1024)
     _require_number(params, "repetition_penalty", 1e-3, 1e3)
     _require_number(params, "presence_penalty", -2.0, 2.0)
     _require_number(params, "frequency_penalty", -2.0, 2.0)

@@ -74,6 +74,30 @@ def min_p(logits: list[float], p: SamplingParams) -> list[float]:
     return [x if q >= p.min_p * max(probs) else NEVER for x, q in zip(logits, probs, strict=True)]
 
 
+def top_n_sigma(logits: list[float], p: SamplingParams) -> list[float]:
+    mean = math.fsum(logits) / len(logits)
+    sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in logits) / len(logits))
+    return [x if x >= max(logits) - p.top_n_sigma * sigma else NEVER for x in logits]
+
+
+def top_a(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = softmax(logits)
+    return [x if q >= p.top_a * max(probs) ** 2 else NEVER for x, q in zip(logits, probs, strict=True)]
+
+
+def epsilon(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = softmax(logits)
+    least = min(p.epsilon_cutoff, max(probs))
+    return [x if q >= least else NEVER for x, q in zip(logits, probs, strict=True)]
+
+
+def xtc(logits: list[float], p: SamplingParams) -> list[float]:
+    """As it acts when its chance (here 1) has come."""
+    probs = softmax(logits)
+    reaching = sorted((i for i, q in enumerate(probs) if q >= p.xtc_threshold), key=lambda i: probs[i])
+    return only(logits, set(range(len(logits))) - set(reaching[1:]))
+
+
 def chi_square_limit(freedom: int) -> float:
     """The value a chi-square variable exceeds once in about 30,000 times (Wilson and Hilferty, z = 4)."""
     return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3

@@ -32,7 +32,7 @@ MIXED: list[dict[str, Any]] = [
     {"top_k": 400, "top_p": 0.7, "min_p": 0.001, "typical_p": 0.95, "temperature": 0.9},
     {"repetition_penalty": 0.8, "top_p": 0.5},
     {"temperature": 1e-5},
-    {"temperature": 2.0, "top_k": 5000},
+    {"top_n_sigma": 1.5, "top_a": 0.1, "epsilon_cutoff": 1e-4, "no_repeat_ngram_size": 2, "xtc_probability": 0.5},
 ]
 
 
@@ -66,7 +66,7 @@ def test_draws_follow_the_distribution(knobs: dict[str, Any], steps: list[Any]) 
     assert value < plain.chi_square_limit(freedom)
 
 
-@pytest.mark.parametrize(("vocab", "num_threads"), [(1000, 1), (1024, 1), (1024, 2), (40001, 2)])
+@pytest.mark.parametrize(("vocab", "num_threads"), [(1000, 1), (1024, 1), (1024, 2), (33001, 2)])
 def test_a_row_does_not_see_its_neighbours(vocab: int, num_threads: int) -> None:
     logits = torch.randn(len(MIXED), vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     history = [random.Random(i).choices(range(vocab), k=30) for i in range(len(MIXED))]
@@ -78,7 +78,7 @@ def test_a_row_does_not_see_its_neighbours(vocab: int, num_threads: int) -> None
     torch.set_num_threads(num_threads)
     try:
         alone = [draw_alone(logits[i], rows[i], output_index=i, num_logprobs=i % 4) for i in range(len(rows))]
-        for order in (range(17), range(16, -1, -1), random.Random(1).sample(range(17), 17), [3, 0, 16, 5]):
+        for order in (range(16, -1, -1), random.Random(1).sample(range(17), 17), [3, 0, 16, 5]):
             sampler = Sampler(vocab, 17, "cpu")
             for row in rows:
                 sampler.add_row(row)
@@ -113,6 +113,28 @@ def test_resumed_row_equals_the_row_that_was_never_interrupted() -> None:
         drawn = whole.sample(logits, [plan(0, index, 2)])
         assert broken.sample(logits, [plan(row, index, 2)]) == drawn
         output.append(drawn[0].token_id)
+
+
+def test_xtc_strikes_as_often_as_asked() -> None:
+    logits = [3.0, 2.0, 1.0, 0.0]
+    knobs = {"xtc_probability": 0.3, "xtc_threshold": 0.1}
+    struck = plain.softmax(plain.xtc(logits, new_row(**knobs).params))
+    mixed = [0.7 * a + 0.3 * b for a, b in zip(plain.softmax(logits), struck, strict=True)]
+    value, freedom = plain.chi_square(draws(logits, 20000, **knobs), mixed)
+    assert value < plain.chi_square_limit(freedom)
+
+
+def test_drawn_tokens_enter_the_ngrams() -> None:
+    sampler = Sampler(3, 1, "cpu")
+    sampler.add_row(new_row(temperature=0.0, no_repeat_ngram_size=2, prompt=[0]))
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    tokens = [0] + [sampler.sample(logits, [plan(0, i)])[0].token_id for i in range(5)]
+    pairs = list(itertools.pairwise(tokens))
+    assert tokens[:3] == [0, 0, 1]
+    assert len(set(pairs)) == len(pairs)
+    spent = sampler.sample(logits, [plan(0, 5)])[0]  # 0 has been followed by every token
+    assert spent.error is not None
+    assert "no_repeat_ngram_size" in spent.error
 
 
 def test_drawn_tokens_enter_the_penalties() -> None:

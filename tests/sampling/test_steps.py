@@ -46,7 +46,12 @@ REFERENCES = {
     "top_p": (plain.top_p, st.floats(0.01, 0.999)),
     "min_p": (plain.min_p, st.floats(0.001, 1.0)),
     "typical_p": (plain.typical, st.floats(0.01, 0.999)),
+    "top_n_sigma": (plain.top_n_sigma, st.floats(0.1, 5.0)),
+    "top_a": (plain.top_a, st.floats(0.001, 1.0)),
+    "epsilon_cutoff": (plain.epsilon, st.floats(0.0001, 1.0)),
+    "xtc_threshold": (plain.xtc, st.floats(0.001, 1.0)),
 }
+ALSO: dict[str, dict[str, Any]] = {"xtc_threshold": {"xtc_probability": 1.0}}
 
 
 @pytest.mark.parametrize("knob", REFERENCES)
@@ -55,7 +60,7 @@ REFERENCES = {
 def test_cut_keeps_what_its_definition_keeps(knob: str, data: st.DataObject, seed: int, vocab: int) -> None:
     reference, values = REFERENCES[knob]
     logits = random_logits(seed, 3, vocab)
-    lines = [{knob: data.draw(values)} for _ in range(3)]
+    lines = [{knob: data.draw(values), **ALSO.get(knob, {})} for _ in range(3)]
     result = after_steps(logits, lines)
     for row, knobs, out in zip(logits, lines, result, strict=True):
         wanted = reference(row.double().tolist(), new_row(**knobs).params)
@@ -68,6 +73,7 @@ HF_CUTS = [
     ("top_p", 0.8, hf.TopPLogitsWarper(0.8)),
     ("min_p", 0.05, hf.MinPLogitsWarper(0.05)),
     ("typical_p", 0.6, hf.TypicalLogitsWarper(0.6)),
+    ("epsilon_cutoff", 0.003, hf.EpsilonLogitsWarper(0.003)),
 ]
 
 
@@ -86,6 +92,16 @@ def test_repetition_penalty_equals_transformers() -> None:
     lines = [{"repetition_penalty": 1.3, "prompt": ids[:40], "output": ids[40:]} for ids in history.tolist()]
     theirs = hf.RepetitionPenaltyLogitsProcessor(1.3)(history, logits.clone())
     torch.testing.assert_close(after_steps(logits, lines), theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_repeat_ngram_equals_transformers(size: int) -> None:
+    logits = random_logits(1, 4, 12)
+    history = torch.randint(0, 12, (4, 30), generator=torch.Generator().manual_seed(size))
+    lines = [{"no_repeat_ngram_size": size, "prompt": ids[:20], "output": ids[20:]} for ids in history.tolist()]
+    theirs = hf.NoRepeatNGramLogitsProcessor(size)(history, logits.clone())
+    assert theirs.isinf().any()
+    assert torch.equal(after_steps(logits, lines), theirs)
 
 
 tokens = st.lists(st.integers(0, 39), max_size=80)

@@ -7,13 +7,16 @@ cut never depends on the order in which a sort leaves equals.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tokenmill.sampling.best import best
 from tokenmill.sampling.rows import RowsInUse
+from tokenmill.sampling.stream import XTC
 
 _FIRST_LOOK = 64  # how many of the best tokens are looked at before the search widens
 _WIDEN = 16
+_MORE_THAN_ALL = 2**62
 
 
 def keep_top_p(mass: Tensor, rows: RowsInUse) -> Tensor:
@@ -26,6 +29,29 @@ def keep_min_p(mass: Tensor, rows: RowsInUse) -> Tensor:
     """Tokens at least min_p times as likely as the most likely one."""
     least = rows.knob64("min_p") * mass.amax(dim=-1, keepdim=True).double()
     return mass.masked_fill(mass < least.long(), 0)
+
+
+def keep_top_a(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """Tokens with probability of at least top_a times the square of the highest one."""
+    highest = mass.amax(dim=-1, keepdim=True).double()
+    least = rows.knob64("top_a") * highest * (highest / mass.sum(dim=-1, keepdim=True).double())
+    return mass.masked_fill(mass < least.long(), 0)
+
+
+def keep_epsilon(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """Tokens with probability of at least epsilon, and always the most likely (Hewitt et al. 2022)."""
+    least = (rows.knob64("epsilon_cutoff") * mass.sum(dim=-1, keepdim=True).double()).long()
+    return mass.masked_fill(mass < least.minimum(mass.amax(dim=-1, keepdim=True)), 0)
+
+
+def exclude_top_choices(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """XTC, as llama.cpp: with a chance, of the tokens that reach the threshold only the least likely one stays."""
+    hits = [u < s.params.xtc_probability for u, s in zip(rows.uniforms(XTC), rows.states, strict=True)]
+    is_hit = torch.tensor(hits, device=mass.device).unsqueeze(1)
+    threshold = (rows.knob64("xtc_threshold") * mass.sum(dim=-1, keepdim=True).double()).ceil().long().clamp(min=1)
+    reaches = mass >= threshold
+    least = mass.masked_fill(~reaches, _MORE_THAN_ALL).amin(dim=-1, keepdim=True)
+    return mass.masked_fill(is_hit & (mass > least), 0)
 
 
 def share_of(mass: Tensor, share: Tensor) -> Tensor:

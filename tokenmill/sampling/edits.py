@@ -1,4 +1,4 @@
-"""Logits steps that change single tokens: penalties, bias, allowed and banned tokens, min_tokens.
+"""Logits steps that change single tokens: penalties, bias, allowed and banned tokens, min_tokens, n-grams.
 
 Each is a pure function (logits float32 [U, V], rows) -> logits, called with the rows that use it only. Conventions:
 repetition penalty divides positive and multiplies negative logits of every token seen in prompt or output
@@ -50,6 +50,13 @@ def hold_back_stops(logits: Tensor, rows: RowsInUse) -> Tensor:
         return logits
     held = [s.stop_token_ids if is_early else [] for s, is_early in zip(rows.states, early, strict=True)]
     return _without(logits, rows, held)
+
+
+def remove_repeating(logits: Tensor, rows: RowsInUse) -> Tensor:
+    """No token that would complete an n-gram already in prompt or output (as transformers)."""
+    vocab = logits.shape[-1]
+    repeating = [state.ngrams.repeating() if state.ngrams else [] for state in rows.states]
+    return _without(logits, rows, [[token for token in ids if 0 <= token < vocab] for ids in repeating])
 
 
 def _without(logits: Tensor, rows: RowsInUse, ids: list[list[int]]) -> Tensor:

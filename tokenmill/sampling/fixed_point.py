@@ -29,7 +29,10 @@ def weights(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1).mul_(_ONE).long()
 
 
-def exact_sum(values: Tensor) -> Tensor:
-    """Sum of [S, V] values of magnitude up to about 100 along the last axis, float64 [S, 1]. NaN counts as 0."""
-    scaled = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0).double() * 2.0**40
-    return scaled.round().long().sum(dim=-1, keepdim=True).double() * 2.0**-40
+def exact_sum(values: Tensor, bits: int = 40) -> Tensor:
+    """Sum of [S, V] values along the last axis, float64 [S, 1], each rounded to a multiple of 2**-bits.
+
+    Values times vocabulary must stay below 2**(63 - bits). NaN and infinities count as 0.
+    """
+    scaled = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0).double() * 2.0**bits
+    return scaled.round().long().sum(dim=-1, keepdim=True).double() * 2.0**-bits

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.counts import TokenCounts
+from tokenmill.sampling.ngrams import NgramIndex
 from tokenmill.sampling.stream import uniform
 from tokenmill.types import NewRow, RowPlan
 
@@ -29,6 +30,10 @@ KNOBS: dict[str, Callable[[SamplingParams], float]] = {
     "top_p": lambda p: p.top_p,
     "min_p": lambda p: p.min_p,
     "typical_p": lambda p: p.typical_p,
+    "top_n_sigma": lambda p: p.top_n_sigma,
+    "top_a": lambda p: p.top_a,
+    "epsilon_cutoff": lambda p: p.epsilon_cutoff,
+    "xtc_threshold": lambda p: p.xtc_threshold,
     "repetition_penalty": lambda p: p.repetition_penalty,
     "presence_penalty": lambda p: p.presence_penalty,
     "frequency_penalty": lambda p: p.frequency_penalty,
@@ -45,11 +50,14 @@ class RowState:
     steps: frozenset[str]
     stop_token_ids: list[int]
     counts: TokenCounts | None = None  # where a penalty is set
+    ngrams: NgramIndex | None = None  # where no_repeat_ngram_size is set
     refusal: str | None = None  # why no token can be drawn for this row at all
 
     def record(self, token: int) -> None:
         if self.counts is not None:
             self.counts.record(token)
+        if self.ngrams is not None:
+            self.ngrams.record(token)
 
 
 @dataclass(frozen=True)
@@ -112,12 +120,17 @@ class Rows:
         counts = None
         if "penalties" in steps:
             counts = TokenCounts(new_row.prompt_token_ids, new_row.output_token_ids, self._vocab_size)
+        ngrams = None
+        if "no_repeat_ngram" in steps:
+            history = (*new_row.prompt_token_ids, *new_row.output_token_ids)
+            ngrams = NgramIndex(params.no_repeat_ngram_size, history)
         self._states[new_row.row] = RowState(
             params=params,
             seed=new_row.seed,
             steps=steps,
             stop_token_ids=[token for token in new_row.stop_token_ids if 0 <= token < self._vocab_size],
             counts=counts,
+            ngrams=ngrams,
             refusal=refusal,
         )
 

@@ -29,7 +29,8 @@ _EMPTY = -2  # every token was excluded
 
 _ERRORS = {
     _BROKEN: "the model computed NaN or infinite logits for this sequence",
-    _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, logit_bias and min_tokens exclude them all",
+    _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens and no_repeat_ngram_size "
+    "together exclude every one",
 }
 
 

@@ -1,10 +1,11 @@
 """The two tables of steps, in the order they run. A new sampler is one pure function and one line here.
 
-    on logits    penalties -> bias -> allowed -> banned -> min_tokens -> temperature -> top-k -> typical
-    on mass      top-p -> min-p -> draw
+    on logits    penalties -> bias -> allowed -> banned -> min_tokens -> no-repeat n-gram
+                 -> top-n-sigma -> temperature -> top-k -> typical
+    on mass      top-p -> min-p -> top-a -> epsilon -> XTC -> draw
 
 Temperature comes before the cuts, as in vLLM and the OpenAI API (top_p=0.9 means nine tenths of the distribution one
-samples from); among the cuts the order is llama.cpp's. From temperature on nothing concerns greedy rows, which take
+samples from); among the cuts the order is llama.cpp's. From top-n-sigma on nothing concerns greedy rows, which take
 the highest logit. Mass is softmax in whole numbers; it is computed once, and the last cuts only set parts of it to 0.
 
 A step sees only the rows that use it; one that no row uses costs nothing.
@@ -41,7 +42,9 @@ LOGITS_STEPS: tuple[Step, ...] = (
     Step("allowed", lambda p: p.allowed_token_ids is not None, edits.keep_allowed),
     Step("banned", lambda p: bool(p.banned_token_ids), edits.remove_banned),
     Step("min_tokens", lambda p: p.min_tokens > 0, edits.hold_back_stops),
+    Step("no_repeat_ngram", lambda p: p.no_repeat_ngram_size > 0, edits.remove_repeating),
     # ── sampled rows only ──
+    Step("top_n_sigma", lambda p: p.top_n_sigma > 0.0, truncate.keep_top_n_sigma, for_greedy=False),
     Step("temperature", lambda p: p.temperature != 1.0, truncate.scale_temperature, for_greedy=False),
     Step("top_k", lambda p: p.top_k > 0, truncate.keep_top_k, for_greedy=False),
     Step("typical", lambda p: p.typical_p < 1.0, truncate.keep_typical, for_greedy=False),
@@ -50,6 +53,9 @@ LOGITS_STEPS: tuple[Step, ...] = (
 CUTS: tuple[Step, ...] = (
     Step("top_p", lambda p: p.top_p < 1.0, cuts.keep_top_p, for_greedy=False),
     Step("min_p", lambda p: p.min_p > 0.0, cuts.keep_min_p, for_greedy=False),
+    Step("top_a", lambda p: p.top_a > 0.0, cuts.keep_top_a, for_greedy=False),
+    Step("epsilon", lambda p: p.epsilon_cutoff > 0.0, cuts.keep_epsilon, for_greedy=False),
+    Step("xtc", lambda p: p.xtc_probability > 0.0, cuts.exclude_top_choices, for_greedy=False),
 )
 
 

@@ -1,4 +1,4 @@
-"""Logits steps that reshape or cut the distribution: temperature, top-k, typical.
+"""Logits steps that reshape or cut the distribution: temperature, top-n-sigma, top-k, typical.
 
 Each is a pure function (logits float32 [U, V], rows) -> logits; a cut token becomes -inf, and the next step sees the
 distribution of what is left. At least one token always survives. Tokens of exactly equal probability stay or go
@@ -15,10 +15,22 @@ from tokenmill.sampling.cuts import last_kept, share_of
 from tokenmill.sampling.fixed_point import exact_sum, weights
 from tokenmill.sampling.rows import RowsInUse
 
+_LOWEST = 1000.0  # a logit further below the highest counts as this far: squares of it still add up in whole numbers
+
 
 def scale_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
     # relative to the maximum first: a tiny temperature then cannot overflow the best token to inf
     return (logits - logits.amax(dim=-1, keepdim=True)) / rows.knob("temperature")
+
+
+def keep_top_n_sigma(logits: Tensor, rows: RowsInUse) -> Tensor:
+    """Logits within n standard deviations of the highest (Tang et al. 2024); tokens already cut do not count."""
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    bounded = below.clamp(min=-_LOWEST).masked_fill(below == -torch.inf, 0.0).double()
+    num_alive = (below != -torch.inf).sum(dim=-1, keepdim=True).double()
+    mean = exact_sum(bounded, bits=20) / num_alive
+    variance = exact_sum(bounded * bounded, bits=20) / num_alive - mean * mean
+    return _cut(logits, below < -(rows.knob64("top_n_sigma") * variance.clamp(min=0.0).sqrt()).float())
 
 
 def keep_top_k(logits: Tensor, rows: RowsInUse) -> Tensor:

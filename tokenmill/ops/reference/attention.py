@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, in float32: scores, softmax, weighted values, task by task of the step's plan.
 
 Queries of G heads that share a key head are computed together. A slot that no query of a task sees may hold anything,
-even NaN left by another request that failed: its score is masked and its value is replaced by zero before the product,
-since 0 * NaN would spread.
+even NaN left by another request that failed. Its score is masked; its weight is then 0, and only if 0 * NaN has spread
+are such values cleared and the product taken again.
 """
 
 from __future__ import annotations
@@ -32,28 +32,39 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
 
 def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args: AttentionArgs) -> torch.Tensor:
     """queries [B * Q, heads, D] → the same shape"""
-    keys = _gather(cache.keys, task)  # [B, kv_heads, S, D]
-    values = _gather(cache.values, task)
-    rows, kv_heads, _, dim = keys.shape
-    num_heads = queries.shape[1]
-    unseen = ~task.visible.any(1)  # [B, S]
-    values.masked_fill_(unseen.view(rows, 1, -1, 1), 0.0)
-    # [B, Q, kv_heads, G, D] → [B, kv_heads, G * Q, D]
+    rows, (_, kv_heads, _, dim), num_heads = task.num_rows, cache.keys.shape, queries.shape[1]
+    lines = _head_blocks(task, kv_heads)
+    keys = _gather(cache.keys, lines)
+    # [B, Q, kv_heads, G, D] → [B, kv_heads, G, Q, D]
     grouped = queries.view(rows, -1, kv_heads, num_heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * args.scale
     scores = scores.view(*grouped.shape[:4], -1)  # [B, kv_heads, G, Q, S]
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
-    scores = scores.masked_fill(~task.visible[:, None, None], float("-inf"))
-    mixed = _softmax(scores, args.sinks).flatten(2, 3) @ values
+    scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
+    mixed = _mix(_softmax(scores, args.sinks).flatten(2, 3), _gather(cache.values, lines), task)
     return mixed.view_as(grouped).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
 
 
-def _gather(cache: torch.Tensor, task: AttentionTask) -> torch.Tensor:
+def _head_blocks(task: AttentionTask, kv_heads: int) -> torch.Tensor:
+    """Where each head of each block lies when the cache is seen as lines [num_blocks * kv_heads]: [B, kv_heads, N]"""
+    heads = torch.arange(kv_heads, device=task.blocks.device).view(1, -1, 1)
+    return task.blocks.view(task.num_rows, 1, -1) * kv_heads + heads
+
+
+def _gather(cache: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
     """A float32 copy of the task's blocks, [B, kv_heads, N * block_size, D]."""
-    found = cache[task.blocks]  # [B * N, kv_heads, block_size, D]
-    found = found.view(task.num_rows, -1, *found.shape[1:]).transpose(1, 2)
-    return found.float().flatten(2, 3)
+    found = torch.index_select(cache.view(-1, cache.shape[2] * cache.shape[3]), 0, lines.flatten())
+    return found.float().view(*lines.shape[:2], -1, cache.shape[3])
+
+
+def _mix(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask) -> torch.Tensor:
+    """[B, kv_heads, G * Q, S] @ [B, kv_heads, S, D]"""
+    mixed = weights @ values
+    if bool(mixed.isfinite().all()):
+        return mixed
+    unseen = ~task.visible.any(1)  # [B, S]
+    return weights @ values.masked_fill(unseen.view(len(unseen), 1, -1, 1), 0.0)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

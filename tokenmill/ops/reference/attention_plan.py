@@ -6,8 +6,9 @@ similar context length; a prompt chunk becomes tasks of one row and at most MAX_
     keys of a task, N * block_size of them:   [ block first | block first+1 | ... | block first+N-1 ]
     visible to a query at position p:               p - window < key position <= p
 
-N is rounded up to a power of two for decoding rows, so that a row's arithmetic has the same shape whoever its
-neighbours are; the surplus is masked. A task gathers only blocks that one of its queries can see.
+N is rounded up for decoding rows, by a quarter at most, so that rows of similar length share a task while a row's
+arithmetic has the same shape whoever its neighbours are; the surplus is masked. A task gathers only blocks that one of
+its queries can see.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ def _first_block(position: int, window: int | None, block_size: int) -> int:
 
 
 def _rounded_blocks(context: int, window: int | None, block_size: int) -> int:
+    """1 2 3 4 5 6 7 8 10 12 14 16 20 24 28 32 40 ...: four sizes between powers of two"""
     needed = (context - 1) // block_size + 1 - _first_block(context - 1, window, block_size)
-    return 1 << (needed - 1).bit_length()
+    step = max(1, 1 << (needed - 1).bit_length() >> 3)
+    return -(-needed // step) * step
 
 
 def _chunk_task(

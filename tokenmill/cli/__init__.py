@@ -1,0 +1,70 @@
+"""The command line. This file knows the verbs by name only: `tokenmill --help` and `--version` import nothing else.
+
+    main ─► cli/dispatch: flags, TOML file, environment ─► `command` of the verb's module ─► exit code
+
+Exit codes: 0 done, 1 failed (one clear line on stderr), 2 wrong usage (one line), 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+
+# A verb is a file here with a function `command`; its line is what `--help` shows.
+VERBS = {
+    "run": "Answer one prompt on stdout, streamed; reads stdin when piped",
+    "chat": "Talk with a model in the terminal",
+    "serve": "Serve a model over HTTP",
+    "pull": "Fetch a model into the store",
+    "list": "List the models in the store",
+    "show": "Describe a model, and what of it fits here",
+    "rm": "Remove models from the store",
+    "doctor": "What this machine has, what is chosen and why, what to fix",
+}
+
+_MODULES = {"list": "listing", "rm": "remove"}  # where the verb would hide a built-in or say too little
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    verb = arguments[0]
+    if verb in ("--version", "-V", "version"):
+        import tokenmill
+
+        print(f"tokenmill {tokenmill.__version__}")
+        return 0
+    if verb not in VERBS:
+        print(f"tokenmill: {_unknown(verb)}", file=sys.stderr)
+        return 2
+    from tokenmill.cli.dispatch import dispatch
+
+    return dispatch(verb, f"tokenmill.cli.{_MODULES.get(verb, verb)}", arguments[1:])
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:{width}}  {line}" for verb, line in VERBS.items())
+    return f"""\
+Tokenmill: run and serve language models on CPUs and GPUs.
+
+Usage: tokenmill VERB [ARGUMENTS]
+
+{verbs}
+
+Try:
+  tokenmill run "What is the capital of France?"
+  tokenmill serve
+
+MODEL is a short name (tokenmill list --catalog), a GGUF file, a model directory or a Hugging Face id.
+Every flag can also be set in a file (--config FILE.toml, or TOKENMILL_CONFIG) and in the environment:
+--max-context 4096 is TOKENMILL_MAX_CONTEXT=4096. `tokenmill VERB --help` lists a verb's flags."""
+
+
+def _unknown(verb: str) -> str:
+    if verb.startswith("-"):
+        return f"{verb} comes after a verb; see tokenmill --help"
+    near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+    return f"there is no verb {verb!r}" + (f"; did you mean {near[0]}?" if near else "; see tokenmill --help")

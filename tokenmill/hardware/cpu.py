@@ -15,7 +15,8 @@ from tokenmill.hardware.cgroup import cpu_quota
 # What kernels ask for; the rest of a processor's flags are noise.
 INSTRUCTION_SETS = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
-    "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme",
+    "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
+    "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme",
 )  # fmt: skip
 
 

@@ -1,0 +1,146 @@
+"""`tokenmill chat`: a conversation in the terminal.
+
+The loop reads a turn (`turns.py`), answers it or obeys a /command, and remembers what was said. Ctrl-C stops the
+answer and keeps what was written; Ctrl-D or /exit leaves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+import msgspec
+
+from tokenmill.cli import flags, session
+from tokenmill.cli.turns import Turns
+from tokenmill.config.sampling import SamplingConfig
+from tokenmill.errors import InvalidRequest, TokenmillError
+
+HELP = '''\
+/clear            forget the conversation
+/system TEXT      how the model should behave; without TEXT, show it
+/set              show how answers are drawn
+/set NAME VALUE   change it, for example /set temperature 0.2
+/help             this list
+/exit             leave (also Ctrl-D)
+
+A line that ends with \\ goes on in the next one; """ opens a block of lines and """ closes it.
+Ctrl-C stops an answer.'''
+
+
+def command(
+    model: str | None = None,
+    /,
+    *,
+    system: str | None = None,
+    sampling: flags.SamplingFlags = flags.SAMPLING,
+    model_config: flags.ModelFlags = flags.MODEL,
+    cache: flags.CacheFlags = flags.CACHE,
+    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
+    ops: flags.OpsFlags = flags.OPS,
+) -> int:
+    """Talk with a model in the terminal. /help lists what can be done there.
+
+    Parameters
+    ----------
+    model
+        Short name, GGUF file, model directory or Hugging Face id; the default model without it.
+    system
+        How the model should behave, in words.
+    """
+    sampling.params()  # wrong values are refused before a model is loaded
+    config = flags.engine_config(model, model_config, cache, scheduler, ops)
+    llm = session.open_model(config)
+    try:
+        with Turns(sys.stdin) as turns:
+            if turns.is_terminal:
+                print(f"{config.model.model}; /help for help, /exit to leave")
+            Conversation(llm, sampling, system).hold(turns)
+    finally:
+        llm.close()
+    return 0
+
+
+class Conversation:
+    """What was said so far, and how the next answer is drawn."""
+
+    def __init__(self, llm: session.Model, sampling: SamplingConfig, system: str | None) -> None:
+        self.llm, self.sampling, self.system = llm, sampling, system
+        self.messages: list[dict[str, Any]] = []
+
+    def hold(self, turns: Turns) -> None:
+        for text in turns:
+            if not text.strip():
+                continue
+            try:
+                if not text.startswith("/"):
+                    self.answer(text)
+                elif not self.obey(text):
+                    return
+            except TokenmillError as problem:  # too long, wrong value: the conversation goes on
+                print(f"! {' '.join(str(problem).split())}", file=sys.stderr)
+
+    def answer(self, text: str) -> None:
+        """One turn. A turn that could not be answered is not remembered."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        answer = session.write_answer(self.llm.stream_chat([*first, *asked], self.sampling.params()))
+        if answer.was_stopped:
+            print("(stopped)", file=sys.stderr)
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+    def obey(self, line: str) -> bool:
+        """Do what a /command says; False when it says to leave."""
+        name, _, rest = line[1:].strip().partition(" ")
+        match name:
+            case "exit" | "quit" | "bye":
+                return False
+            case "help" | "?":
+                print(HELP)
+            case "clear":
+                self.messages = []
+                print("(the conversation is forgotten)")
+            case "system":
+                self._set_system(rest.strip())
+            case "set":
+                self._set(rest.split(maxsplit=1))
+            case _:
+                commands = ("clear", "system", "set", "help", "exit")
+                near = difflib.get_close_matches(name, commands, n=1, cutoff=0.4)
+                raise InvalidRequest(f"there is no /{name}; {f'did you mean /{near[0]}?' if near else 'see /help'}")
+        return True
+
+    def _set_system(self, text: str) -> None:
+        self.system = text or self.system
+        print(f"(system: {self.system or 'none'})")
+
+    def _set(self, words: list[str]) -> None:
+        if len(words) == 2:
+            self.sampling = with_setting(self.sampling, words[0], words[1])
+        shown = [field.name for field in fields(SamplingConfig) if not words or field.name == _field(words[0])]
+        if len(words) == 1 and not shown:
+            with_setting(self.sampling, words[0], "")
+        for name in shown:
+            print(f"({name} = {getattr(self.sampling, name)})")
+
+
+def with_setting(sampling: SamplingConfig, name: str, value: str) -> SamplingConfig:
+    """The settings with one changed, converted and checked as a flag would be."""
+    hints, field = get_type_hints(SamplingConfig), _field(name)
+    if field not in hints:
+        near = difflib.get_close_matches(field, hints, n=1, cutoff=0.5)
+        raise InvalidRequest(f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "; see /set"))
+    several = field == "stop"
+    try:
+        converted = msgspec.convert((value,) if several else value, hints[field], strict=False)
+    except msgspec.ValidationError as problem:
+        raise InvalidRequest(f"{field} can't be {value!r}", param=field) from problem
+    changed = replace(sampling, **{field: converted})
+    changed.params()
+    return changed
+
+
+def _field(name: str) -> str:
+    return name.strip().lstrip("-").replace("-", "_").lower()

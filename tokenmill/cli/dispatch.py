@@ -1,0 +1,100 @@
+"""From a verb and its arguments to an exit code: flags are parsed by cyclopts, every failure becomes one line.
+
+`TOKENMILL_DEBUG=1` shows the traceback behind the line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, CycloptsError
+from cyclopts.config import Dict
+
+from tokenmill.cli.settings import environment_settings, file_settings
+from tokenmill.errors import InvalidConfig, TokenmillError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def dispatch(verb: str, module: str, arguments: list[str]) -> int:
+    """Run a verb; whatever goes wrong is one line on stderr and an exit code."""
+    try:
+        arguments, config_file = take_config_file(arguments)
+        app = _app(verb, module, config_file)
+        return int(app([verb, *arguments]) or 0)
+    except CycloptsError as problem:
+        return _fail(_one_line(str(problem)), 2)
+    except TokenmillError as problem:
+        return _fail(_one_line(str(problem)), problem.exit_code)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _reader_left()
+    except OSError as problem:
+        return _fail(
+            _one_line(f"{problem.strerror or problem}" + (f": {problem.filename}" if problem.filename else "")), 1
+        )
+    except Exception as problem:  # the last stop before the user: a bug is one line too
+        return _fail(_one_line(f"internal error: {type(problem).__name__}: {problem}"), 1)
+
+
+def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """`--config FILE` works with every verb, so it is taken out before the verb's own flags are looked at."""
+    chosen, rest = os.environ.get("TOKENMILL_CONFIG"), []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--":
+            rest += [argument, *remaining]
+        elif argument == "--config":
+            chosen = next(remaining, None)
+            if chosen is None:
+                raise InvalidConfig("--config needs the path of a TOML file")
+        elif argument.startswith("--config="):
+            chosen = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return rest, Path(chosen).expanduser() if chosen else None
+
+
+def _app(verb: str, module: str, config_file: Path | None) -> App:
+    sources = [_source(environment_settings(os.environ), "the environment")]
+    if config_file is not None:
+        sources.append(_source(file_settings(config_file), str(config_file)))
+    app = App(
+        name="tokenmill",
+        config=sources,
+        version_flags=[],
+        print_error=False,
+        exit_on_error=False,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    app.command(import_module(module).command, name=verb)
+    return app
+
+
+def _source(values: dict[str, Any], name: str) -> Dict:
+    return Dict(values, source=name, allow_unknown=True, use_commands_as_keys=False)
+
+
+def _fail(line: str, code: int) -> int:
+    if os.environ.get("TOKENMILL_DEBUG", "") not in ("", "0"):
+        traceback.print_exc()
+    print(f"tokenmill: {line}", file=sys.stderr)
+    return code
+
+
+def _reader_left() -> int:
+    """`tokenmill run … | head -1`: nobody reads on, which is no error of ours. Nothing more may be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

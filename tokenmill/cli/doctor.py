@@ -1,0 +1,167 @@
+"""`tokenmill doctor`: what this machine has, what is chosen and why, what to fix. Exit 1 when something must be."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import tokenmill
+from tokenmill.cli.screen import print_facts, size
+from tokenmill.config import EngineConfig, ModelConfig
+from tokenmill.errors import TokenmillError
+from tokenmill.hardware.gpu import driver_version
+from tokenmill.hardware.machine import Machine, probe_machine
+from tokenmill.hardware.peaks import find_device
+from tokenmill.store import DEFAULT_MODEL, Manifest, Store
+
+PACKAGES = (
+    "torch",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "huggingface_hub",
+    "llguidance",
+    "fastapi",
+    "triton",
+    "transformers",
+)
+LOW_MEMORY_BYTES = 2 << 30
+LOW_DISK_BYTES = 2 << 30
+
+Row = tuple[str, str]
+
+
+def command() -> int:
+    """What this machine has, what is chosen and why, what to fix."""
+    machine, store = probe_machine(), Store()
+    manifests = store.manifests()
+    print_facts([("tokenmill", f"{tokenmill.__version__}, Python {machine.python}, {machine.system}")])
+    _section("Hardware", hardware_rows(machine))
+    _section("Packages", package_rows())
+    _section("Store", store_rows(store, manifests))
+    _section("Chosen for this machine", choice_rows(store, manifests))
+    must, should = to_fix(machine, store, manifests)
+    _section("To fix", [("!", line) for line in must] + [("-", line) for line in should] or [("", "nothing")])
+    return 1 if must else 0
+
+
+def hardware_rows(machine: Machine) -> list[Row]:
+    cpu, memory = machine.cpu, machine.memory
+    limit = f", limited to {cpu.quota:g} cores' worth" if cpu.quota else ""
+    caches = ", ".join(f"{level} {num_bytes >> 10:,} KiB" for level, num_bytes in cpu.cache_bytes.items())
+    grouped = " (a control group's limit)" if memory.limit_bytes else ""
+    rows = [
+        ("cpu", cpu.name),
+        ("cores", f"{cpu.usable_cores} usable of {cpu.physical_cores} physical, {cpu.logical_cores} logical{limit}"),
+        ("instructions", " ".join(cpu.instruction_sets) or "none known"),
+        ("caches", caches or "unknown"),
+        ("memory", f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}{grouped}"),
+    ]
+    for gpu in machine.gpus:
+        peaks = find_device(gpu.name)
+        speed = (
+            f", {size(peaks.bandwidth_bytes_s)}/s, {peaks.flops_for('bf16') / 1e12:.0f} TFLOP/s bf16" if peaks else ""
+        )
+        major, minor = gpu.compute_capability
+        rows.append((f"gpu {gpu.index}", f"{gpu.name}, sm_{major}{minor}, {size(gpu.free_bytes)} free{speed}"))
+    return rows if machine.gpus else [*rows, ("gpu", "none")]
+
+
+def package_rows() -> list[Row]:
+    rows = [(name, _version(name) or "not installed") for name in PACKAGES]
+    driver = driver_version()
+    return [*rows, ("NVIDIA driver", driver)] if driver else rows
+
+
+def store_rows(store: Store, manifests: list[Manifest]) -> list[Row]:
+    rows = [("where", str(store.root)), ("size", size(store.size_bytes()))]
+    if store.partial_bytes():
+        rows.append(("unfinished", f"{size(store.partial_bytes())} of pulls that can be continued"))
+    return rows + [(manifest.name, f"{size(manifest.size_bytes)}, {manifest.source}") for manifest in manifests]
+
+
+def choice_rows(store: Store, manifests: list[Manifest]) -> list[Row]:
+    """What the engine would settle on for the default model, or for the first one in the store, in its own words."""
+    if not manifests:
+        return [("", f"nothing yet: `tokenmill pull` fetches {DEFAULT_MODEL}")]
+    manifest = next((m for m in manifests if m.name == DEFAULT_MODEL), manifests[0])
+    try:
+        reasons = _reasons(store, manifest)
+    except TokenmillError as problem:
+        reasons = [f"can't be run: {problem}"]
+    return [(manifest.name if not index else "", reason) for index, reason in enumerate(reasons)]
+
+
+def _reasons(store: Store, manifest: Manifest) -> list[str]:
+    import torch
+
+    from tokenmill.arch.read import read_spec
+    from tokenmill.engine.build import TORCH_DTYPES, machine_facts
+    from tokenmill.engine.resolve import resolve
+    from tokenmill.kv.layout import KVLayout
+    from tokenmill.ops.interface import OpsWanted
+    from tokenmill.ops.table import choose_ops
+
+    config = EngineConfig(ModelConfig(model=manifest.name))
+    spec = read_spec(store.path_of(manifest))
+    resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec))
+    settled = resolved.config
+    dtype, kv_dtype = TORCH_DTYPES[settled.model.dtype], TORCH_DTYPES[settled.cache.kv_dtype]
+    wanted = OpsWanted(spec, torch.device(settled.ops.device), dtype, kv_dtype, settled.ops.backend)
+    return [*resolved.reasons, *choose_ops(wanted)[1]]
+
+
+def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[list[str], list[str]]:
+    """What keeps Tokenmill from working, and what would make it better."""
+    damaged = sorted(set(store.names()) - {manifest.name for manifest in manifests})
+    must = [f"{name} is damaged: tokenmill rm {name}, then tokenmill pull {name}" for name in damaged]
+    if _version("torch") is None:
+        must.append("torch is not installed: pip install torch")
+    if not _is_writable(store):
+        must.append(f"the store {store.root} can't be written: set TOKENMILL_HOME")
+    advice: list[tuple[bool, Callable[[], str]]] = [
+        (not manifests, lambda: f"no model here yet: tokenmill pull fetches {DEFAULT_MODEL} (98 MB)"),
+        (machine.memory.available_bytes < LOW_MEMORY_BYTES, lambda: "less than 2 GiB of memory available"),
+        (_free_disk(store) < LOW_DISK_BYTES, lambda: f"only {size(_free_disk(store))} free on the store's disk"),
+        (bool(machine.gpus) and not _torch_has_cuda(), lambda: "there is a GPU, but this torch is built without CUDA"),
+        (bool(machine.gpus) and _version("triton") is None, lambda: "GPU kernels need triton: pip install triton"),
+        (importlib.util.find_spec("pip") is None, lambda: "pip is missing: models from PyPI can't be pulled"),
+    ]
+    return must, [text() for applies, text in advice if applies]
+
+
+def _torch_has_cuda() -> bool:
+    if _version("torch") is None:
+        return False
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def _is_writable(store: Store) -> bool:
+    try:
+        store.prepare()
+    except TokenmillError:
+        return False
+    return True
+
+
+def _free_disk(store: Store) -> int:
+    folder = store.root
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _section(title: str, rows: list[Row]) -> None:
+    print(f"\n{title}")
+    print_facts([(f"  {label}", text) for label, text in rows])

@@ -1,0 +1,44 @@
+"""The groups of flags that verbs share: a config dataclass each; its fields are the flags, their docstrings the help.
+
+Two dataclasses may share a field name (`seed` of the weights, `seed` of an answer): `RENAMED` keeps the flags apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.sampling import SamplingConfig
+from tokenmill.config.server import ServerConfig
+
+RENAMED = {("model", "seed"): "weights-seed"}
+
+
+def flag_name(section: str, field: str) -> str:
+    """The flag of a field, without its dashes."""
+    return RENAMED.get((section, field), field.replace("_", "-"))
+
+
+def _model_flag(field: str) -> str:
+    return flag_name("model", field)
+
+
+ModelFlags = Annotated[ModelConfig, Parameter(name="*", group="Model", name_transform=_model_flag)]
+CacheFlags = Annotated[CacheConfig, Parameter(name="*", group="KV cache")]
+SchedulerFlags = Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")]
+OpsFlags = Annotated[OpsConfig, Parameter(name="*", group="Where and how it runs")]
+SamplingFlags = Annotated[SamplingConfig, Parameter(name="*", group="How answers are drawn", negative_iterable="")]
+ServerFlags = Annotated[ServerConfig, Parameter(name="*", group="Server", negative_iterable="")]
+
+MODEL, CACHE, SCHEDULER, OPS = ModelConfig(), CacheConfig(), SchedulerConfig(), OpsConfig()
+SAMPLING, SERVER = SamplingConfig(), ServerConfig()
+
+
+def engine_config(
+    name: str | None, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, ops: OpsConfig
+) -> EngineConfig:
+    """The engine's config; a MODEL among the arguments wins over `--model`."""
+    return EngineConfig(replace(model, model=name) if name else model, cache, scheduler, ops)

@@ -1,0 +1,24 @@
+"""`tokenmill rm`: remove models from the store."""
+
+from __future__ import annotations
+
+from tokenmill.cli.screen import size
+from tokenmill.errors import InvalidRequest
+from tokenmill.store import LocalModel, Store, parse_name
+
+
+def command(model: str, /, *more: str) -> int:
+    """Remove models from the store. Content that another model uses stays.
+
+    Parameters
+    ----------
+    model
+        Names as `tokenmill list` shows them.
+    """
+    store = Store()
+    for name in (model, *more):
+        named = parse_name(name)
+        if isinstance(named, LocalModel):
+            raise InvalidRequest(f"{name} is a path, not a model in the store", hint="delete the file yourself")
+        print(f"removed {named.name}, {size(store.remove(named.name))} freed")
+    return 0

@@ -1,0 +1,116 @@
+"""`tokenmill run`: one answer to stdout, streamed.
+
+tokenmill run "What is the capital of France?"
+tokenmill run qwen3:0.6b "Write a haiku"
+echo "Summarise this" | tokenmill run
+cat notes.txt | tokenmill run "Summarise this:"
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tokenmill.cli import flags, session
+from tokenmill.cli.dispatch import INTERRUPTED
+from tokenmill.errors import InvalidRequest
+from tokenmill.store import is_model_name
+from tokenmill.types import Event
+
+MAX_STDIN_BYTES = 16 << 20
+
+
+def command(
+    model: str | None = None,
+    prompt: str | None = None,
+    /,
+    *,
+    system: str | None = None,
+    raw: Annotated[bool, Parameter(negative="")] = False,
+    stats: Annotated[bool, Parameter(negative="")] = False,
+    sampling: flags.SamplingFlags = flags.SAMPLING,
+    model_config: flags.ModelFlags = flags.MODEL,
+    cache: flags.CacheFlags = flags.CACHE,
+    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
+    ops: flags.OpsFlags = flags.OPS,
+) -> int:
+    """Answer one prompt on stdout, streamed. Text piped in is the prompt, or follows it.
+
+    Parameters
+    ----------
+    model
+        Short name, GGUF file, model directory or Hugging Face id. A lone argument that is none of these is the PROMPT.
+    prompt
+        What to answer.
+    system
+        How the model should behave, in words.
+    raw
+        Continue the text as it is, without the chat template.
+    stats
+        Tell on stderr how many tokens and how fast.
+    """
+    model, prompt = tell_apart(model, prompt)
+    text = _with_stdin(prompt)
+    if not text:
+        raise InvalidRequest("nothing to answer", hint='tokenmill run "your question", or pipe text in')
+    params = sampling.params()  # wrong values are refused before a model is loaded
+    if raw and system:
+        raise InvalidRequest("--system needs the chat template, which --raw leaves out")
+    llm = session.open_model(flags.engine_config(model, model_config, cache, scheduler, ops))
+    started = time.monotonic()
+    try:
+        events = llm.stream(text, params) if raw else llm.stream_chat(conversation(system, text), params)
+        answer = session.write_answer(events)
+    finally:
+        llm.close()
+    if stats:
+        _tell_stats(answer.last, time.monotonic() - started)
+    return INTERRUPTED if answer.was_stopped else 0
+
+
+def tell_apart(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
+    """One argument is the model if it could be one, else the prompt for the default model."""
+    if model is not None and prompt is None and not is_model_name(model):
+        return None, model
+    return model, prompt
+
+
+def conversation(system: str | None, text: str) -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": text}]
+
+
+def _with_stdin(prompt: str | None) -> str:
+    piped = _piped_text() if prompt is None or _has_piped_input() else ""
+    return "\n\n".join(part for part in (prompt, piped.strip("\n")) if part)
+
+
+def _has_piped_input() -> bool:
+    """Whether someone redirected a file or a pipe into us; a service's closed or null stdin is neither."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _piped_text() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+    if len(data) > MAX_STDIN_BYTES:
+        raise InvalidRequest(f"more than {MAX_STDIN_BYTES >> 20} MB were piped in")
+    return data.decode("utf-8", errors="replace")
+
+
+def _tell_stats(last: Event | None, elapsed_s: float) -> None:
+    usage = last.usage if last else None
+    if usage:
+        rate = usage.completion_tokens / elapsed_s if elapsed_s else 0.0
+        line = f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out, {rate:.1f} tokens/s, {elapsed_s:.2f} s"
+        print(line, file=sys.stderr)

@@ -1,0 +1,91 @@
+"""What people see besides answers: the progress of a pull (on stderr), sizes in words, aligned columns."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class PullScreen:
+    """A bar per file on a terminal, plain lines elsewhere. Use as a context: the bar is taken down at its end."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> PullScreen:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def note(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr)
+
+    def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None:
+        if sys.stderr.isatty():
+            self._task = self._shown().add_task(file, total=total_bytes, completed=done_bytes)
+        else:
+            resumed = f", from {size(done_bytes)} on" if done_bytes else ""
+            print(f"pulling {file} ({size(total_bytes or 0)}{resumed})", file=sys.stderr)
+
+    def advance(self, num_bytes: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, num_bytes)
+
+    def end(self) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.stop_task(self._task)
+
+    def _shown(self) -> Progress:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import TransferSpeedColumn as Speed
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+        return self._bar
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 98.4 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def count(number: float) -> str:
+    """A number of things for people: 134.5 M."""
+    for unit in ("", " k", " M", " B"):
+        if abs(number) < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f} T"
+
+
+def print_facts(rows: list[tuple[str, str]]) -> None:
+    """Two columns, aligned; plain text, so that it reads the same in a pipe."""
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, text in rows:
+        print(f"{label:{width}}  {text}" if text else label)
+
+
+def print_table(titles: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    cells = [titles, *[tuple(str(cell) for cell in row) for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
+    for row in cells:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

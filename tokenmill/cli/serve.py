@@ -1,0 +1,29 @@
+"""`tokenmill serve`: the model over HTTP. Fetches it first, with a progress bar, then hands over to the server."""
+
+from __future__ import annotations
+
+from tokenmill.cli import flags, session
+
+
+def command(
+    model: str | None = None,
+    /,
+    *,
+    server: flags.ServerFlags = flags.SERVER,
+    model_config: flags.ModelFlags = flags.MODEL,
+    cache: flags.CacheFlags = flags.CACHE,
+    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
+    ops: flags.OpsFlags = flags.OPS,
+) -> int:
+    """Serve a model over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1.
+
+    Parameters
+    ----------
+    model
+        Short name, GGUF file, model directory or Hugging Face id; the default model without it.
+    """
+    config = flags.engine_config(model, model_config, cache, scheduler, ops)
+    session.fetch(config.model.model)
+    from tokenmill.server.run import run_server
+
+    return run_server(config, server)

@@ -1,0 +1,162 @@
+"""`tokenmill show`: what a model is, and what of it fits on this machine. Reads headers only; no weights, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token, num_active_parameters, num_parameters
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.read import read_json, read_spec
+from tokenmill.arch.spec import ModelSpec, MoeSpec
+from tokenmill.cli.screen import count, print_facts, size
+from tokenmill.hardware.machine import probe_machine
+from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
+
+KV_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # what `auto` means there
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+
+
+def command(
+    model: str = DEFAULT_MODEL,
+    /,
+    *,
+    template: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Describe a model that is on this machine, and what of it fits here.
+
+    Parameters
+    ----------
+    model
+        Short name, GGUF file, model directory or Hugging Face id.
+    template
+        Print the chat template itself, nothing else.
+    json
+        One JSON object for programs.
+    """
+    resolved = resolve_model(model, allow_pull=False)
+    if template:
+        print(chat_template(resolved.path) or "")
+        return 0
+    facts = describe(resolved)
+    if json:
+        print(msgspec.json.encode(facts).decode())
+    else:
+        print_facts(_in_words(facts))
+    return 0
+
+
+def describe(resolved: ResolvedModel) -> dict[str, Any]:
+    spec = read_spec(resolved.path)
+    weights, types = stored_weights(resolved.path)
+    return {
+        "name": resolved.name,
+        "path": str(resolved.path),
+        "source": resolved.source,
+        "family": spec.family,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "attention": attention_in_words(spec),
+        "mlp": _mlp_in_words(spec),
+        "parameters": num_parameters(spec),
+        "active_parameters": num_active_parameters(spec),
+        "quantisation": types,
+        "weight_bytes": weights,
+        "max_context": spec.max_context,
+        "has_chat_template": chat_template(resolved.path) is not None,
+        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in KV_DTYPES.values()},
+        "fit": fit(spec, weights),
+    }
+
+
+def stored_weights(path: Path) -> tuple[int, dict[str, int]]:
+    """Bytes of the weights, and bytes by stored type."""
+    if path.suffix == ".gguf":
+        gguf = read_gguf_model(path)
+        by_type: Counter[str] = Counter()
+        for tensor in gguf.tensors.values():
+            by_type[tensor.type] += tensor.num_bytes
+        return gguf_weight_bytes(gguf), dict(by_type.most_common())
+    total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return total, {read_spec(path).dtype: total}
+
+
+def chat_template(path: Path) -> str | None:
+    if path.suffix == ".gguf":
+        found = read_gguf_model(path).metadata.get("tokenizer.chat_template")
+    elif (path / "chat_template.jinja").is_file():
+        with open(path / "chat_template.jinja", encoding="utf-8") as file:
+            found = file.read(MAX_TEMPLATE_CHARACTERS)
+    else:
+        config = path / "tokenizer_config.json"
+        found = read_json(config).get("chat_template") if config.is_file() else None
+    return found if isinstance(found, str) else None
+
+
+def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
+    """For each place the model could run: room after the weights as stored, and conversations of full context in it."""
+    machine = probe_machine()
+    places = [("memory", machine.memory.available_bytes, "cpu")]
+    places += [(gpu.name, gpu.free_bytes, "cuda") for gpu in machine.gpus]
+    context = min(spec.max_context, 8192)
+    rows = []
+    for place, free, device in places:
+        each = kv_bytes(spec, KV_DTYPES[device], context)
+        conversations = max(free - weights, 0) // each
+        row = {"place": place, "free_bytes": free, "fits": conversations > 0, "kv_dtype": KV_DTYPES[device]}
+        rows.append({**row, "context": context, "conversations": conversations})
+    return rows
+
+
+def attention_in_words(spec: ModelSpec) -> str:
+    kinds = Counter(
+        (a.num_heads, a.num_kv_heads, a.head_dim, a.window) for a in (layer.attention for layer in spec.layers)
+    )
+    parts = []
+    for (heads, kv_heads, head_dim, window), layers in kinds.items():
+        reach = f", window {window}" if window else ""
+        parts.append(f"{layers} × {heads} heads of {head_dim}, {kv_heads} KV heads{reach}")
+    return "; ".join(parts)
+
+
+def _mlp_in_words(spec: ModelSpec) -> str:
+    mlp = spec.layers[-1].mlp
+    if isinstance(mlp, MoeSpec):
+        return f"{mlp.num_experts} experts of {mlp.expert.intermediate_size}, {mlp.num_active} per token"
+    return f"{mlp.intermediate_size} wide, {mlp.activation}"
+
+
+def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    active = facts["active_parameters"]
+    some_active = f", {count(active)} active per token" if active != facts["parameters"] else ""
+    types = ", ".join(f"{name} {size(total)}" for name, total in facts["quantisation"].items())
+    rows = [
+        ("model", facts["name"]),
+        ("path", facts["path"]),
+        ("source", facts["source"]),
+        ("architecture", f"{facts['family']}, {facts['num_layers']} layers, {facts['hidden_size']} wide"),
+        ("attention", facts["attention"]),
+        ("mlp", facts["mlp"]),
+        ("vocabulary", f"{facts['vocab_size']:,} tokens"),
+        ("parameters", count(facts["parameters"]) + some_active),
+        ("weights", f"{size(facts['weight_bytes'])} ({types})"),
+        ("context", f"{facts['max_context']:,} tokens"),
+        ("chat template", "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"),
+        ("KV cache", ", ".join(f"{size(n)} per token in {dtype}" for dtype, n in facts["kv_bytes_per_token"].items())),
+    ]
+    return rows + [("fits here" if not index else "", _fit_in_words(row)) for index, row in enumerate(facts["fit"])]
+
+
+def _fit_in_words(row: dict[str, Any]) -> str:
+    if not row["fits"]:
+        return f"no: {row['place']} has {size(row['free_bytes'])} free"
+    return (
+        f"yes: {size(row['free_bytes'])} free in {row['place']}, "
+        f"room for about {row['conversations']:,} conversations of {row['context']:,} tokens beside the weights as stored"
+    )

@@ -1,16 +1,18 @@
 """Quantised blocks back to plain values, in pieces of a few rows so that memory stays bounded.
 
-The arithmetic is the `gguf` package's, whose results are the format's reference.
+The common formats are expanded by `blocks.py`; the rest by the `gguf` package, whose results are the reference for all.
 """
 
 from __future__ import annotations
 
 import torch
 
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.errors import UnsupportedModel
 from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.blocks import EXPANSIONS
 
-CHUNK_VALUES = 1 << 22  # values expanded at once
+CHUNK_VALUES = 1 << 20  # values expanded at once: small enough to stay in a cache
 
 
 def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -21,16 +23,24 @@ def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     values = torch.empty(rows.shape[0], raw.shape[-1], dtype=dtype)
     step = max(1, CHUNK_VALUES // raw.shape[-1])
     for start in range(0, rows.shape[0], step):
-        values[start : start + step] = _expanded(rows[start : start + step], raw.quant)
+        values[start : start + step] = _expanded(rows[start : start + step], raw)
     return values.view(raw.shape)
 
 
-def _expanded(rows: torch.Tensor, quant: str) -> torch.Tensor:
+def _expanded(rows: torch.Tensor, raw: RawTensor) -> torch.Tensor:
     """uint8 [rows, bytes] → float32 [rows, values]"""
-    import gguf  # takes a while to import, and dense checkpoints never need it
+    assert raw.quant is not None
+    if raw.quant not in EXPANSIONS:
+        return _expanded_by_gguf(rows, raw)
+    blocks = rows.reshape(-1, GGML_TYPE_BY_NAME[raw.quant].block_bytes)
+    return EXPANSIONS[raw.quant](blocks).view(rows.shape[0], raw.shape[-1])
+
+
+def _expanded_by_gguf(rows: torch.Tensor, raw: RawTensor) -> torch.Tensor:
+    import gguf  # only here: most files never need it
 
     try:
-        values = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[quant])
+        values = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[str(raw.quant)])
     except (KeyError, NotImplementedError):
-        raise UnsupportedModel(f"the quantisation {quant} cannot be expanded") from None
+        raise UnsupportedModel(f"tensor {raw.name!r}: the quantisation {raw.quant} cannot be expanded") from None
     return torch.from_numpy(values)

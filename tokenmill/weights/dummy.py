@@ -1,0 +1,83 @@
+"""Random weights from a spec alone: benchmarks and tests of shapes whose checkpoints are not at hand.
+
+Each tensor is drawn from the seed and its own name, so it is the same whichever are asked for and in which order. Norms
+are ones, everything else has a deviation of 0.02, so that activations stay finite through any number of layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.spec import ModelSpec, TensorSpec
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.errors import UnsupportedModel
+from tokenmill.ops.raw import RawTensor
+
+DEVIATION = 0.02
+# Per format: where a block's half-precision numbers lie, and the value that gives weights about that deviation. All
+# other bytes are drawn: any bits are valid weights and scales.
+_BLOCK_SCALES: dict[str, dict[int, float]] = {
+    "Q8_0": {0: DEVIATION / 74},
+    "Q4_0": {0: DEVIATION / 4.6},
+    "Q4_1": {0: DEVIATION / 4.6, 2: -DEVIATION * 7.5 / 4.6},
+    "Q5_0": {0: DEVIATION / 9.2},
+    "Q5_1": {0: DEVIATION / 9.2, 2: -DEVIATION * 15.5 / 9.2},
+    "Q4_K": {0: DEVIATION / 207, 2: DEVIATION * 7.5 / 207},
+    "Q5_K": {0: DEVIATION / 414, 2: DEVIATION * 15.5 / 414},
+    "Q6_K": {208: DEVIATION / 1370},
+}
+
+
+@dataclass(frozen=True)
+class DummyWeights:
+    tensors: dict[str, TensorSpec]
+    seed: int
+    dtype: torch.dtype
+    quant: str | None
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def check(self) -> None:
+        """Nothing can be missing or misshapen: the tensors follow from the spec."""
+
+    def get(self, name: str) -> RawTensor:
+        tensor = self.tensors[name]
+        if tensor.kind == "vector":
+            fill = 1.0 if "norm" in name else 0.0
+            return RawTensor(name, tensor.shape, torch.full(tensor.shape, fill))
+        generator = torch.Generator().manual_seed(_seed(self.seed, name))
+        if self.quant is not None and tensor.shape[-1] % GGML_TYPE_BY_NAME[self.quant].block_size == 0:
+            return RawTensor(name, tensor.shape, random_blocks(tensor.shape, self.quant, generator), self.quant)
+        values = torch.empty(tensor.shape, dtype=self.dtype)
+        return RawTensor(name, tensor.shape, values.normal_(std=DEVIATION, generator=generator))
+
+
+def dummy_weights(
+    spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, quant: str | None = None
+) -> DummyWeights:
+    """With `quant`, matrices are random blocks of that format where its block length fits their rows."""
+    if quant is not None and quant not in _BLOCK_SCALES:
+        known = ", ".join(_BLOCK_SCALES)
+        raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
+    return DummyWeights(tensors_of(spec), seed, dtype, quant)
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "little")
+
+
+def random_blocks(shape: tuple[int, ...], quant: str, generator: torch.Generator) -> torch.Tensor:
+    """uint8 [..., bytes per row]: random bits under fixed scales."""
+    kind = GGML_TYPE_BY_NAME[quant]
+    row_bytes = kind.row_bytes(shape[-1])
+    words = torch.empty(-(-torch.Size(shape[:-1]).numel() * row_bytes // 8), dtype=torch.int64)
+    words.random_(-(2**63), 2**63 - 1, generator=generator)
+    data = words.view(torch.uint8)[: torch.Size(shape[:-1]).numel() * row_bytes].view(-1, kind.block_bytes)
+    for start, value in _BLOCK_SCALES[quant].items():
+        data[:, start : start + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8)
+    return data.view(*shape[:-1], row_bytes)

@@ -1,0 +1,154 @@
+"""A spec in GGUF's words: the metadata of its architecture, and the tensors of factors some ropes need.
+
+The inverse of `arch/gguf_config.py`. What GGUF cannot say is refused, never left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tokenmill.arch.family import Family
+from tokenmill.arch.rope_config import yarn_mscale
+from tokenmill.arch.spec import (
+    FrequencyFactors,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelSpec,
+    MoeSpec,
+    RopeScaling,
+    YarnScaling,
+)
+from tokenmill.errors import UnsupportedModel
+
+Metadata = dict[str, Any]
+Factors = dict[str, tuple[float, ...]]
+
+
+def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Factors]:
+    """(keys without the architecture's prefix, tensors of rope factors)"""
+    full = _full_layer(spec)
+    scaling, factors = _rope_scaling(full)
+    return {**_sizes(spec, full), **_mlp(full), **_windows(spec, family), **_softcaps(spec, full), **scaling}, factors
+
+
+def _full_layer(spec: ModelSpec) -> LayerSpec:
+    """The layer that speaks for all: one without a window where there is one, since its rope is the scaled one."""
+    if len({(layer.mlp, layer.attention.num_heads, layer.attention.num_kv_heads) for layer in spec.layers}) != 1:
+        raise UnsupportedModel(f"{spec.family}: layers that differ in size cannot be written as GGUF")
+    return next((layer for layer in spec.layers if layer.attention.window is None), spec.layers[0])
+
+
+def _sizes(spec: ModelSpec, layer: LayerSpec) -> Metadata:
+    attention, rope = layer.attention, layer.attention.rope
+    if rope is None:
+        raise UnsupportedModel(f"{spec.family}: a model without rotation cannot be written as GGUF")
+    return {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_context,
+        "embedding_length": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "attention.head_count": attention.num_heads,
+        "attention.head_count_kv": attention.num_kv_heads,
+        "attention.key_length": attention.head_dim,
+        "attention.value_length": attention.head_dim,
+        "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "rope.freq_base": float(rope.theta),
+        "rope.dimension_count": rope.rotary_dim,
+    }
+
+
+def _mlp(layer: LayerSpec) -> Metadata:
+    if not isinstance(layer.mlp, MoeSpec):
+        return {"feed_forward_length": layer.mlp.intermediate_size}
+    if not layer.mlp.renormalize or layer.mlp.shared is not None:
+        raise UnsupportedModel("experts without renormalised weights, or shared ones, cannot be written as GGUF")
+    size = layer.mlp.expert.intermediate_size
+    return {
+        "feed_forward_length": size,
+        "expert_feed_forward_length": size,
+        "expert_count": layer.mlp.num_experts,
+        "expert_used_count": layer.mlp.num_active,
+    }
+
+
+def _windows(spec: ModelSpec, family: Family) -> Metadata:
+    windows = [layer.attention.window for layer in spec.layers]
+    if not any(windows):
+        return {}
+    pattern = family.gguf.window_pattern
+    expected = [bool(pattern) and (pattern == 1 or (index + 1) % pattern != 0) for index in range(len(windows))]
+    if [window is not None for window in windows] != expected:
+        raise UnsupportedModel(f"{spec.family}: this arrangement of windows cannot be written as GGUF")
+    return {"attention.sliding_window": next(window for window in windows if window)}
+
+
+def _softcaps(spec: ModelSpec, layer: LayerSpec) -> Metadata:
+    caps = {"attn_logit_softcapping": layer.attention.softcap, "final_logit_softcapping": spec.logit_softcap}
+    return {key: float(cap) for key, cap in caps.items() if cap is not None}
+
+
+# ── rope scaling ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rope_scaling(layer: LayerSpec) -> tuple[Metadata, Factors]:
+    rope = layer.attention.rope
+    if rope is None or rope.scaling is None:
+        return {}, {}
+    frequencies = [rope.theta ** (-2 * index / rope.rotary_dim) for index in range(rope.rotary_dim // 2)]
+    return _SCALINGS[type(rope.scaling)](rope.scaling, frequencies)
+
+
+def _linear(scaling: LinearScaling, frequencies: list[float]) -> tuple[Metadata, Factors]:
+    return {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}, {}
+
+
+def _yarn(scaling: YarnScaling, frequencies: list[float]) -> tuple[Metadata, Factors]:
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(scaling.factor),
+        "rope.scaling.original_context_length": scaling.original_context,
+        "rope.scaling.attn_factor": scaling.mscale / yarn_mscale(scaling.factor),
+        "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+        "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
+    }, {}
+
+
+def _longrope(scaling: LongRopeScaling, frequencies: list[float]) -> tuple[Metadata, Factors]:
+    return {
+        "rope.scaling.type": "longrope",
+        "rope.scaling.original_context_length": scaling.original_context,
+        "rope.scaling.attn_factor": float(scaling.mscale),
+    }, {"rope_factors_long.weight": scaling.long_factors, "rope_factors_short.weight": scaling.short_factors}
+
+
+def _given_factors(scaling: FrequencyFactors, frequencies: list[float]) -> tuple[Metadata, Factors]:
+    return {}, {"rope_freqs.weight": scaling.factors}
+
+
+def _llama3(scaling: Llama3Scaling, frequencies: list[float]) -> tuple[Metadata, Factors]:
+    return {}, {"rope_freqs.weight": tuple(llama3_factor(scaling, frequency) for frequency in frequencies)}
+
+
+def llama3_factor(scaling: Llama3Scaling, frequency: float) -> float:
+    """What Llama 3 divides a frequency by: 1 for short waves, `factor` for long ones, a ramp between."""
+    turns = scaling.original_context * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if turns >= high:
+        return 1.0
+    if turns <= low:
+        return scaling.factor
+    smooth = (turns - low) / (high - low)
+    return 1.0 / ((1 - smooth) / scaling.factor + smooth)
+
+
+_SCALINGS: dict[type[RopeScaling], Callable[[Any, list[float]], tuple[Metadata, Factors]]] = {
+    LinearScaling: _linear,
+    YarnScaling: _yarn,
+    LongRopeScaling: _longrope,
+    FrequencyFactors: _given_factors,
+    Llama3Scaling: _llama3,
+}

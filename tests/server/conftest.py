@@ -22,7 +22,7 @@ from tokenmill.server.door import Door
 @pytest.fixture(scope="session")
 def serving() -> Iterator[Serving]:
     """Starts servers; all of them are stopped at the end."""
-    fronts: list[tuple[uvicorn.Server, threading.Thread]] = []
+    fronts: list[tuple[uvicorn.Server, threading.Thread, RunningServer]] = []
 
     def start(config: ServerConfig | None = None, door: Door | None = None) -> RunningServer:
         engine = FakeEngine()
@@ -35,11 +35,13 @@ def serving() -> Iterator[Serving]:
         thread.start()
         while not front.started:
             time.sleep(0.005)
-        fronts.append((front, thread))
-        return RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine)
+        running = RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine)
+        fronts.append((front, thread, running))
+        return running
 
     yield start
-    for front, thread in fronts:
+    for front, thread, running in fronts:
+        running.http.close()
         front.should_exit = True
         thread.join(5)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 from fake_engine import FakeEngine
@@ -15,12 +15,13 @@ class RunningServer:
     url: str
     app: FastAPI
     engine: FakeEngine
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=20, verify=False))
 
     def post(self, path: str, body: object = None, **extra: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **extra)  # type: ignore[arg-type]
+        return self.http.post(self.url + path, json=body, **extra)  # type: ignore[arg-type]
 
     def get(self, path: str, **extra: object) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **extra)  # type: ignore[arg-type]
+        return self.http.get(self.url + path, **extra)  # type: ignore[arg-type]
 
 
 Serving = Callable[..., RunningServer]

@@ -37,6 +37,8 @@ class Reception:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", record.request_id.encode())]
+            elif not message.get("more_body", False):
+                self._finish(record)  # before the last byte: who has read the answer finds it counted
             await send(message)
 
         try:
@@ -46,9 +48,15 @@ class Reception:
             if record.status == 0:  # nothing was sent yet
                 await error_response(InternalError())(scope, receive, send_with_id)
         finally:
-            record.status = record.status or 500
-            self.on_done(record)
-            event(log, "request", level=logging.INFO, **record.log_fields())
+            self._finish(record)
+
+    def _finish(self, record: Record) -> None:
+        if record.is_finished:
+            return
+        record.is_finished = True
+        record.status = record.status or 500
+        self.on_done(record)
+        event(log, "request", level=logging.INFO, **record.log_fields())
 
 
 def request_id_of(headers: Headers) -> str:

@@ -27,6 +27,7 @@ class Record:
     first_token_s: float | None = None  # since `started_s`
     finish_reasons: list[str] = field(default_factory=list)
     error_code: str | None = None
+    is_finished: bool = False
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s

@@ -1,0 +1,151 @@
+"""Who gets in: keys on every route but the public list, methods, CORS, exposure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from loopback import RunningServer, Serving
+from starlette.routing import Route
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.server.auth import PUBLIC_PATHS, load_keys, require_safe_exposure
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+KEY = "a-long-secret"
+
+
+@pytest.fixture(scope="module")
+def keyed(serving: Serving) -> RunningServer:
+    return serving(ServerConfig(api_key=(KEY,)))
+
+
+def paths_of(server: RunningServer) -> list[str]:
+    """All paths of the app, from its own table and from its OpenAPI description, so a new route is caught."""
+    listed = {route.path for route in server.app.routes if isinstance(route, Route)}
+    return sorted(listed | set(server.app.openapi()["paths"]) | {"/docs", "/openapi.json"})
+
+
+def test_the_walk_sees_the_routes(keyed: RunningServer) -> None:
+    expected = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/detokenize"}
+    assert expected | {"/docs", "/metrics", *PUBLIC_PATHS} <= set(paths_of(keyed))
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/", "/{}", "{}?key=1"])
+def test_every_route_and_method_needs_the_key(keyed: RunningServer, form: str) -> None:
+    with httpx.Client() as client:
+        for path in [*paths_of(keyed), "/no/such/route"]:
+            for method in METHODS:
+                url = keyed.url + form.format(path.replace("{model_id}", "fake/tiny").replace("{model_id:path}", "x"))
+                reply = client.request(method, url, headers={"authorization": "Bearer wrong"})
+                is_public = path in PUBLIC_PATHS and not form.startswith("/")
+                where = f"{method} {url} {reply.status_code}"
+                assert (reply.status_code != 401) == is_public or (path == "/" and form == "/{}"), where
+                if reply.status_code == 401 and method != "HEAD":
+                    assert reply.json()["error"]["code"] == "invalid_api_key", where
+                    assert reply.headers["www-authenticate"].startswith("Bearer"), where
+    assert keyed.engine.seen == []
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer  x", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY},"]
+)
+def test_near_misses_stay_outside(keyed: RunningServer, header: str) -> None:
+    assert keyed.get("/v1/models", headers={"authorization": header}).status_code == 401
+
+
+def test_the_key_opens_everything(keyed: RunningServer) -> None:
+    headers = {"authorization": f"bearer {KEY}"}  # the scheme's case does not matter
+    for path in ("/v1/models", "/v1/models/fake/tiny", "/docs", "/openapi.json", "/metrics"):
+        assert keyed.get(path, headers=headers).status_code == 200
+
+
+def test_metrics_can_be_public(serving: Serving) -> None:
+    open_metrics = serving(ServerConfig(api_key=(KEY,), public_metrics=True))
+    assert open_metrics.get("/metrics").status_code == 200
+    assert open_metrics.get("/v1/models").status_code == 401
+
+
+def test_keys_never_show(keyed: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        keyed.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+        keyed.get("/v1/models", headers={"authorization": "Bearer other-secret"})
+    assert "secret" not in caplog.text
+    assert KEY not in repr(ServerConfig(api_key=(KEY,)))
+
+
+def test_keys_from_flags_file_and_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nthree\n\n  four  \n")
+    config = ServerConfig(api_key=("one", "two"), api_key_file=file)
+    assert load_keys(config, {"TOKENMILL_API_KEY": "five,one"}) == (b"one", b"two", b"five", b"three", b"four")
+
+
+@pytest.mark.parametrize("content", [None, "", "# only a comment\n"])
+def test_a_key_file_without_keys_is_an_error(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InvalidConfig):
+        load_keys(ServerConfig(api_key_file=file), {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_open_to_others_needs_a_key_or_a_word(host: str) -> None:
+    with pytest.raises(InvalidConfig):
+        require_safe_exposure(ServerConfig(host=host), ())
+    require_safe_exposure(ServerConfig(host=host), (b"key",))
+    require_safe_exposure(ServerConfig(host=host, allow_open=True), ())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_loopback_needs_nothing(host: str) -> None:
+    require_safe_exposure(ServerConfig(host=host), ())
+
+
+# ── methods and paths ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize"])
+def test_wrong_method_names_the_right_one(server: RunningServer, path: str) -> None:
+    reply = server.get(path)
+    assert reply.status_code == 405 and reply.headers["allow"] == "POST"
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_unknown_route(server: RunningServer) -> None:
+    reply = server.get("/v1/nothing")
+    assert reply.status_code == 404
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_head_options_and_trailing_slashes_behave(server: RunningServer) -> None:
+    assert httpx.head(f"{server.url}/health").status_code == 200
+    assert httpx.head(f"{server.url}/v1/models").text == ""
+    assert server.get("/v1/models/").json() == server.get("/v1/models").json()
+    assert server.get("/v1/models/fake/tiny/").json()["id"] == "fake/tiny"
+    reply = httpx.options(f"{server.url}/v1/completions")
+    assert (reply.status_code, reply.headers["allow"]) == (204, "POST")
+
+
+def test_cors_is_off_unless_asked_for(server: RunningServer, serving: Serving) -> None:
+    preflight = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.get("/health", headers=preflight).headers
+    allowed = serving(ServerConfig(api_key=(KEY,), cors_origin=("https://app.example",)))
+    reply = httpx.options(f"{allowed.url}/v1/chat/completions", headers=preflight)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://app.example")
+    other = httpx.options(f"{allowed.url}/v1/chat/completions", headers={**preflight, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_request_ids(server: RunningServer) -> None:
+    assert server.get("/ping", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert server.get("/nothing", headers={"x-request-id": "bad id"}).headers["x-request-id"].startswith("req-")
+
+
+def test_docs_describe_the_routes(server: RunningServer) -> None:
+    assert "swagger" in server.get("/docs").text.lower()
+    paths = server.get("/openapi.json").json()["paths"]
+    assert paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"]

@@ -1,0 +1,302 @@
+"""Wrong bodies over all routes: always 4xx, always the full error body, at once, and the server goes on as before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from fake_engine import STORY
+from loopback import RunningServer
+
+CHAT, COMPLETION, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETION: {"model": "fake/tiny", "prompt": "Hi"},
+    EMBED: {"model": "fake/tiny", "input": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [72]},
+}
+SAMPLING = ["temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "seed", "min_p", "typical_p", "top_k"]
+SAMPLING += [
+    "repetition_penalty",
+    "min_tokens",
+    "max_tokens",
+    "prompt_logprobs",
+    "priority",
+    "best_of",
+    "length_penalty",
+]
+NUMERIC = {
+    CHAT: [*SAMPLING, "max_completion_tokens", "top_logprobs"],
+    COMPLETION: [*SAMPLING, "logprobs"],
+    EMBED: ["dimensions", "priority"],
+}
+# As raw JSON, because some of these no JSON library would write.
+NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e400", "true", "[]", "{}", '"1"', "[1]", "1" * 30]
+FLAGS = ["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"]
+WRONG_BODIES = [
+    b"",
+    b"  ",
+    b"{",
+    b"[]",
+    b'"text"',
+    b"123",
+    b"null",
+    b"true",
+    b'{"model": "fa',
+    b"\xff\xfe",
+    b"[" * 5000,
+]
+WRONG_BODIES += [b"[" * 5000, b'{"model": "\\ud800"}', b"{'model': 1}", b'{"a":1}{"b":2}']
+
+CHAT_CASES: list[tuple[str, Any]] = [
+    *(("messages", value) for value in (None, "text", [], {}, 5, [123], [{}], [None], [[]], ["x"])),
+    ("messages", [{"role": 5, "content": "x"}]),
+    ("messages", [{"role": "wizard", "content": "x"}]),
+    ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "user", "content": None}]),
+    ("messages", [{"role": "user", "content": 5}]),
+    ("messages", [{"role": "user", "content": []}]),
+    ("messages", [{"role": "user", "content": ["x"]}]),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]),
+    ("messages", [{"role": "user", "content": "x"}, {}, {"role": "user", "content": "x"}]),
+    ("messages", [{"role": "assistant", "content": None}]),
+    ("messages", [{"role": "assistant", "content": None, "tool_calls": [{}]}]),
+    ("messages", [{"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": {"name": 5}}]}]),
+    ("messages", [{"role": "tool", "content": "x"}]),
+    ("messages", [{"role": "user", "content": "x", "name": 5}]),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_completion_tokens", 0),
+    ("top_logprobs", 21),
+    ("top_logprobs", 10**6),
+    ("top_logprobs", 5),  # without logprobs
+    ("logprobs", 5),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "hiccup"}),
+    ("response_format", {}),
+    ("response_format", 5),
+    ("tools", []),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tools", 5),
+    ("tool_choice", "required"),
+    ("functions", [{"name": "f"}]),
+    ("function_call", "auto"),
+    ("audio", {"voice": "alloy", "format": "wav"}),
+    ("modalities", ["text", "audio"]),
+    ("modalities", "audio"),
+    ("prediction", {"type": "content", "content": "x"}),
+    ("store", True),
+    ("web_search_options", {}),
+    ("reasoning_effort", "high"),
+    ("service_tier", "flex"),
+    ("guided_json", {}),
+    ("chat_template", "{{ x }}"),
+    ("chat_template_kwargs", 5),
+    ("add_generation_prompt", "yes"),
+    ("echo", True),
+]
+COMPLETION_CASES: list[tuple[str, Any]] = [
+    *(("prompt", value) for value in (None, 5, {}, [], [[]], [None], ["a", 5], ["a", [1]], [[1], "a"], [1, "a"])),
+    *(("prompt", value) for value in ([-1], [512], [[0, 512]], [True], [1.5], [[1], []], [[[1]]], ["x"] * 10**5)),
+    ("prompt", [1] * 600),
+    ("suffix", "the end"),
+    ("echo", "yes"),
+    ("logprobs", 6),
+    ("logprobs", -1),
+    ("logprobs", True),
+    ("best_of", 21),
+    ("max_tokens", -1),
+]
+SHARED_CASES: list[tuple[str, Any]] = [
+    *(("temperature", value) for value in (2.5, -0.1, 1e308)),
+    *(("top_p", value) for value in (-1, 1.1)),
+    *(("n", value) for value in (0, -1, 129, 10**6, 1.5)),
+    *(("presence_penalty", value) for value in (3, -3)),
+    *(("frequency_penalty", value) for value in (3, -3)),
+    *(("seed", value) for value in (2**63, -(2**63) - 1, 2**64, 1.5)),
+    *(("stop", value) for value in (5, [5], [""], "", ["x"] * 10**5, ["x" * 5000], {}, [None])),
+    *(("logit_bias", value) for value in (5, [], {"x": 1}, {"512": 1}, {"-1": 1}, {"1.5": 1}, {"1": 101}, {"1": "x"})),
+    *(("logit_bias", value) for value in ({"1": None}, {"1": True}, {str(key): 1 for key in range(10**5)})),
+    ("stream_options", {"include_usage": True}),  # without stream
+    ("stream_options", 5),
+    ("stop_token_ids", [512]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", 5),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("banned_token_ids", [True]),
+    ("min_tokens", 10**12),
+    ("top_k", -2),
+    ("repetition_penalty", 0),
+    ("length_penalty", 2.0),  # without beam search
+    ("early_stopping", True),
+    ("cache_salt", ""),
+    ("cache_salt", 5),
+    ("user", 5),
+    ("model", 5),
+    ("model", None),
+    ("model", ["fake/tiny"]),
+]
+OTHER_CASES: list[tuple[str, str, Any]] = [
+    *((EMBED, "input", value) for value in (None, "", [], [""], ["a", ""], 5, {}, [-1], [512], [[]], ["a", [1]])),
+    (EMBED, "input", "x" * 600),
+    (EMBED, "input", ["x"] * 2049),
+    (EMBED, "encoding_format", "int8"),
+    (EMBED, "encoding_format", 5),
+    (EMBED, "dimensions", 0),
+    (EMBED, "dimensions", 17),
+    (EMBED, "user", 5),
+    *(("/tokenize", "prompt", value) for value in (None, 5, [], {}, ["a"])),
+    ("/tokenize", "add_special_tokens", 1),
+    ("/tokenize", "model", "other"),
+    *(("/detokenize", "tokens", value) for value in (None, 5, "a", [-1], [512], ["a"], [True], {})),
+]
+
+
+def cases() -> Iterator[tuple[str, bytes, str | None]]:
+    """(path, body, the field to blame)"""
+    for path in GOOD:
+        for body in WRONG_BODIES:
+            yield path, body, None
+    for path, names in NUMERIC.items():
+        for name in names:
+            for value in NOT_NUMBERS:
+                yield path, with_raw(GOOD[path], name, value), name if value not in NOT_NUMBERS[:4] else None
+    for path in (CHAT, COMPLETION):
+        for name in FLAGS:
+            yield path, with_raw(GOOD[path], name, '"true"'), name
+            yield path, with_raw(GOOD[path], name, "1"), name
+        for name, value in SHARED_CASES:
+            yield path, orjson_or_raw({**GOOD[path], name: value}), name
+    for name, value in CHAT_CASES:
+        yield CHAT, orjson.dumps({**GOOD[CHAT], name: value}), name
+    for name, value in COMPLETION_CASES:
+        yield COMPLETION, orjson.dumps({**GOOD[COMPLETION], name: value}), name
+    for path, name, value in OTHER_CASES:
+        yield path, orjson.dumps({**GOOD[path], name: value}), name
+
+
+def with_raw(body: dict[str, Any], name: str, value: str) -> bytes:
+    return orjson.dumps(body)[:-1] + f',"{name}":{value}}}'.encode()
+
+
+def orjson_or_raw(body: dict[str, Any]) -> bytes:
+    import json  # orjson writes no whole numbers beyond 64 bits
+
+    return json.dumps(body).encode()
+
+
+def require_error_body(reply: httpx.Response) -> dict[str, Any]:
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert isinstance(error["message"], str) and isinstance(error["type"], str) and isinstance(error["code"], str)
+    return error
+
+
+def test_every_wrong_body_is_refused_by_name(server: RunningServer) -> None:
+    count, slowest = 0, 0.0
+    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}, timeout=5) as client:
+        for path, body, blamed in cases():
+            started = time.perf_counter()
+            reply = client.post(path, content=body)
+            slowest = max(slowest, time.perf_counter() - started)
+            where = f"{path} {body[:120]!r} → {reply.status_code} {reply.text[:300]}"
+            assert 400 <= reply.status_code < 500, where
+            error = require_error_body(reply)
+            if blamed is not None:
+                assert (error["param"] or "").split("[")[0].split(".")[0] == blamed, where
+            count += 1
+    assert count >= 600 and slowest < 1.0
+    assert server.engine.running == {}
+    reply = server.post(CHAT, GOOD[CHAT])
+    assert reply.json()["choices"][0]["message"]["content"] == STORY
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/jsonp"},
+        {"content-type": ""},
+        {},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+@pytest.mark.parametrize("path", GOOD)
+def test_wrong_content_type(server: RunningServer, path: str, headers: dict[str, str]) -> None:
+    reply = server.http.post(server.url + path, content=orjson.dumps(GOOD[path]), headers=headers)
+    assert reply.status_code == 415
+    require_error_body(reply)
+
+
+@pytest.mark.parametrize("accept", ["text/html", "*/*;q=0", "nonsense", ""])
+@pytest.mark.parametrize("path", GOOD)
+def test_odd_accept_headers_and_charsets_do_no_harm(server: RunningServer, path: str, accept: str) -> None:
+    headers = {"accept": accept, "content-type": "application/json; charset=UTF-8"}
+    assert server.http.post(server.url + path, content=orjson.dumps(GOOD[path]), headers=headers).status_code == 200
+
+
+def test_null_and_unknown_fields_are_ignored(server: RunningServer) -> None:
+    for path, names in NUMERIC.items():
+        body = {**GOOD[path], **dict.fromkeys(names), "brand_new_field": {"x": [1]}, "metadata": {"a": "b"}}
+        assert server.post(path, body).status_code == 200
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1, 0, -1])
+def test_seeds_at_the_limits(server: RunningServer, seed: int) -> None:
+    assert server.post(CHAT, {**GOOD[CHAT], "seed": seed}).status_code == 200
+    assert server.engine.seen[-1].params.seed == seed  # type: ignore[union-attr]
+
+
+def test_combinations(server: RunningServer) -> None:
+    refused = [
+        (COMPLETION, {"stream": True, "best_of": 3, "n": 2}, "best_of"),
+        (COMPLETION, {"best_of": 1, "n": 2}, "best_of"),
+        (COMPLETION, {"stream": True, "use_beam_search": True, "n": 2}, "use_beam_search"),
+        (COMPLETION, {"stream": True, "echo": True, "logprobs": 1}, "echo"),
+        (COMPLETION, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (COMPLETION, {"prompt": ["x"] * 100, "n": 100}, "n"),
+        (COMPLETION, {"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        (CHAT, {"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    ]
+    for path, extra, blamed in refused:
+        reply = server.post(path, {**GOOD[path], **extra})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, blamed), reply.text
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_refused_while_they_arrive(server: RunningServer, chunked: bool) -> None:
+    piece = b" " * 65536
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(320):  # 20 MiB; the limit is 8
+            yield piece
+
+    content = pieces() if chunked else piece * 320
+    reply = httpx.post(server.url + CHAT, content=content, headers={"content-type": "application/json"}, timeout=10)
+    assert reply.status_code == 413
+    assert require_error_body(reply)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, EMBED, "/tokenize"])
+def test_text_that_cannot_fit_is_not_even_tokenised(server: RunningServer, path: str) -> None:
+    key = {CHAT: "messages", EMBED: "input"}.get(path, "prompt")
+    text = "x" * 4_000_000
+    value = [{"role": "user", "content": text}] if path == CHAT else text
+    reply = server.post(path, {**GOOD[path], key: value})
+    assert (reply.status_code, require_error_body(reply)["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_quoted_value_is_short(server: RunningServer) -> None:
+    reply = server.post(CHAT, {**GOOD[CHAT], "temperature": "x" * 10**6})
+    assert reply.status_code == 400 and len(reply.text) < 500

@@ -37,8 +37,8 @@ class CacheConfig:
     """Tokens in one KV block."""
     num_blocks: int | None = None
     """Blocks in the pool; by default as many as `memory_fraction` allows."""
-    memory_fraction: float = 0.5
-    """Share of the memory left after loading that the KV cache may take."""
+    memory_fraction: float | None = None
+    """Share of the memory left after loading that the KV cache may take; by default 0.25 on a CPU, 0.9 on a GPU."""
     kv_dtype: KVDType = "auto"
     """Precision of cached keys and values."""
     prefix_caching: bool = True

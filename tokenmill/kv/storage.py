@@ -7,8 +7,10 @@ A block id belongs to one KV group at a time; the group's i-th layer finds its k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tokenmill.kv.layout import KVLayout
@@ -24,8 +26,8 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
 
     def layer(self, number: int) -> LayerCache:
         """Views of one layer's keys and values."""
@@ -43,3 +45,12 @@ class KVStorage:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, so that what a masked score multiplies is never NaN. On a CPU the pages come when they are first written:
+    a pool that is never filled costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,274 @@
+"""The serving front: submit a request, get an async iterator of events.
+
+The core lives behind a `CoreLink`. If it dies, the running requests hear of it at once, and a new core is started;
+until that one is ready, `submit` refuses. Leaving an iterator early (a client went away) aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.front import Front, load_front
+from tokenmill.engine.intake import ClientRequest, Intake
+from tokenmill.engine.link import CoreLink, ThreadLink
+from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Submit
+from tokenmill.engine.outlet import Outlet
+from tokenmill.engine.process import ProcessLink
+from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo
+from tokenmill.errors import Draining, EngineDead, InvalidRequest, Overloaded, RequestFailed, TokenmillError
+from tokenmill.types import ChatRequest, Event, SequenceOutput
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 300.0
+FIRST_RESTART_DELAY_S = 0.2
+
+
+class AsyncEngine:
+    def __init__(self, front: Front, make_link: Callable[[], CoreLink]) -> None:
+        self._front = front
+        self._make_link = make_link
+        self._link: CoreLink | None = None
+        self._core: CoreInfo | None = None
+        self._intake: Intake | None = None
+        self._streams: dict[str, EventStream] = {}
+        self._stats = EngineStats()
+        self._health = Health("loading")
+        self._first_ready: asyncio.Future[None] | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._deaths: list[float] = []
+        self._is_closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, in_process: bool = False) -> AsyncEngine:
+        """Load the model and return once it answers. `in_process` keeps the core in a thread of this process."""
+        front = await asyncio.to_thread(load_front, config)
+        engine = cls(front, lambda: open_link(front, in_process=in_process))
+        await engine.open()
+        return engine
+
+    async def open(self) -> None:
+        self._first_ready = asyncio.get_running_loop().create_future()
+        await self._connect()
+        try:
+            await self._first_ready
+        except BaseException:
+            await self.close()
+            raise
+
+    # ── asking ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, asked: ClientRequest) -> EventStream:
+        """Everything wrong with the request is raised here, before the first event."""
+        intake = self._accepting_intake()
+        request = intake.take(asked)
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        stream = EventStream(self._front.outlet(asked, request), on_leave=self._leave)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        assert self._link is not None
+        self._link.send(Submit(request))
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._forget(stream, tell_core=True)
+            stream.fail(RequestFailed("the request was aborted"))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._loaded_intake().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def tokenize_chat(self, request: ChatRequest) -> list[int]:
+        return self._loaded_intake().chat_ids(request)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._loaded_intake().tokenizer.decode(ids, skip_special_tokens=False)
+
+    # ── being ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._front.info(self._loaded_intake().max_context)
+
+    @property
+    def core(self) -> CoreInfo:
+        assert self._core is not None, "the engine is not loaded"
+        return self._core
+
+    def health(self) -> Health:
+        return self._health
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; False when some were still running at the end."""
+        self._health = Health("draining", "finishing running requests")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return not self._streams
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._restart is not None:
+            self._restart.cancel()
+        self._health = Health("dead", "closed")
+        self._fail_all(EngineDead("the engine was closed"))
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    # ── hearing from the core ──────────────────────────────────────────────────────────────────────────
+
+    def _receive(self, message: FromCore) -> None:
+        match message:
+            case Outputs(outputs, stats):
+                self._stats = stats
+                for output in outputs:
+                    self._deliver(output)
+            case Ready(info):
+                self._become_ready(info)
+            case Failed():
+                self._core_died(message)
+
+    def _deliver(self, output: SequenceOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:  # aborted meanwhile
+            return
+        if output.finish_reason == "error":
+            self._forget(stream, tell_core=False)
+            stream.fail(RequestFailed(output.error or "the request failed"))
+            return
+        for event in stream.outlet.push(output):
+            stream.put(event)
+        for index in stream.outlet.take_stopped():
+            assert self._link is not None
+            self._link.send(Abort(output.request_id, index))
+        if stream.outlet.is_finished:
+            self._forget(stream, tell_core=False)
+            stream.end()
+
+    def _become_ready(self, info: CoreInfo) -> None:
+        self._core = info
+        self._intake = self._front.intake(info.max_context)
+        if self._health.state == "loading":
+            self._health = Health("ready")
+        assert self._first_ready is not None
+        if not self._first_ready.done():
+            self._first_ready.set_result(None)
+
+    def _core_died(self, failure: Failed) -> None:
+        if self._is_closed or self._health.state == "dead":
+            return
+        error = EngineDead(failure.message, hint=failure.hint)
+        self._fail_all(error)
+        assert self._first_ready is not None
+        if not self._first_ready.done():  # it never came up: that is the starter's to hear
+            error.exit_code = failure.exit_code
+            self._first_ready.set_exception(error)
+            self._health = Health("dead", failure.message)
+        elif self._health.state != "draining":
+            self._health = Health("dead", failure.message)
+            log.error("%s; starting it again", failure.message)
+            self._restart = asyncio.create_task(self._restart_core())
+
+    async def _restart_core(self) -> None:
+        now = time.monotonic()
+        self._deaths = [died for died in self._deaths if now - died < RESTART_WINDOW_S] + [now]
+        if len(self._deaths) > MAX_RESTARTS:
+            self._health = Health("dead", f"the engine died {len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s")
+            return
+        if self._link is not None:
+            await self._link.close()
+        await asyncio.sleep(FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1))
+        self._health = Health("loading", "starting again after a failure")
+        await self._connect()
+
+    async def _connect(self) -> None:
+        self._link = self._make_link()
+        await self._link.start(self._receive)
+
+    # ── one request ────────────────────────────────────────────────────────────────────────────────────
+
+    def _leave(self, stream: EventStream) -> None:
+        if self._streams.get(stream.outlet.request_id) is stream:
+            self._forget(stream, tell_core=True)
+
+    def _forget(self, stream: EventStream, *, tell_core: bool) -> None:
+        self._streams.pop(stream.outlet.request_id, None)
+        if tell_core and self._link is not None:
+            self._link.send(Abort(stream.outlet.request_id))
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, error: TokenmillError) -> None:
+        for stream in list(self._streams.values()):
+            self._forget(stream, tell_core=False)
+            stream.fail(error)
+
+    def _loaded_intake(self) -> Intake:
+        if self._intake is None:
+            raise EngineDead("the model is still loading")
+        return self._intake
+
+    def _accepting_intake(self) -> Intake:
+        if self._health.state == "draining":
+            raise Draining("the server is shutting down", retry_after_s=5)
+        if self._health.state != "ready":
+            raise EngineDead(f"the engine is not ready: {self._health.detail or self._health.state}")
+        if len(self._streams) >= self._front.config.scheduler.max_waiting + self._front.config.scheduler.max_running:
+            raise Overloaded("too many requests are waiting", retry_after_s=1)
+        return self._loaded_intake()
+
+
+class EventStream(AsyncIterator[Event]):
+    """The events of one request. `aclose`, being cancelled and being dropped all abort what is not finished."""
+
+    def __init__(self, outlet: Outlet, on_leave: Callable[[EventStream], None]) -> None:
+        self.outlet = outlet
+        self._on_leave = on_leave
+        self._events: asyncio.Queue[Event | TokenmillError | None] = asyncio.Queue()
+
+    async def __anext__(self) -> Event:
+        try:
+            event = await self._events.get()
+        except asyncio.CancelledError:
+            self._on_leave(self)
+            raise
+        if event is None:
+            self.end()  # an exhausted iterator stays exhausted
+            raise StopAsyncIteration
+        if isinstance(event, TokenmillError):
+            raise event
+        return event
+
+    async def aclose(self) -> None:
+        self._on_leave(self)
+
+    def put(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    def end(self) -> None:
+        self._events.put_nowait(None)
+
+    def fail(self, error: TokenmillError) -> None:
+        self._events.put_nowait(error)
+        self.end()
+
+
+def open_link(front: Front, *, in_process: bool) -> CoreLink:
+    if not in_process:
+        return ProcessLink(front.config, front.model_path)
+    from tokenmill.engine.build import build_core  # torch, only where the core lives in this process
+
+    return ThreadLink(lambda: build_core(front.config, front.model_path))

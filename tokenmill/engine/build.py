@@ -1,0 +1,112 @@
+"""Puts a core together: spec and weights, the model on its device, the KV pool, scheduler and runner."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from tokenmill.arch.cost import num_parameters
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
+from tokenmill.engine.status import CoreInfo
+from tokenmill.errors import InvalidConfig
+from tokenmill.hardware.machine import probe_machine
+from tokenmill.kv.cache import KVCache
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.loading import Loader
+from tokenmill.models.protocol import Model
+from tokenmill.ops.interface import OpsWanted
+from tokenmill.ops.table import choose_ops
+from tokenmill.runner.runner import ModelRunner
+from tokenmill.sampling.sampler import Sampler
+from tokenmill.scheduler import Scheduler
+from tokenmill.weights.dummy import dummy_weights
+from tokenmill.weights.source import WeightSource, open_weights
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
+    started = time.monotonic()
+    spec = read_spec(model_path)
+    layout = KVLayout.from_spec(spec)
+    resolved = resolve(config, spec, layout, machine_facts(config, spec))
+    settled = resolved.config
+    assert settled.ops.threads is not None and settled.model.max_context is not None
+    torch.set_num_threads(settled.ops.threads)
+    storage = kv_storage(settled, layout)
+    model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
+    core = assemble(settled, model, storage)
+    core.info = CoreInfo(
+        max_context=settled.model.max_context,
+        num_blocks=storage.num_blocks,
+        block_size=storage.block_size,
+        reasons=[*resolved.reasons, *op_reasons],
+        pid=os.getpid(),
+        load_s=time.monotonic() - started,
+    )
+    return core
+
+
+def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
+    if config.model.load_format == "dummy":
+        return dummy_weights(spec, seed=config.model.seed)
+    source = open_weights(path, spec)
+    source.check()
+    return source
+
+
+def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> tuple[Model, list[str]]:
+    device, dtype = torch.device(config.ops.device), TORCH_DTYPES[config.model.dtype]
+    if config.model.quantization != "none":
+        raise InvalidConfig("quantising while loading needs the native kernels", param="quantization")
+    wanted = OpsWanted(spec, device, dtype, TORCH_DTYPES[config.cache.kv_dtype], config.ops.backend)
+    ops, reasons = choose_ops(wanted)
+    return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context), reasons
+
+
+def kv_storage(config: EngineConfig, layout: KVLayout) -> KVStorage:
+    assert config.cache.num_blocks is not None
+    if config.cache.kv_dtype not in TORCH_DTYPES:
+        raise InvalidConfig(f"kv_dtype {config.cache.kv_dtype} is not supported by this backend", param="kv_dtype")
+    dtype = TORCH_DTYPES[config.cache.kv_dtype]
+    device = torch.device(config.ops.device)
+    return KVStorage(layout, config.cache.num_blocks, config.cache.block_size, dtype, device)
+
+
+def assemble(config: EngineConfig, model: Model, storage: KVStorage) -> EngineCore:
+    """Scheduler and runner over a model that is already there (a real one or a scripted one)."""
+    assert config.model.max_context is not None
+    max_rows = config.scheduler.max_running
+    cache = KVCache(
+        windows=storage.layout.windows,
+        num_blocks=storage.num_blocks,
+        block_size=storage.block_size,
+        prefix_caching=config.cache.prefix_caching,
+    )
+    scheduler = Scheduler(config=config.scheduler, cache=cache, max_rows=max_rows, clock=time.monotonic)
+    sampler = Sampler(model.vocab_size, max_rows, storage.device)
+    runner = ModelRunner(model, storage, sampler, max_rows, config.model.max_context)
+    info = CoreInfo(max_context=config.model.max_context, num_blocks=storage.num_blocks, block_size=storage.block_size)
+    return EngineCore(scheduler, runner, info)
+
+
+def machine_facts(config: EngineConfig, spec: ModelSpec) -> MachineFacts:
+    machine = probe_machine()
+    has_cuda = config.ops.device != "cpu" and torch.cuda.is_available()
+    available = torch.cuda.mem_get_info()[0] if has_cuda else machine.memory.available_bytes
+    dtype_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
+    return MachineFacts(
+        cores=machine.cpu.usable_cores,
+        available_bytes=available,
+        weight_bytes=num_parameters(spec) * dtype_bytes,
+        has_cuda=has_cuda,
+    )

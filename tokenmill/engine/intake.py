@@ -1,0 +1,149 @@
+"""From what a client asks to what the engine computes: template, tokens, settled limits, checked ids.
+
+Everything that can be wrong with a request is found here, before it is queued, and named.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+
+import msgspec
+
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest
+from tokenmill.params import SamplingParams
+from tokenmill.text.messages import messages_for_template
+from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.types import ChatRequest, EmbedRequest, Pooling, PromptRequest, Request
+
+ClientRequest = ChatRequest | PromptRequest | EmbedRequest
+
+
+class Intake:
+    def __init__(
+        self, *, tokenizer: Tokenizer | None, vocab_size: int, max_context: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.max_context = max_context
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._template = _template_of(tokenizer) if tokenizer else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
+            )
+        return self._tokenizer
+
+    def take(self, asked: ClientRequest) -> Request:
+        if isinstance(asked, EmbedRequest):
+            return self._take_embedding(asked)
+        prompt_ids = self.prompt_ids(asked)
+        self._require_fit(prompt_ids)
+        params = self._settle(asked.params)
+        return Request(
+            request_id=asked.request_id or new_request_id(),
+            prompt_token_ids=prompt_ids,
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            max_tokens=self._room_after(prompt_ids, params),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            priority=asked.priority,
+            arrival_s=time.monotonic(),
+            cache_salt=asked.cache_salt,
+        )
+
+    def prompt_ids(self, asked: ChatRequest | PromptRequest) -> list[int]:
+        if isinstance(asked, ChatRequest):
+            return self.chat_ids(asked)
+        return self._ids_of(asked.prompt, add_special_tokens=asked.add_special_tokens)
+
+    def chat_text(self, asked: ChatRequest) -> str:
+        if not asked.messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        tokenizer, template = self.tokenizer, self._template
+        assert tokenizer is not None and template is not None
+        return template.render(
+            messages_for_template(asked.messages),
+            tools=asked.tools or None,
+            add_generation_prompt=asked.add_generation_prompt,
+            **asked.template_args,
+        )
+
+    def chat_ids(self, asked: ChatRequest) -> list[int]:
+        """A template that writes the begin token itself must not get a second one."""
+        text = self.chat_text(asked)
+        bos = self.tokenizer.special_tokens.get("bos_token")
+        return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+
+    def _ids_of(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = list(prompt)
+            self._require_known(ids, "prompt")
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return ids
+
+    def _settle(self, params: SamplingParams) -> SamplingParams:
+        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids", "logit_bias"):
+            self._require_known(list(getattr(params, name) or []), name)
+        if params.beam and params.stop:
+            raise InvalidRequest("stop does not combine with beam search; use stop_token_ids", param="stop")
+        if params.stop:
+            assert self.tokenizer is not None
+        if params.best_of is not None:
+            # All candidates run as choices with logprobs; the outlet keeps the best n of them.
+            return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
+        return params
+
+    def _require_known(self, ids: list[int], param: str) -> None:
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"{param} holds {token_id!r}, which is not a token id of this model (0 to {self._vocab_size - 1})",
+                    param=param,
+                )
+
+    def _require_fit(self, prompt_ids: list[int]) -> None:
+        if len(prompt_ids) >= self.max_context:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
+                param="messages",
+                hint="shorten the prompt",
+            )
+
+    def _room_after(self, prompt_ids: list[int], params: SamplingParams) -> int:
+        room = self.max_context - len(prompt_ids)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _take_embedding(self, asked: EmbedRequest) -> Request:
+        prompt_ids = self._ids_of(asked.prompt, add_special_tokens=True)
+        if len(prompt_ids) > self.max_context:
+            raise ContextLengthExceeded(
+                f"the input has {len(prompt_ids)} tokens; at most {self.max_context} fit", param="input"
+            )
+        return Request(
+            request_id=asked.request_id or new_request_id(),
+            prompt_token_ids=prompt_ids,
+            params=SamplingParams(max_tokens=0),
+            max_tokens=0,
+            seed=0,
+            priority=asked.priority,
+            arrival_s=time.monotonic(),
+            pooling=asked.pooling or Pooling(),
+        )
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """A model without a template of its own gets the plain ChatML layout."""
+    return ChatTemplate(tokenizer.chat_template or CHATML, tokenizer.special_tokens)

@@ -1,0 +1,52 @@
+"""What front and core say to each other. Tagged msgspec structs: the same over a queue and over a socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.status import CoreInfo, EngineStats
+from tokenmill.types import Request, SequenceOutput
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """First word to a core process: load this model."""
+
+    config: EngineConfig
+    model_path: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget a request, or only one of its sequences (its stop string was found)."""
+
+    request_id: str
+    index: int | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: CoreInfo
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The core cannot go on (or could not start)."""
+
+    message: str
+    hint: str | None = None
+    exit_code: int = 1
+
+
+ToCore = Start | Submit | Abort | Shutdown
+FromCore = Ready | Outputs | Failed

@@ -1,0 +1,66 @@
+"""A progress bar for offline work that takes over a second; silent when it does not, or when nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Report(Protocol):
+    def __call__(self, *, done: int, new_tokens: int) -> None: ...
+
+
+@contextmanager
+def progress_over(total: int, *, enabled: bool, patience_s: float = 1.0) -> Iterator[Report]:
+    if not enabled or not sys.stderr.isatty():
+        yield lambda *, done, new_tokens: None
+        return
+    bar = LateBar(total, patience_s)
+    try:
+        yield bar.report
+    finally:
+        bar.close()
+
+
+class LateBar:
+    """Appears only once the work has taken `patience_s`."""
+
+    def __init__(self, total: int, patience_s: float) -> None:
+        self._total = total
+        self._started = time.monotonic()
+        self._patience_s = patience_s
+        self._num_tokens = 0
+        self._bar = None
+        self._task = None
+
+    def report(self, *, done: int, new_tokens: int) -> None:
+        self._num_tokens += new_tokens
+        elapsed = time.monotonic() - self._started
+        if elapsed < self._patience_s:
+            return
+        bar, task = self._shown()
+        bar.update(task, completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
+
+    def _shown(self):  # type: ignore[no-untyped-def]  # rich is imported only if the bar is ever shown
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("answers"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[speed]}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("answers", total=self._total, speed="")
+            self._bar.start()
+        return self._bar, self._task
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

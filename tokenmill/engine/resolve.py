@@ -1,0 +1,125 @@
+"""`auto` settled: one pure function from what was asked, the model and the machine to a complete config.
+
+Returns the new config and the reasons in words, which are printed at start. Nothing is probed or allocated here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.kv.layout import KVLayout
+from tokenmill.runner.memory import blocks_for_context
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+MAX_AUTO_CONTEXT = 32_768  # models that promise a million tokens still start on a small machine
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What must be known of the machine to settle a config."""
+
+    cores: int
+    available_bytes: int  # for weights and KV cache together, on the device that runs the model
+    weight_bytes: int  # what the weights will take there
+    has_cuda: bool = False
+    native_reason: str | None = "native kernels are not built"  # why they can't run this model; None: they can
+
+
+@dataclass(frozen=True)
+class Resolved:
+    config: EngineConfig
+    reasons: list[str]
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: MachineFacts) -> Resolved:
+    reasons: list[str] = []
+    ops = _resolve_ops(config.ops, machine, reasons)
+    model = _resolve_model(config.model, spec, ops, reasons)
+    cache = _resolve_cache(config, model, layout, machine, reasons)
+    model = _within_pool(model, cache, layout, reasons)
+    reasons.append(f"context of {model.max_context} tokens")
+    return Resolved(replace(config, model=model, cache=cache, ops=ops), reasons)
+
+
+def _resolve_ops(ops: OpsConfig, machine: MachineFacts, reasons: list[str]) -> OpsConfig:
+    device = ops.device if ops.device != "auto" else ("cuda" if machine.has_cuda else "cpu")
+    if device == "cuda" and not machine.has_cuda:
+        raise InvalidConfig("device cuda was asked for, but torch sees no CUDA device", param="device")
+    backend = ops.backend
+    if backend == "auto":
+        backend = "triton" if device == "cuda" else ("cpu" if machine.native_reason is None else "reference")
+        why = f" ({machine.native_reason})" if backend == "reference" else ""
+        reasons.append(f"device {device}, backend {backend}{why}")
+    if backend == "cpu" and machine.native_reason is not None:
+        raise InvalidConfig(f"backend cpu was asked for, but {machine.native_reason}", param="backend")
+    return replace(ops, device=device, backend=backend, threads=ops.threads or machine.cores)
+
+
+def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons: list[str]) -> ModelConfig:
+    dtype = model.dtype
+    if dtype == "auto":
+        half = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
+        dtype = half if ops.device == "cuda" else "float32"  # type: ignore[assignment]
+        reasons.append(f"computing in {dtype}")
+    context = model.max_context
+    if context is None:
+        context = min(spec.max_context, MAX_AUTO_CONTEXT)
+        if context < spec.max_context:
+            reasons.append(
+                f"the model's context of {spec.max_context} is more than {context}; --max-context asks for it"
+            )
+    elif context > spec.max_context:
+        raise InvalidConfig(f"max_context {context} is more than the model's {spec.max_context}", param="max_context")
+    return replace(model, dtype=dtype, max_context=context)
+
+
+def _resolve_cache(
+    config: EngineConfig, model: ModelConfig, layout: KVLayout, machine: MachineFacts, reasons: list[str]
+) -> CacheConfig:
+    cache = config.cache
+    kv_dtype = cache.kv_dtype if cache.kv_dtype != "auto" else model.dtype
+    assert kv_dtype != "auto" and model.max_context is not None
+    fraction = cache.memory_fraction or (0.9 if machine.has_cuda else 0.25)
+    cache = replace(cache, kv_dtype=kv_dtype, memory_fraction=fraction)
+    if cache.num_blocks is not None:
+        return cache
+    block_bytes = layout.block_bytes(cache.block_size, DTYPE_BYTES[kv_dtype])
+    free_bytes = max(0, machine.available_bytes - machine.weight_bytes)
+    affordable = int(free_bytes * fraction) // block_bytes
+    one_context = blocks_for_context(layout, model.max_context, cache.block_size, config.scheduler.token_budget)
+    useful = config.scheduler.max_running * one_context + 1
+    num_blocks = min(affordable, useful)
+    if num_blocks < 2:
+        raise InvalidConfig(
+            f"no room for a KV cache: {free_bytes / 2**30:.1f} GiB are free after the weights",
+            param="memory_fraction",
+            hint="use a smaller model or more quantised weights",
+        )
+    tokens = num_blocks * cache.block_size // len(layout.groups)
+    reasons.append(f"KV cache: {num_blocks} blocks, {num_blocks * block_bytes / 2**30:.2f} GiB, about {tokens} tokens")
+    return replace(cache, num_blocks=num_blocks)
+
+
+def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:
+    """One sequence must fit the pool alone, or it could never finish."""
+    assert model.max_context is not None and cache.num_blocks is not None
+    longest = longest_context(layout, cache, model.max_context)
+    if longest < model.max_context:
+        reasons.append(f"context cut to {longest} tokens, which is what the KV cache holds")
+    return replace(model, max_context=longest)
+
+
+def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
+    """The longest context whose blocks fit the pool (one block of it is the null block)."""
+    assert cache.num_blocks is not None
+    whole_blocks = range(1, -(-limit // cache.block_size) + 1)
+    fitting = bisect_right(
+        whole_blocks,
+        cache.num_blocks - 1,
+        key=lambda n: blocks_for_context(layout, n * cache.block_size, cache.block_size, limit),
+    )
+    return min(limit, fitting * cache.block_size)

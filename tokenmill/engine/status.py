@@ -1,0 +1,54 @@
+"""What an engine says about itself: the model it serves, whether it is well, how busy it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from tokenmill.arch.spec import ModelSpec
+
+EngineState = Literal["loading", "ready", "draining", "dead"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    name: str
+    max_context: int
+    vocab_size: int
+    created: int  # seconds since the epoch
+    fingerprint: str  # constant for a build, a model and its settings
+    spec: ModelSpec
+    has_chat_template: bool
+    can_embed: bool
+
+
+@dataclass(frozen=True)
+class Health:
+    state: EngineState
+    detail: str = ""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy_s: float = 0.0  # time spent in steps
+    engine_pid: int = 0
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core settled while loading and its front must know."""
+
+    max_context: int
+    num_blocks: int
+    block_size: int
+    reasons: list[str] = []  # why each automatic choice was made, for the start-up log
+    pid: int = 0
+    load_s: float = 0.0

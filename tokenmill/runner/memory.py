@@ -12,11 +12,11 @@ def blocks_for_context(layout: KVLayout, context: int, block_size: int, max_chun
     """Blocks that one sequence of `context` tokens holds at most, all KV groups together.
 
     A window group holds what the queries of one chunk see:  [ window - 1 tokens before | max_chunk tokens ], which may
-    begin anywhere in a block.
+    begin anywhere in a block, hence one block more. The scheduler admits a request by the same count.
     """
     full = ceil(context / block_size)
     return sum(
-        full if window is None else min(full, ceil((window - 1 + max_chunk - 1) / block_size) + 1)
+        full if window is None else min(full, ceil((window - 1 + max_chunk) / block_size) + 1)
         for window in layout.windows
     )
 
@@ -34,16 +34,15 @@ def num_blocks_that_fit(
 ) -> int:
     """As many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use.
 
-    Too little memory for even one full context is an error here, at load, not a surprise in the middle of an answer.
+    The first block is nobody's: tables point to it where a window has passed.
     """
-    block_bytes = layout.block_bytes(block_size, dtype_bytes)
-    fitting = int(free_bytes * memory_fraction) // block_bytes
-    for_one = blocks_for_context(layout, max_context, block_size, max_chunk)
-    if fitting < for_one + 1:
+    affordable = int(free_bytes * memory_fraction) // layout.block_bytes(block_size, dtype_bytes)
+    useful = max_rows * blocks_for_context(layout, max_context, block_size, max_chunk) + 1
+    num_blocks = min(affordable, useful)
+    if num_blocks < 1 + len(layout.groups):
         raise InvalidConfig(
-            f"the KV cache may take {int(free_bytes * memory_fraction) / 2**20:.0f} MiB, but one context of "
-            f"{max_context} tokens needs {(for_one + 1) * block_bytes / 2**20:.0f} MiB",
-            param="max_context",
-            hint="lower max_context, or raise memory_fraction",
+            f"no room for a KV cache: {free_bytes / 2**20:.0f} MiB are free after the weights",
+            param="memory_fraction",
+            hint="use a smaller model or more quantised weights",
         )
-    return min(fitting, for_one * max_rows + 1)
+    return num_blocks

@@ -1,0 +1,179 @@
+"""A runner without a model that checks what it is told.
+
+Its KV memory holds, for every slot, the position and a hash of all tokens up to it: what a key or value depends on in a
+real model. It applies copies, table updates and writes as the real runner does, then every row reads its context
+through its block table; a cell that isn't exactly that sequence's own history is an error. Draws are a pure function
+of (seed, output index, history), so the tokens of a request are known beforehand.
+"""
+
+from __future__ import annotations
+
+from tokenmill.kv.cache import KVCache
+from tokenmill.scheduler.sequence import mixed_seed
+from tokenmill.types import NewRow, Request, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+
+VOCAB = 50
+EOS = 0
+_MASK = 2**64 - 1
+
+
+def mix(*numbers: int) -> int:
+    state = 0x243F6A8885A308D3
+    for number in numbers:
+        state = ((state ^ (number & _MASK)) * 0x9E3779B97F4A7C15) & _MASK
+        state ^= state >> 29
+    return state
+
+
+def histories(tokens: list[int], known: list[int]) -> list[int]:
+    """known extended so that entry i stands for tokens[: i + 1]."""
+    for index in range(len(known), len(tokens)):
+        known.append(mix(known[-1] if known else 7, tokens[index]))
+    return known
+
+
+def top_logprobs(history: int, count: int) -> tuple[list[int], list[float]]:
+    """Most likely next tokens: a permutation and falling logprobs, both from the history."""
+    first, logprob = mix(history, 1) % VOCAB, 0.0
+    ids = [(first + 7 * i) % VOCAB for i in range(min(count, VOCAB))]
+    logprobs = []
+    for token_id in ids:
+        logprob -= 0.05 + (mix(history, token_id) % 1000) / 700
+        logprobs.append(logprob)
+    return ids, logprobs
+
+
+def drawn(seed: int, output_index: int, history: int) -> int:
+    return mix(seed, output_index, history) % VOCAB
+
+
+def drawn_logprob(history: int, token_id: int) -> float:
+    return -(mix(history, token_id, 3) % 4096) / 512
+
+
+def expected_tokens(request: Request, index: int) -> list[int]:
+    """What sample `index` of a request must say, whatever else is running."""
+    tokens, known, seed = list(request.prompt_token_ids), [], mixed_seed(request.seed, index)
+    stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(request.eos_token_ids))
+    for output_index in range(request.max_tokens):
+        token = drawn(seed, output_index, histories(tokens, known)[-1])
+        if output_index + 1 < request.params.min_tokens and token in stops:
+            token = 1 + EOS
+        tokens.append(token)
+        if token in stops and output_index + 1 >= request.params.min_tokens:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+class Row:
+    def __init__(self, new: NewRow, num_groups: int) -> None:
+        self.new = new
+        self.tokens = new.prompt_token_ids + new.output_token_ids
+        self.known: list[int] = []
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_fed = 0
+
+
+class SimulatedRunner:
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.memory: dict[int, list[tuple[int, int] | None]] = {}
+        self.rows: dict[int, Row] = {}
+        self.fail_rows_of: set[int] = set()  # seeds whose rows report an error
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for row in plan.freed_rows:
+            del self.rows[row]
+        for new in plan.new_rows:
+            assert new.row not in self.rows, "a row was given away while it was taken"
+            self.rows[new.row] = Row(new, len(self.cache.windows))
+        self._copy(plan.copies)
+        for row_plan in plan.rows:
+            self._write(row_plan)
+        return StepResult(rows=[self._read(row_plan) for row_plan in plan.rows])
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        targets = [to for _, to in copies]
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        contents = [list(self._block(source)) for source, _ in copies]
+        for target, cells in zip(targets, contents, strict=True):
+            self.memory[target] = cells
+
+    def _block(self, block: int) -> list[tuple[int, int] | None]:
+        return self.memory.setdefault(block, [None] * self.cache.block_size)
+
+    def _write(self, plan: RowPlan) -> None:
+        row = self.rows[plan.row]
+        for update in plan.table_updates:
+            table = row.tables[update.group]
+            assert update.start <= len(table), "a table update leaves a hole"
+            table[update.start : update.start + len(update.blocks)] = update.blocks
+        end = plan.start + len(plan.token_ids)
+        assert plan.token_ids and plan.token_ids == row.tokens[plan.start : end], "fed tokens are not the sequence's"
+        assert plan.output_index == len(row.tokens) - len(row.new.prompt_token_ids)
+        histories(row.tokens, row.known)
+        row.num_fed += len(plan.token_ids)
+        for table in row.tables:
+            for position in range(plan.start, end):
+                self._write_cell(table, position, row.known[position])
+
+    def _write_cell(self, table: list[int], position: int, history: int) -> None:
+        block = table[position // self.cache.block_size]
+        assert block != 0, "the null block is written"
+        assert self.cache.pool.refs[block] == 1, "a shared block is written"
+        # Registered during plan can't be: names are given when a block is full, and a full block is never written.
+        assert not self.cache.prefix.has(block), "a registered block is written"
+        self._block(block)[position % self.cache.block_size] = (position, history)
+
+    def _read(self, plan: RowPlan) -> RowResult:
+        row, end = self.rows[plan.row], plan.start + len(plan.token_ids)
+        for group, window in enumerate(self.cache.windows):
+            first = 0 if window is None else max(0, plan.start - window + 1)
+            for position in range(first, end):
+                block = row.tables[group][position // self.cache.block_size]
+                cell = self._block(block)[position % self.cache.block_size] if block else None
+                assert cell == (position, row.known[position]), f"row {plan.row} reads {cell} at {position}"
+        if row.new.seed in self.fail_rows_of:
+            return RowResult(row=plan.row, error="not a number")
+        return self._result(plan, row, end)
+
+    def _result(self, plan: RowPlan, row: Row, end: int) -> RowResult:
+        assert plan.sample <= (end == len(row.tokens)), "a draw before the last token is computed"
+        history = row.known[end - 1]
+        token_ids, logprobs = [], None
+        if plan.sample:
+            token_ids = [self._draw(plan, row, history)]
+            if plan.num_logprobs is not None:
+                top = top_logprobs(history, plan.num_logprobs)
+                logprobs = [TokenLogprobs(token_ids[0], drawn_logprob(history, token_ids[0]), 1, *top)]
+            row.tokens = row.tokens + token_ids
+        return RowResult(
+            row=plan.row,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(plan, row, end),
+            embedding=self._embedding(row, end),
+        )
+
+    def _draw(self, plan: RowPlan, row: Row, history: int) -> int:
+        token = drawn(row.new.seed, plan.output_index, history)
+        held_back = plan.output_index + 1 < row.new.params.min_tokens and token in row.new.stop_token_ids
+        return 1 + EOS if held_back else token
+
+    def _prompt_logprobs(self, plan: RowPlan, row: Row, end: int) -> list[TokenLogprobs] | None:
+        if plan.num_prompt_logprobs is None:
+            return None
+        prompt = row.new.prompt_token_ids
+        positions = range(plan.start + 1, min(end + 1, len(prompt)))
+        return [expected_prompt_logprob(prompt, row.known, position) for position in positions]
+
+    def _embedding(self, row: Row, end: int) -> list[float] | None:
+        if row.new.pooling is None or end < len(row.tokens):
+            return None
+        if row.new.pooling.kind != "last":
+            assert row.num_fed == len(row.tokens), "pooling needs every position"
+        return [float(row.known[end - 1] % 1000)]
+
+
+def expected_prompt_logprob(prompt: list[int], known: list[int], position: int) -> TokenLogprobs:
+    return TokenLogprobs(prompt[position], -float(known[position] % 97), 1, [], [])

@@ -1,0 +1,240 @@
+"""Random lives of a small scheduler: requests come, are aborted, preempted, finish; every step is checked."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_all, check_plan
+from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprob, expected_tokens, histories
+
+from tokenmill.config.engine import SchedulerConfig
+from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.kv.cache import KVCache
+from tokenmill.params import BeamParams, SamplingParams
+from tokenmill.scheduler import Scheduler
+from tokenmill.scheduler.sequence import mixed_seed
+from tokenmill.types import Pooling, Request, SequenceOutput
+
+MAX_STEPS = 3000
+POOLINGS = (Pooling("mean"), Pooling("last"))
+
+
+class Answers:
+    """Outputs of one request, folded as a client would."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.endings: dict[int, SequenceOutput] = {}
+        self.prompt_logprobs: list[object] = []
+
+    def take(self, output: SequenceOutput) -> None:
+        assert output.index not in self.endings, "an output after the last one"
+        self.tokens.setdefault(output.index, []).extend(output.token_ids)
+        if output.prompt_logprobs is not None:
+            assert output.index == 0
+            self.prompt_logprobs.append(output.prompt_logprobs)
+        if output.finish_reason:
+            self.endings[output.index] = output
+
+
+def drive(scheduler: Scheduler, runner: SimulatedRunner) -> list[SequenceOutput]:
+    plan = scheduler.plan()
+    assert plan is not None
+    return scheduler.apply(plan, runner.run(plan))
+
+
+def alone(request: Request) -> dict[int, list[int]]:
+    """The same request with a machine for itself."""
+    cache = KVCache(windows=[None], num_blocks=2000, block_size=4, prefix_caching=False)
+    scheduler = Scheduler(
+        config=SchedulerConfig(token_budget=512), cache=cache, max_rows=64, clock=lambda: request.arrival_s
+    )
+    runner, answers = SimulatedRunner(cache), Answers()
+    scheduler.add(request)
+    while scheduler.has_work:
+        for output in drive(scheduler, runner):
+            answers.take(output)
+    return answers.tokens
+
+
+class Life(RuleBasedStateMachine):
+    @initialize(
+        windows=st.sampled_from([(None,), (None, 6), (5,), (None, 9, 4)]),
+        num_blocks=st.integers(14, 50),
+        block_size=st.sampled_from([1, 2, 4]),
+        prefix_caching=st.booleans(),
+        max_running=st.integers(3, 8),
+        token_budget=st.integers(4, 24),
+        policy=st.sampled_from(["continuous", "continuous", "static"]),
+    )
+    def start(self, windows, num_blocks, block_size, prefix_caching, max_running, token_budget, policy) -> None:
+        self.cache = KVCache(
+            windows=windows, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
+        )
+        self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget, policy=policy, max_waiting=12)
+        self.now = 0.0
+        self.scheduler = Scheduler(config=self.config, cache=self.cache, max_rows=16, clock=lambda: self.now)
+        self.runner = SimulatedRunner(self.cache)
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, Answers] = {}
+        self.dropped: set[tuple[str, int]] = set()
+        self.failing: set[str] = set()
+        self.num_added = 0
+
+    @rule(
+        prefix=st.integers(0, 2),
+        prefix_len=st.integers(0, 12),
+        tail=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+        max_tokens=st.integers(0, 24),
+        min_tokens=st.integers(0, 3),
+        kind=st.sampled_from(["one", "one", "one", "n", "n", "best_of", "beam", "embed"]),
+        width=st.integers(2, 10),
+        prompt_logprobs=st.booleans(),
+        ignore_eos=st.booleans(),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "tenant"]),
+        fails=st.integers(0, 9),
+    )
+    def add(
+        self,
+        prefix,
+        prefix_len,
+        tail,
+        max_tokens,
+        min_tokens,
+        kind,
+        width,
+        prompt_logprobs,
+        ignore_eos,
+        priority,
+        salt,
+        fails,
+    ) -> None:
+        self.num_added += 1
+        params = SamplingParams(
+            n={"n": width, "best_of": 2, "beam": 2}.get(kind, 1),
+            best_of=width if kind == "best_of" else None,
+            beam=BeamParams(min(width, 4), early_stopping=width % 2 == 0) if kind == "beam" else None,
+            min_tokens=min(min_tokens, max_tokens),
+            ignore_eos=ignore_eos,
+            stop_token_ids=[3, 4, 5],
+            prompt_logprobs=1 if prompt_logprobs else None,
+        )
+        request = Request(
+            request_id=f"r{self.num_added}",
+            prompt_token_ids=[20 + prefix] * prefix_len + tail,
+            params=params,
+            eos_token_ids=[EOS],
+            max_tokens=max_tokens,
+            seed=self.num_added,
+            priority=priority,
+            arrival_s=self.now,
+            cache_salt=salt,
+            pooling=POOLINGS[width % 2] if kind == "embed" else None,
+        )
+        used_before = self.cache.num_used
+        try:
+            self.scheduler.add(request)
+        except (InvalidRequest, Overloaded):
+            assert self.cache.num_used == used_before
+            return
+        self.requests[request.request_id] = request
+        self.answers[request.request_id] = Answers()
+        if fails == 0:
+            self.failing.add(request.request_id)
+            self.runner.fail_rows_of.add(mixed_seed(request.seed, 0))
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.scheduler.abort(request_id)
+        self.scheduler.abort(request_id)
+        self.dropped |= {(request_id, index) for index in range(16)}
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data())
+    def abort_sample(self, data) -> None:
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        index = data.draw(st.integers(0, 3))
+        self.scheduler.abort_sequence(request.request_id, index)
+        if request.params.best_of is None and request.params.beam is None:
+            self.dropped.add((request.request_id, index))
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count) -> None:
+        for _ in range(count):
+            self.step(abort=None)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data())
+    def abort_in_mid_step(self, data) -> None:
+        self.step(abort=data.draw(st.sampled_from(sorted(self.requests))))
+
+    def step(self, abort: str | None) -> None:
+        plan = self.scheduler.plan()
+        self.now += 1.0
+        if plan is None:
+            assert not self.scheduler.has_work, "there is work but no plan"
+            return
+        check_plan(self.scheduler, plan, self.config)
+        check_all(self.scheduler) if abort is None else None
+        result = self.runner.run(plan)
+        if abort is not None:
+            self.scheduler.abort(abort)
+            self.dropped |= {(abort, index) for index in range(16)}
+        for output in self.scheduler.apply(plan, result):
+            self.answers[output.request_id].take(output)
+        check_all(self.scheduler)
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "scheduler"):
+            check_all(self.scheduler)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.has_work:
+                break
+            self.step(abort=None)
+        assert not self.scheduler.has_work, "a request never finished"
+        assert self.cache.num_used == 0 and self.scheduler.stats().running == self.scheduler.stats().waiting == 0
+        for request in self.requests.values():
+            self.check_answer(request, self.answers[request.request_id])
+
+    def check_answer(self, request: Request, answers: Answers) -> None:
+        for index in range(request.params.n):
+            if (request.request_id, index) in self.dropped:
+                continue
+            ending = answers.endings[index]
+            if request.request_id in self.failing:
+                assert ending.finish_reason == "error" or index > 0, "a failed sequence ended well"
+                continue
+            assert ending.finish_reason in ("stop", "length"), ending
+            if request.pooling is not None:
+                history = histories(request.prompt_token_ids, [])[-1]
+                assert ending.embedding == [float(history % 1000)]
+            elif request.params.best_of or request.params.beam:
+                assert answers.tokens[index] == alone(request)[index]
+            else:
+                assert answers.tokens[index] == expected_tokens(request, index)
+        if (request.request_id, 0) not in self.dropped and request.request_id not in self.failing:
+            self.check_prompt_logprobs(request, answers)
+
+    def check_prompt_logprobs(self, request: Request, answers: Answers) -> None:
+        if request.params.prompt_logprobs is None or request.pooling is not None:
+            assert not answers.prompt_logprobs
+            return
+        prompt = request.prompt_token_ids
+        known = histories(prompt, [])
+        expected = [expected_prompt_logprob(prompt, known, position) for position in range(1, len(prompt))]
+        assert answers.prompt_logprobs == [expected]
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -16,14 +16,16 @@ CPU = torch.device("cpu")
 class PagedRun:
     """Rows with room for `max_len` tokens each; their blocks lie scattered over the pool, out of order."""
 
-    def __init__(self, model: Decoder, num_rows: int, max_len: int, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, num_rows: int, max_len: int, block_size: int = 4, dtype: torch.dtype = torch.float32
+    ) -> None:
         groups = len(model.layout.groups)
         per_row = -(-max_len // block_size)
         num_blocks = 1 + groups * num_rows * per_row
         ids = list(range(1, num_blocks))
-        random.Random(seed).shuffle(ids)
+        random.Random(0).shuffle(ids)
         self.tables = torch.tensor(ids, dtype=torch.int32).view(groups, num_rows, per_row)
-        self.storage = KVStorage(model.layout, num_blocks, block_size, torch.float32, CPU)
+        self.storage = KVStorage(model.layout, num_blocks, block_size, dtype, CPU)
         self.model = model
         self.lengths = [0] * num_rows
 

@@ -93,10 +93,10 @@ def make_reference(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     return model
 
 
-def load_ours(reference: transformers.PreTrainedModel, directory: Path) -> Decoder:
+def load_ours(reference: transformers.PreTrainedModel, directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """The same model through files, our config reader and our weight rules."""
     reference.save_pretrained(directory)
     spec = spec_from_hf(json.loads((directory / "config.json").read_text()))
     weights = open_weights(directory, spec)
     weights.check()
-    return Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))
+    return Decoder(spec, Loader(weights, REFERENCE_OPS, dtype, torch.device("cpu")))

@@ -1,0 +1,69 @@
+"""The decoder beyond exact float32: half precision, rows without logits, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from paged import PagedRun, feed_in_chunks
+from tiny import load_ours, make_reference
+
+from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.errors import UnsupportedModel
+from tokenmill.models.loading import Loader
+from tokenmill.models.moe import Moe
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.reference import REFERENCE_OPS
+
+TOKENS = list(range(3, 40))
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mixtral"])
+def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Path) -> None:
+    reference = make_reference(name)
+    half = load_ours(reference, tmp_path, torch.bfloat16)
+    ours = feed_in_chunks(PagedRun(half, 1, 40, dtype=torch.bfloat16), 0, TOKENS, chunk=9)
+    with torch.inference_mode():
+        exact = reference(torch.tensor([TOKENS])).logits[0]
+    assert ours.dtype == torch.float32
+    cosine = torch.nn.functional.cosine_similarity(ours, exact, dim=-1)
+    assert float(cosine.median()) > 0.995  # an expert chosen by a hair may be another one at a few positions
+
+
+def test_only_wanted_rows_have_hidden_states(tmp_path: Path) -> None:
+    ours = load_ours(make_reference("llama"), tmp_path)
+    everything = PagedRun(ours, 2, 40).feed({0: TOKENS, 1: TOKENS[:5]})
+    last = PagedRun(ours, 2, 40).feed({0: TOKENS, 1: TOKENS[:5]}, every_logit=False)
+    assert last.shape == (2, ours.vocab_size)
+    torch.testing.assert_close(last, everything[[len(TOKENS) - 1, -1]])
+
+
+def test_the_cache_is_written_in_place(tmp_path: Path) -> None:
+    run = PagedRun(load_ours(make_reference("llama"), tmp_path), 1, 40)
+    place = run.storage.keys.data_ptr()
+    run.feed({0: TOKENS})
+    assert run.storage.keys.data_ptr() == place
+    used = run.storage.keys.abs().sum((0, 2, 4)).count_nonzero()  # slots with a key
+    assert int(used) == len(TOKENS)
+
+
+def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
+    ours = load_ours(make_reference("llama_tied"), tmp_path)
+    assert ours.head is ours.embedding
+
+
+class NoWeights:
+    def get(self, name: str) -> RawTensor:
+        raise AssertionError(f"{name} must not be read")
+
+
+def test_experts_that_are_not_implemented_are_refused() -> None:
+    load = Loader(NoWeights(), REFERENCE_OPS, torch.float32, CPU)
+    spec = MoeSpec(num_experts=4, num_active=2, expert=MlpSpec(8), renormalize=True)
+    with pytest.raises(UnsupportedModel, match="shared by all tokens"):
+        Moe(replace(spec, shared=MlpSpec(8)), 0, load)
+    with pytest.raises(UnsupportedModel, match="biases"):
+        Moe(replace(spec, expert=MlpSpec(8, bias=True)), 0, load)

@@ -1,0 +1,190 @@
+"""Chat templates: real ones against transformers' renderer, and hostile ones against the bounds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tokenmill.errors import InvalidRequest, ModelError
+from tokenmill.text.template import CHATML, Bounds, ChatTemplate, messages_for_template
+from tokenmill.types import Message
+
+TEMPLATES = sorted(
+    path.stem for path in (Path(__file__).resolve().parents[2].parent / "shared" / "templates").glob("*")
+)
+NAMES = {"bos_token": "<BOS>", "eos_token": "<EOS>", "unk_token": "<UNK>", "pad_token": "<PAD>"}
+NAMES |= {"functions": "[]", "datetime": "2024-01-02"}  # what firefunction wants beside the conversation
+
+USER = Message(role="user", content='What\'s the weather in Paris?\n<b>&amp; "München"</b>')
+ANSWER = Message(role="assistant", content="Sunny.")
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Zürich", "n": 2}'},
+}
+CONVERSATIONS = {
+    "user": [USER],
+    "turns": [USER, ANSWER, Message(role="user", content=" And tomorrow? ")],
+    "turns with tools": [USER, ANSWER, USER],
+    "system": [Message(role="system", content="Be brief."), USER],
+    "reasoning": [USER, Message(role="assistant", content="Sun.", reasoning="Look up."), USER],
+    "tools": [
+        USER,
+        Message(role="assistant", content=None, tool_calls=[CALL]),
+        Message(role="tool", content='{"sky": "blue"}', name="weather", tool_call_id="call00001"),
+    ],
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells <the> weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "where"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def theirs(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    texts, _ = render_jinja_template([messages], tools=tools, chat_template=source, add_generation_prompt=True, **NAMES)
+    text: str = texts[0]
+    return text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_real_template_renders_as_transformers_does(shared_dir: Path, name: str) -> None:
+    source = (shared_dir / "templates" / f"{name}.jinja").read_text()
+    template = ChatTemplate(source, NAMES)
+    num_equal = 0
+    for kind, conversation in CONVERSATIONS.items():
+        messages = messages_for_template(conversation)
+        tools = [TOOL] if "tools" in kind else None
+        try:
+            expected = theirs(source, messages, tools)
+        except (jinja2.TemplateError, TypeError) as refused:
+            with pytest.raises((InvalidRequest, ModelError)) as caught:
+                template.render(messages, tools=tools)
+            assert str(refused) in str(caught.value)
+            continue
+        assert template.render(messages, tools=tools) == expected, kind
+        num_equal += 1
+    assert num_equal >= 2  # templates made for tools refuse to do without, others refuse a system turn
+
+
+def test_all_templates_are_there(shared_dir: Path) -> None:
+    assert len(TEMPLATES) == 68
+
+
+def test_chatml() -> None:
+    text = ChatTemplate(CHATML, {}).render([{"role": "user", "content": "Hi"}])
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ChatTemplate(CHATML, {}).render([], add_generation_prompt=False) == ""
+
+
+def test_template_arguments_reach_the_template_and_may_not_shadow_it() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ mood }}{{ messages|length }}", {"bos_token": "<s>"})
+    assert template.render([{"role": "user"}], mood="calm") == "<s>calm1"
+    with pytest.raises(InvalidRequest, match="documents"):
+        template.render([], documents=[])
+
+
+def test_messages_for_template() -> None:
+    broken = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{not json"}}
+    first, second = messages_for_template(
+        [
+            Message(role="assistant", tool_calls=[CALL, broken], reasoning="hm"),
+            Message(role="tool", content="x", tool_call_id="c", name="f"),
+        ]
+    )
+    assert first["content"] is None and first["reasoning_content"] == "hm"
+    assert first["tool_calls"][0]["function"]["arguments"] == {"city": "Zürich", "n": 2}
+    assert first["tool_calls"][1]["function"]["arguments"] == "{not json"
+    assert CALL["function"]["arguments"].startswith("{")  # type: ignore[index]
+    assert second == {"role": "tool", "content": "x", "name": "f", "tool_call_id": "c"}
+    assert "tool_calls" not in second and "name" not in first
+
+
+def test_generation_mark_and_loop_controls() -> None:
+    source = (
+        "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}).render([]) == "013"
+    assert ChatTemplate("a{% generation %}b{{ 1 ~ 2 }}{% endgeneration %}c", {}).render([]) == "ab12c"
+
+
+def test_blame() -> None:
+    refusing = ChatTemplate("{{ raise_exception('only one turn') }}", {})
+    with pytest.raises(InvalidRequest, match="only one turn"):
+        refusing.render([])
+    with pytest.raises(InvalidRequest, match="can't render these messages"):
+        ChatTemplate("{{ 'x' + messages[0].content }}", {}).render([{"role": "user", "content": None}])
+    with pytest.raises(ModelError, match="broken: UndefinedError"):
+        ChatTemplate("{{ no_such_function() }}", {}).render([{"role": "user", "content": "x"}])
+    with pytest.raises(ModelError, match="line 2"):
+        ChatTemplate("a\n{% if %}", {})
+    with pytest.raises(ModelError, match="no_such_filter"):
+        ChatTemplate("{{ 1|no_such_filter }}", {})
+    with pytest.raises(ModelError, match="characters"):
+        ChatTemplate("x" * (1 << 21), {})
+
+
+SHARED_LISTS = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+MUCH_TEXT = "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}"
+HOSTILE = {
+    "endless loop": "{% for i in range(10**9) %}{% endfor %}",
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "recursive macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "deep recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "string times number": "{{ 'a' * 10**9 }}",
+    "list times number": "{{ ([0] * 10**9)|length }}",
+    "large power": "{{ 9 ** 99999999 }}",
+    "doubling +": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling ~": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling list": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling join": "{% set n = namespace(x='a') %}{% for i in range(60) %}{%set n.x = [n.x, n.x]|join %}{% endfor %}",
+    "shared lists": SHARED_LISTS + "{{ n.x }}",
+    "shared lists as json": SHARED_LISTS + "{{ n.x|tojson }}",
+    "shared lists joined": SHARED_LISTS + "{{ n.x ~ 1 }}",
+    "replace": "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+    "replace method": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
+    "join method": "{{ ('b' * 99999).join(['a'] * 99999) }}",
+    "center": "{{ 'a'|center(10**9) }}",
+    "ljust": "{{ 'a'.ljust(10**9) }}",
+    "percent width": "{{ '%1000000000d' % 1 }}",
+    "format width": "{{ '{:1000000000}'.format(1) }}",
+    "format filter": "{{ '%*d'|format(10**9, 1) }}",
+    "json indent": "{{ [1, 2]|tojson(indent=10**9) }}",
+    "batch": "{% for row in [1]|batch(10**9, 0) %}{% endfor %}",
+    "slices": "{% for row in [1]|slice(10**9) %}{% endfor %}",
+    "much text": MUCH_TEXT,
+    "much text in a macro": "{% macro m() %}" + MUCH_TEXT + "{% endmacro %}{{ m() }}",
+    "much fixed text": "{% macro m() %}{% for i in range(99999) %}"
+    + "a" * 9999
+    + "{% endfor %}{% endmacro %}{{ m() }}",
+    "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "change messages": "{{ messages.append(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_template_is_stopped_in_time(name: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises((ModelError, InvalidRequest)):
+        ChatTemplate(HOSTILE[name], {}, Bounds(max_chars=1 << 20, max_s=0.3)).render(
+            [{"role": "user", "content": "hi"}]
+        )
+    assert time.monotonic() - begun < 3
+
+
+def test_ordinary_templates_stay_within_bounds() -> None:
+    long = [{"role": "user", "content": "word " * 200}] * 500
+    text = ChatTemplate(CHATML, {}).render(long)
+    assert text.count("word") == 100_000

@@ -26,8 +26,8 @@ _BLOCK_SCALES: dict[str, dict[int, float]] = {
     "Q4_1": {0: DEVIATION / 4.6, 2: -DEVIATION * 7.5 / 4.6},
     "Q5_0": {0: DEVIATION / 9.2},
     "Q5_1": {0: DEVIATION / 9.2, 2: -DEVIATION * 15.5 / 9.2},
-    "Q4_K": {0: DEVIATION / 207, 2: DEVIATION * 7.5 / 207},
-    "Q5_K": {0: DEVIATION / 414, 2: DEVIATION * 15.5 / 414},
+    "Q4_K": {0: DEVIATION / 250, 2: DEVIATION * 7.5 / 250},
+    "Q5_K": {0: DEVIATION / 525, 2: DEVIATION * 15.5 / 525},
     "Q6_K": {208: DEVIATION / 1370},
 }
 

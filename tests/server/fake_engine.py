@@ -100,10 +100,12 @@ class FakeStream(AsyncIterator[Event]):
     async def __anext__(self) -> Event:
         engine, request_id = self._engine, self._request.request_id
         try:
-            await asyncio.sleep(engine.delay_s if self._num_sent else engine.first_delay_s)
+            await self._pause(engine.delay_s if self._num_sent else engine.first_delay_s)
         except asyncio.CancelledError:
             await self.aclose()
             raise
+        if engine.state == "dead":
+            raise EngineDead("the engine was closed")
         if engine.failure is not None and self._num_sent >= engine.fail_after:
             engine.running.pop(request_id, None)
             raise engine.failure
@@ -112,6 +114,12 @@ class FakeStream(AsyncIterator[Event]):
             raise StopAsyncIteration
         self._num_sent += 1
         return self._events[self._num_sent - 1]
+
+    async def _pause(self, seconds: float) -> None:
+        """Short, or in portions, so that closing the engine is noticed."""
+        end = asyncio.get_running_loop().time() + seconds
+        while (left := end - asyncio.get_running_loop().time()) > 0 and self._engine.state != "dead":
+            await asyncio.sleep(min(left, 0.05))
 
     async def aclose(self) -> None:
         await self._engine.abort(self._request.request_id)

@@ -78,17 +78,13 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; a busy port or an unknown address is one clear line."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         problem = InvalidConfig(
             f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another with --port"
         )
         problem.exit_code = 1  # the setting is fine; the machine is not
         raise problem from None
-    return listener
 
 
 class Front(uvicorn.Server):

@@ -1,0 +1,121 @@
+"""A server as a process of its own: what it prints, how it ends, which children it leaves.
+
+Run as a script it serves a scripted engine; the words after the port choose how that engine misbehaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = """
+import sys, json
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.config.server import ServerConfig
+from tokenmill.server.run import run_server
+asked = json.loads(sys.argv[1])
+config = EngineConfig(
+    model=ModelConfig(model=asked["model"], served_name="tiny", dtype=asked.get("dtype", "auto")),
+    cache=CacheConfig(num_blocks=asked.get("num_blocks")),
+    scheduler=SchedulerConfig(**asked.get("scheduler", {})),
+)
+sys.exit(run_server(config, ServerConfig(port=asked["port"], drain_timeout_s=asked.get("drain_timeout_s", 30))))
+"""
+
+
+class ServerProcess:
+    def __init__(self, command: list[str], port: int) -> None:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.child = subprocess.Popen(
+            [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=False, limits=httpx.Limits(max_connections=None))
+
+    def health(self) -> str:
+        try:
+            return str(self.http.get("/health").json()["status"])
+        except httpx.TransportError:
+            return "unreachable"
+
+    def wait_for(self, state: str, within_s: float = 60.0) -> None:
+        deadline = time.monotonic() + within_s
+        while (seen := self.health()) != state:
+            assert self.child.poll() is None, f"the server ended: {self.output()}"
+            assert time.monotonic() < deadline, f"still {seen} after {within_s} s"
+            time.sleep(0.02)
+
+    def terminate(self) -> None:
+        self.child.send_signal(signal.SIGTERM)
+
+    def wait(self, within_s: float = 30.0) -> int:
+        return self.child.wait(within_s)
+
+    def output(self) -> str:
+        """All it printed; only once it has ended."""
+        stdout, stderr = self.child.communicate(timeout=30)
+        return f"{stdout}\n{stderr}"
+
+    def children(self) -> list[int]:
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.child.pid)], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split() if is_alive(int(pid))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@contextmanager
+def running(command: list[str], port: int) -> Iterator[ServerProcess]:
+    process = ServerProcess(command, port)
+    try:
+        yield process
+    finally:
+        process.http.close()
+        if process.child.poll() is None:
+            process.child.kill()
+            process.child.wait(10)
+        for pipe in (process.child.stdout, process.child.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def main(port: int, words: list[str]) -> int:
+    from fake_engine import FakeEngine
+
+    from tokenmill.config.server import ServerConfig
+    from tokenmill.errors import DamagedFile, TokenmillError
+    from tokenmill.observe.metrics import Metrics
+    from tokenmill.server.run import serve
+
+    async def start() -> FakeEngine:
+        await asyncio.sleep(60 if "never-ready" in words else 0.3)
+        if "damaged" in words:
+            raise DamagedFile("model.gguf is truncated", hint="pull it again")
+        return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)
+
+    config = ServerConfig(port=port, drain_timeout_s=0.5 if "impatient" in words else 20)
+    try:
+        return serve(start, config, Metrics())
+    except TokenmillError as error:
+        print(f"tokenmill: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,116 @@
+"""The life of a server process, with a scripted engine: loading, serving, draining, ending."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import server_process
+from fake_engine import STORY
+from server_process import ServerProcess, running
+
+from tokenmill.config import EngineConfig
+from tokenmill.config.server import ServerConfig
+
+CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def fake_server(*words: str) -> Iterator[ServerProcess]:
+    port = free_port()
+    with running([server_process.__file__, str(port), *words], port) as process:
+        yield process
+
+
+def ask(process: ServerProcess, stream: bool = False) -> httpx.Response:
+    return process.http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+
+
+def wait_until_running(process: ServerProcess, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while f"tokenmill_requests_running {count}.0" not in process.http.get("/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_loading_then_ready_then_sigterm_under_load() -> None:
+    with fake_server() as process, ThreadPoolExecutor(6) as pool:
+        process.wait_for("loading", 20)
+        assert ask(process).json()["error"]["code"] == "loading"
+        process.wait_for("ready", 10)
+        replies: list[Future[httpx.Response]] = [pool.submit(ask, process) for _ in range(5)]
+        wait_until_running(process, 5)
+        process.terminate()
+        process.wait_for("draining", 2)
+        refused = ask(process)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert [reply.result().json()["choices"][0]["message"]["content"] for reply in replies] == [STORY] * 5
+        assert process.wait(5) == 0
+        output = process.output()
+        assert "curl http://127.0.0.1" in output and "Traceback" not in output
+
+
+def test_draining_is_bounded() -> None:
+    with fake_server("slow", "impatient") as process, ThreadPoolExecutor(1) as pool:
+        process.wait_for("ready", 20)
+        reply = pool.submit(ask, process)
+        wait_until_running(process, 1)
+        started = time.monotonic()
+        process.terminate()
+        assert process.wait(15) == 0 and time.monotonic() - started < 10
+        assert (reply.result().status_code, reply.result().json()["error"]["code"]) == (503, "engine_dead")
+
+
+def test_second_sigterm_ends_at_once() -> None:
+    with fake_server("slow") as process, ThreadPoolExecutor(1) as pool:
+        process.wait_for("ready", 20)
+        reply = pool.submit(ask, process)
+        wait_until_running(process, 1)
+        process.terminate()
+        process.wait_for("draining", 2)
+        process.terminate()
+        assert process.wait(2) == 1
+        assert isinstance(reply.exception(), httpx.TransportError)
+
+
+def test_sigterm_while_loading() -> None:
+    with fake_server("never-ready") as process:
+        process.wait_for("loading", 20)
+        process.terminate()
+        assert process.wait(5) == 0
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
+    with fake_server("damaged") as process:
+        assert process.wait(20) == 1
+        lines = process.output().split("\n")
+        assert [line for line in lines if line] == ["tokenmill: model.gguf is truncated (pull it again)"]
+
+
+def test_a_busy_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenmill.server.run import run_server
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run_server(EngineConfig(), ServerConfig(port=taken.getsockname()[1])) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 1 and "cannot listen" in shown[0] and "--port" in shown[0]
+
+
+def test_an_open_address_without_key_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenmill.server.run import run_server
+
+    monkeypatch.delenv("TOKENMILL_API_KEY", raising=False)
+    assert run_server(EngineConfig(), ServerConfig(host="0.0.0.0", port=0)) == 2
+    assert "--allow-open" in capsys.readouterr().err

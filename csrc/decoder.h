@@ -1,0 +1,126 @@
+// A whole decoder step in one call: embedding, layers, final norm. Built once from packed weights and parameters; a
+// step reads and writes the paged cache in place. Nothing here knows an instruction set: arithmetic is in Kernels.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "gemm.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace tokenmill {
+
+using Vector = std::vector<float>;  // empty: absent
+
+struct RopeTable {
+  Vector cos, sin;  // [positions][half]
+  int positions = 0, half = 0;
+};
+
+struct Mlp {
+  Linear gate, up, down;
+  Activation activation = Activation::Silu;
+};
+
+struct Moe {
+  Linear router;
+  std::vector<Mlp> experts;
+  int num_active = 0;
+  bool renormalize = false;
+  std::optional<Mlp> shared;
+};
+
+struct Layer {
+  Vector attn_norm, mlp_norm;
+  Vector attn_post_norm, mlp_post_norm;  // empty unless the model has them
+  Vector q_norm, k_norm, sinks;
+  Linear q, k, v, o;
+  AttentionTask attention;
+  int rope = -1;
+  int group = 0;
+  int num_blocks = 0;
+  std::optional<Mlp> mlp;
+  std::optional<Moe> moe;
+};
+
+struct GroupView {
+  const int32_t* block_tables;  // [rows][max_blocks]
+  int max_blocks;
+  const int64_t* slots;  // [tokens]
+};
+
+struct BatchView {  // ForwardBatch of tokenmill/ops/batch.py as pointers
+  int tokens = 0, rows = 0, wanted = 0;
+  const int64_t* token_ids = nullptr;
+  const int64_t* positions = nullptr;
+  const int32_t* query_starts = nullptr;
+  const int32_t* context_lens = nullptr;
+  const int64_t* logit_rows = nullptr;
+  std::vector<GroupView> groups;
+};
+
+class Decoder {
+ public:
+  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
+          const Kernels& kernels);
+
+  int add_rope(RopeTable table);
+  void add_layer(Layer layer);
+  void set_embedding(Linear embedding) { embedding_ = std::move(embedding); }
+  void set_head(Linear head) { head_ = std::move(head); }
+  void set_final_norm(Vector weight) { final_norm_ = std::move(weight); }
+  void check_cache_shape(int layer, int kv_heads, int head_dim) const;
+  void set_cache(int layer, void* keys, void* values, Store store, int num_blocks, int block_size);
+
+  void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
+  void logits(const float* hidden, int rows, float* out);  // [rows][vocab]
+
+  int hidden() const { return hidden_; }
+  int vocab() const { return vocab_; }
+  int num_layers() const { return static_cast<int>(layers_.size()); }
+  const Kernels& kernels() const { return *kernels_; }
+  size_t weight_bytes() const;
+
+ private:
+  void check(const BatchView& batch) const;
+  void embed(const BatchView& batch);
+  void run_layer(const Layer& layer, const BatchView& batch);
+  void attention(const Layer& layer, const BatchView& batch);
+  void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
+  void attend_all(const Layer& layer, const BatchView& batch);
+  void attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count, int thread);
+  void split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread);
+  void merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head);
+  void take_output(const Layer& layer, int token, int head, const float* sums, const Partial& partial);
+  void feed_forward(const Layer& layer, int tokens);
+  void mlp(const Mlp& mlp, const Rows& in, Gemm::Mode mode, float* out);
+  void moe(const Moe& moe, int tokens, float* out);
+  void norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, bool quantised);
+  void add_normed(const Vector& weight, int tokens);
+
+  const Kernels* kernels_;
+  Pool pool_;
+  Runner runner_;
+  int hidden_, vocab_;
+  float eps_, embedding_scale_, logit_softcap_;
+  std::vector<RopeTable> ropes_;
+  std::vector<Layer> layers_;
+  Linear embedding_, head_;
+  Vector final_norm_;
+
+  // ── buffers of a step, grown when needed ──
+  std::vector<float> x_;       // [T][hidden] the residual stream
+  std::vector<float> qkv_;     // [T][q + 2 kv]
+  std::vector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
+  Activations normed_, heads_, inner_;
+  std::vector<std::vector<uint8_t>> attention_scratch_;  // one per thread
+  std::vector<float> split_sums_;
+  std::vector<Partial> split_partials_;
+  std::vector<int32_t> expert_ids_;  // [T][active]
+  std::vector<float> expert_shares_, router_logits_, expert_out_;
+  std::vector<Activations> expert_in_, expert_inner_;
+};
+
+}  // namespace tokenmill

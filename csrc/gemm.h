@@ -1,0 +1,78 @@
+// Matrix products of a step cut into pieces for the pool. A piece is some pairs of panels (32 outputs) times a block of
+// rows; what becomes of the 32 numbers of a row (stored, added to the residual, gated and quantised for the next
+// product) is done while they are still in the first-level cache.
+#pragma once
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace tokenmill {
+
+struct Linear {
+  Matrix w;
+  std::vector<float> bias;  // empty: none
+};
+
+// Activations with their own memory, kept from step to step.
+class Activations {
+ public:
+  // Room for `rows` rows of `cols` numbers. Tiles of `tile` rows (see QuantRows).
+  void prepare(int rows, int cols, const Kernels& kernels, bool quantised, bool plain);
+  Rows view() const;
+  float* row(int r) { return values_.data() + static_cast<size_t>(r) * cols_; }
+  const QuantRows& quant() const { return quant_; }
+  bool is_quantised() const { return quantised_; }
+  bool is_plain() const { return plain_; }
+  int cols() const { return cols_; }
+  // Takes 32 columns of a row, already in their final values.
+  void put_block(int r, int block, const float* values, int count, const Kernels& kernels);
+  void quantise_row(int r, const Kernels& kernels) { kernels.quantise_row(row(r), cols_, quant_, r); }
+
+ private:
+  int cols_ = 0;
+  bool quantised_ = false, plain_ = false;
+  std::vector<float> values_;
+  std::vector<int8_t> q_;
+  std::vector<float> scale_, scaled_sum_;
+  std::vector<int32_t> sum_, halves_;
+  QuantRows quant_;
+};
+
+struct Gemm {
+  enum class Mode : uint8_t { Store, Add, Gate };
+  const Linear* w = nullptr;
+  const Linear* up = nullptr;  // Gate: w is the gate
+  Rows in;
+  Mode mode = Mode::Store;
+  float* out = nullptr;  // Store, Add: [rows][out_stride]
+  size_t out_stride = 0;
+  Activation activation = Activation::Silu;
+  Activations* gated = nullptr;  // Gate: where act(gate) * up goes
+};
+
+class Runner {
+ public:
+  Runner(Pool& pool, const Kernels& kernels) : pool_(pool), kernels_(kernels), scratch_(pool.threads()) {}
+  // All products are one phase: their pieces are handed out together.
+  void run(const Gemm* gemms, int count);
+
+ private:
+  struct Plan {
+    int pairs, row_blocks, pairs_per_piece, first_piece;
+  };
+  Plan plan(const Gemm& gemm, int first_piece) const;
+  void piece(const Gemm& gemm, const Plan& plan, int index, int thread);
+  void tile(const Gemm& gemm, int pair, int tile, int tile_end, int thread);
+
+  struct Scratch {
+    std::vector<float> out[2];
+    std::vector<uint8_t> expanded;
+  };
+  Pool& pool_;
+  const Kernels& kernels_;
+  std::vector<Scratch> scratch_;
+  std::vector<Plan> plans_;
+};
+
+}  // namespace tokenmill

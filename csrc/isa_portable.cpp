@@ -1,0 +1,20 @@
+// The kernels compiled for one instruction set; CMakeLists.txt gives this file its own compiler flags.
+#define TM_ISA portable
+#include "half.h"
+#include "kernels.h"
+#include "simd/portable.h"
+//
+#include "kernels/linear.h"
+//
+#include "kernels/elementwise.h"
+//
+#include "kernels/attention.h"
+//
+#include "kernels/table.h"
+
+namespace tokenmill {
+const Kernels& portable_kernels() {
+  static const Kernels table = portable::make_table("portable");
+  return table;
+}
+}  // namespace tokenmill

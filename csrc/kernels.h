@@ -1,0 +1,95 @@
+// The kernels as a table of functions, one table per instruction set; `best_kernels` picks by asking the processor.
+// All of them are pure: what they read and write is in their arguments, and a row's result depends on that row only.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "matrix.h"
+
+namespace tokenmill {
+
+// Activations of T rows as int8 with a scale per 32 inputs. Rows lie in tiles of `tile` (the last one may have fewer)
+// so that a kernel walks one pointer: [tile][block][row in tile][32].
+struct QuantRows {
+  int rows = 0, tile = 1, blocks = 0;
+  int8_t* q = nullptr;             // 32 per block
+  float* scale = nullptr;          // 1 per block: x = scale * q
+  int32_t* negative_sum = nullptr;   // 1 per block: -sum(q)
+  int32_t* negative_halves = nullptr;  // 2 per block, [half][row in tile]
+  float* scaled_sum = nullptr;     // 1 per block: scale * sum(q)
+
+  int rows_in(int t) const { return rows - t * tile < tile ? rows - t * tile : tile; }
+  int tiles() const { return (rows + tile - 1) / tile; }
+  size_t start(int t) const { return static_cast<size_t>(t) * tile * blocks; }  // in blocks
+};
+
+// Activations in both forms; `quant` is filled only where a quantised matrix will read it.
+struct Rows {
+  const float* values = nullptr;  // [rows][stride]
+  size_t stride = 0;
+  QuantRows quant;
+};
+
+enum class Store : uint8_t { F32, F16, BF16 };
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh };
+
+struct PagedCache {
+  void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]
+  void* values = nullptr;  // [block][kv head][token][head_dim]
+  Store store = Store::F32;
+  int kv_heads = 0, head_dim = 0, block_size = 0;
+};
+
+struct AttentionTask {
+  PagedCache cache;
+  int heads = 0;
+  float scale = 1.0f;
+  int window = 0;       // 0: none
+  float softcap = 0.0f;  // 0: none
+  const float* sinks = nullptr;
+};
+
+// The state of one query after some of its context: numerators [head_dim], largest score, sum of weights.
+struct Partial {
+  float largest, total;
+};
+
+struct Kernels {
+  const char* name;
+  int small_rows;  // up to so many rows one tile holds them all
+  int tile_rows;   // beyond, rows come in tiles of this many
+
+  size_t (*linear_scratch_bytes)(const Matrix&);
+  // out[row - first row][0 .. 16 * count) for `count` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end)
+  void (*linear)(const Matrix&, const Rows&, int panel, int count, int tile, int tile_end, float* out, size_t out_stride,
+                 uint8_t* scratch);
+  void (*quantise_row)(const float* x, int cols, const QuantRows& to, int row);
+  // act(gate) * up for 32 columns
+  void (*gate)(const float* gate, const float* up, Activation, float* out);
+  void (*quantise_block)(const float* x, const QuantRows& to, int row, int block);
+  void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
+  void (*add)(float* x, const float* y, int size);
+  void (*embed)(const Matrix&, int row, float scale, float* out);
+  void (*rotate)(float* head, const float* cos, const float* sin, int half);
+  void (*write_kv)(const PagedCache&, int64_t slot, int kv_head, const float* key, const float* value);
+  size_t (*attention_scratch_bytes)(int head_dim);
+  int query_tile;  // queries that one call of `attend` may have
+  // `count` queries of one row and kv head: query i has q[i] (already in float), sees keys [first[i], limit[i]);
+  // only the part of the context within [from, to) is looked at; both are multiples of 256 unless they are the ends.
+  void (*attend)(const AttentionTask&, int kv_head, const int32_t* table, const float* const* q, const int* first,
+                 const int* limit, int count, int from, int to, float* sums, Partial* partial, uint8_t* scratch);
+  void (*finish)(const float* sums, const Partial&, const float* sink, int head_dim, float* out);
+  // joins `other`, which covers what follows, into `sums`
+  void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);
+  void (*softcap)(float* x, float cap, int size);
+};
+
+inline constexpr int kSegment = 256;  // keys whose softmax is computed at once; boundaries are absolute positions
+
+const Kernels& best_kernels();
+const Kernels* kernels_named(const std::string& name);  // null where this processor can't run them
+std::vector<std::string> runnable_kernels();            // best first
+
+}  // namespace tokenmill

@@ -1,0 +1,301 @@
+// Attention over the paged cache. A tile of queries that share a kv head walks the context in segments of 256 keys:
+//
+//   scores [queries][256] = q . k        keys lie 16 tokens to a register, so a score needs no sum across lanes
+//   weights = e^(score - largest)        masked keys get exactly 0
+//   sums [queries][head_dim] = weights . v, then joined to what the segments before gave
+//
+// Segments begin at absolute positions and keys are taken in order, so a query's result does not depend on the other
+// queries of the tile, on how the prompt was cut into chunks, or on who computed which segment.
+#pragma once
+#include <limits>
+
+namespace tokenmill::TM_ISA {
+
+inline constexpr int kQueryTile = 24;
+inline constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+template <Store S>
+struct Stored;
+template <>
+struct Stored<Store::F32> {
+  using Type = float;
+  static Floats load16(const float* p) { return load(p); }
+  static float get(float x) { return x; }
+  static float put(float x) { return x; }
+};
+template <>
+struct Stored<Store::F16> {
+  using Type = uint16_t;
+  static Floats load16(const uint16_t* p) { return load_half(p); }
+  static float get(uint16_t x) { return half_to_float(x); }
+  static uint16_t put(float x) { return float_to_half(x); }
+};
+template <>
+struct Stored<Store::BF16> {
+  using Type = uint16_t;
+  static Floats load16(const uint16_t* p) { return load_bfloat(p); }
+  static float get(uint16_t x) { return bfloat_to_float(x); }
+  static uint16_t put(float x) { return float_to_bfloat(x); }
+};
+
+template <class Body>
+inline void with_store(Store store, Body body) {
+  switch (store) {
+    case Store::F32: return body(std::integral_constant<Store, Store::F32>{});
+    case Store::F16: return body(std::integral_constant<Store, Store::F16>{});
+    case Store::BF16: return body(std::integral_constant<Store, Store::BF16>{});
+  }
+}
+
+inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+struct HeadCache {  // one kv head of the cache, seen through a block table
+  const PagedCache& cache;
+  const int32_t* table;
+  int kv_head;
+
+  size_t start(int position) const {  // of the block that holds it, in numbers
+    const size_t block = static_cast<size_t>(table[position / cache.block_size]);
+    return (block * cache.kv_heads + kv_head) * cache.block_size * static_cast<size_t>(cache.head_dim);
+  }
+  size_t keys16(int position) const {  // position is a multiple of 16
+    return start(position) + static_cast<size_t>(position % cache.block_size) * cache.head_dim;
+  }
+  size_t value(int position) const {
+    return start(position) + static_cast<size_t>(position % cache.block_size) * cache.head_dim;
+  }
+};
+
+struct Workspace {
+  float* q;       // [groups of kScoreQueries][head_dim][kScoreQueries]
+  float* scores;  // [kQueryTile][kSegment]
+  float* sums;    // [kQueryTile][padded head_dim]
+  float* values;  // [kSegment][padded head_dim], used only for head sizes that are no multiple of 16
+
+  Workspace(uint8_t* scratch, int head_dim) {
+    const size_t wide = static_cast<size_t>(padded(head_dim));
+    q = reinterpret_cast<float*>(scratch);
+    scores = q + (kQueryTile + kScoreQueries) * wide;
+    sums = scores + kQueryTile * kSegment;
+    values = sums + kQueryTile * wide;
+  }
+  static size_t bytes(int head_dim) {
+    const size_t wide = static_cast<size_t>(padded(head_dim));
+    return 4 * ((2 * kQueryTile + kScoreQueries + kSegment) * wide + kQueryTile * kSegment) + 64;
+  }
+};
+
+// ── scores: M queries x two groups of 16 keys ──
+template <Store S, int M>
+void score_tile(const typename Stored<S>::Type* k0, const typename Stored<S>::Type* k1, const float* q, int head_dim,
+                float* out) {
+  Floats acc[M][2];
+  for (int m = 0; m < M; ++m) acc[m][0] = acc[m][1] = zeros();
+  for (int d = 0; d < head_dim; ++d) {
+    const Floats a = Stored<S>::load16(k0 + 16 * d), b = Stored<S>::load16(k1 + 16 * d);
+    for (int m = 0; m < M; ++m) {
+      const Floats in = splat(q[d * kScoreQueries + m]);
+      acc[m][0] = fma(a, in, acc[m][0]);
+      acc[m][1] = fma(b, in, acc[m][1]);
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    store(out + m * kSegment, acc[m][0]);
+    store(out + m * kSegment + 16, acc[m][1]);
+  }
+}
+
+template <Store S>
+void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+  const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
+  const int head_dim = head.cache.head_dim;
+  for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never leave it
+    const auto* k0 = keys + head.keys16(std::max(at, lo / 16 * 16));
+    const auto* k1 = at + 16 < hi ? keys + head.keys16(at + 16) : k0;  // unused lanes are masked later
+    for (int first = 0; first < count; first += kScoreQueries)
+      with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {
+        score_tile<S, decltype(m)::value>(k0, k1, work.q + static_cast<size_t>(first) * head_dim, head_dim,
+                                          work.scores + first * kSegment + (at - segment));
+      });
+  }
+}
+
+// ── weights of one query in one segment; lanes outside [first, limit) become 0 ──
+inline Partial weigh(float* scores, int lo, int hi, int first, int limit, float cap) {
+  Floats largest = splat(kNever);
+  for (int at = lo; at < hi; at += 16) {
+    Floats s = load(scores + at);
+    if (cap > 0.0f) {
+      s = mul(splat(cap), tanh(mul(s, splat(1.0f / cap))));
+      store(scores + at, s);
+    }
+    largest = max(largest, keep_lanes(s, first - at, limit - at, splat(kNever)));
+  }
+  const float top = max_lanes(largest);
+  Floats total = zeros();
+  for (int at = lo; at < hi; at += 16) {
+    const Floats w = keep_lanes(exp(sub(load(scores + at), splat(top))), first - at, limit - at, zeros());
+    store(scores + at, w);
+    total = add(total, w);
+  }
+  return {top, sum_lanes(total)};
+}
+inline void forget(float* scores, int lo, int hi) {
+  for (int at = lo; at < hi; at += 16) store(scores + at, zeros());
+}
+
+// ── sums: M queries x N vectors of a head, keys [lo, hi) of the segment ──
+template <Store S, int M, int N, class Row>
+void value_tile(Row row, const float* weights, int lo, int hi, float* out, size_t out_stride) {
+  Floats acc[M][N];
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) acc[m][n] = zeros();
+  for (int key = lo; key < hi;) {
+    int run;
+    const typename Stored<S>::Type* v = row(key, run);  // `run` keys lie one after another from here
+    for (const int end = std::min(hi, key + run); key < end; ++key, v += row.stride) {
+      Floats part[N];
+      for (int n = 0; n < N; ++n) part[n] = Stored<S>::load16(v + 16 * n);
+      for (int m = 0; m < M; ++m) {
+        const Floats w = splat(weights[m * kSegment + key]);
+        for (int n = 0; n < N; ++n) acc[m][n] = fma(w, part[n], acc[m][n]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) store(out + m * out_stride + 16 * n, acc[m][n]);
+}
+
+template <Store S>
+struct PagedRows {  // value rows of a segment straight from the cache; keys counted from the segment's start
+  const HeadCache& head;
+  int segment, column;
+  size_t stride;
+  const typename Stored<S>::Type* operator()(int key, int& run) const {
+    const int position = segment + key;
+    run = head.cache.block_size - position % head.cache.block_size;
+    return static_cast<const typename Stored<S>::Type*>(head.cache.values) + head.value(position) + column;
+  }
+};
+struct PlainRows {
+  const float* values;
+  size_t stride;
+  const float* operator()(int key, int& run) const {
+    run = kSegment;
+    return values + static_cast<size_t>(key) * stride;
+  }
+};
+
+inline constexpr int kValueVectors = 4;
+
+template <Store S, class MakeRows>
+void sum_segment(MakeRows rows, const Workspace& work, int count, int wide, int lo, int hi) {
+  for (int column = 0; column < wide; column += 16 * kValueVectors)
+    with_count<kValueVectors>(std::min(kValueVectors, (wide - column) / 16), [&](auto n) {
+      for (int first = 0; first < count; first += kValueQueries)
+        with_count<kValueQueries>(std::min(kValueQueries, count - first), [&](auto m) {
+          value_tile<S, decltype(m)::value, decltype(n)::value>(rows(column), work.scores + first * kSegment, lo, hi,
+                                                                work.sums + first * wide + column, wide);
+        });
+    });
+}
+
+template <Store S>
+void sum_values(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+  const int head_dim = head.cache.head_dim, wide = padded(head_dim);
+  if (head_dim == wide) {
+    const auto rows = [&](int column) { return PagedRows<S>{head, segment, column, static_cast<size_t>(head_dim)}; };
+    return sum_segment<S>(rows, work, count, wide, lo, hi);
+  }
+  const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
+  for (int key = lo; key < hi; ++key) {
+    const auto* v = values + head.value(segment + key);
+    float* to = work.values + static_cast<size_t>(key) * wide;
+    for (int d = 0; d < wide; ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
+  }
+  const auto rows = [&](int column) { return PlainRows{work.values + column, static_cast<size_t>(wide)}; };
+  sum_segment<Store::F32>(rows, work, count, wide, lo, hi);
+}
+
+inline void join(float* sums, Partial& partial, const float* other_sums, const Partial& other, int head_dim) {
+  if (other.total == 0.0f) return;
+  const float largest = std::max(partial.largest, other.largest);
+  const float keep = partial.total == 0.0f ? 0.0f : exp_one(partial.largest - largest);
+  const float take = exp_one(other.largest - largest);
+  partial = {largest, partial.total * keep + other.total * take};
+  for (int d = 0; d < padded(head_dim); d += 16)
+    store(sums + d, fma(load(sums + d), splat(keep), mul(load(other_sums + d), splat(take))));
+}
+
+inline void gather_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
+  for (int i = 0; i < count; ++i) {
+    float* to = work.q + static_cast<size_t>(i / kScoreQueries) * kScoreQueries * head_dim + i % kScoreQueries;
+    for (int d = 0; d < head_dim; ++d) to[d * kScoreQueries] = q[i][d] * scale;
+  }
+}
+
+template <Store S>
+void attend_segment(const AttentionTask& task, const HeadCache& head, const Workspace& work, const int* first,
+                    const int* limit, int count, int segment, int lo, int hi, float* sums, Partial* partial) {
+  score_segment<S>(head, work, count, segment, lo, hi);
+  const int from = lo / 16 * 16 - segment;
+  Partial fresh[kQueryTile];
+  for (int i = 0; i < count; ++i) {
+    float* scores = work.scores + i * kSegment;
+    const int a = std::max(first[i], lo) - segment, b = std::min(limit[i], hi) - segment;
+    fresh[i] = {kNever, 0.0f};
+    if (a < b) fresh[i] = weigh(scores, from, hi - segment, a, b, task.softcap);
+    else forget(scores, from, hi - segment);
+  }
+  sum_values<S>(head, work, count, segment, lo - segment, hi - segment);
+  const int wide = padded(head.cache.head_dim);
+  for (int i = 0; i < count; ++i) join(sums + i * wide, partial[i], work.sums + i * wide, fresh[i], wide);
+}
+
+inline void attend(const AttentionTask& task, int kv_head, const int32_t* table, const float* const* q,
+                   const int* first, const int* limit, int count, int from, int to, float* sums, Partial* partial,
+                   uint8_t* scratch) {
+  const int head_dim = task.cache.head_dim, wide = padded(head_dim);
+  const Workspace work(scratch, head_dim);
+  const HeadCache head{task.cache, table, kv_head};
+  gather_queries(work, q, count, head_dim, task.scale);
+  for (int i = 0; i < count; ++i) partial[i] = {kNever, 0.0f};
+  std::fill(sums, sums + static_cast<size_t>(count) * wide, 0.0f);
+  from = std::max(from, *std::min_element(first, first + count));
+  to = std::min(to, *std::max_element(limit, limit + count));
+  for (int segment = from / kSegment * kSegment; segment < to; segment += kSegment)
+    with_store(task.cache.store, [&](auto s) {
+      attend_segment<decltype(s)::value>(task, head, work, first, limit, count, segment, std::max(from, segment),
+                                         std::min(to, segment + kSegment), sums, partial);
+    });
+}
+
+inline void finish(const float* sums, const Partial& partial, const float* sink, int head_dim, float* out) {
+  float keep = 1.0f, total = partial.total;
+  if (sink != nullptr) {
+    const float largest = std::max(partial.largest, *sink);
+    keep = exp_one(partial.largest - largest);
+    total = partial.total * keep + exp_one(*sink - largest);
+  }
+  const float factor = keep / total;
+  for (int d = 0; d < head_dim; ++d) out[d] = sums[d] * factor;
+}
+
+inline void write_kv(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value) {
+  const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim;
+  const size_t head = (static_cast<size_t>(slot / cache.block_size) * cache.kv_heads + kv_head) *
+                      static_cast<size_t>(cache.block_size) * head_dim;
+  with_store(cache.store, [&](auto s) {
+    using Cell = Stored<decltype(s)::value>;
+    auto* k = static_cast<typename Cell::Type*>(cache.keys) + head + static_cast<size_t>(offset / 16 * 16) * head_dim;
+    auto* v = static_cast<typename Cell::Type*>(cache.values) + head + static_cast<size_t>(offset) * head_dim;
+    for (int d = 0; d < head_dim; ++d) {
+      k[16 * d + offset % 16] = Cell::put(key[d]);
+      v[d] = Cell::put(value[d]);
+    }
+  });
+}
+
+inline size_t attention_scratch_bytes(int head_dim) { return Workspace::bytes(head_dim); }
+
+}  // namespace tokenmill::TM_ISA

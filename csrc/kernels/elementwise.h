@@ -1,0 +1,114 @@
+// What is done number by number: exponentials, norms, activations, rotation, and turning floats into int8 blocks.
+#pragma once
+#include <cmath>
+
+namespace tokenmill::TM_ISA {
+
+// e^x within 2 units in the last place; exactly 1 at 0. Below -87 the result is e^-87, above 88 it is e^88.
+inline Floats exp(Floats x) {
+  x = min(max(x, splat(-87.0f)), splat(88.0f));
+  const Floats n = round_even(mul(x, splat(1.44269504088896341f)));
+  Floats r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Floats p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = add(fma(mul(p, r), r, r), splat(1.0f));
+  return mul(p, power_of_two(n));
+}
+inline float exp_one(float x) {
+  float lanes[16];
+  store(lanes, exp(splat(x)));
+  return lanes[0];
+}
+inline Floats sigmoid(Floats x) { return div(splat(1.0f), add(splat(1.0f), exp(sub(zeros(), x)))); }
+inline Floats tanh(Floats x) { return sub(splat(1.0f), div(splat(2.0f), add(exp(add(x, x)), splat(1.0f)))); }
+
+inline Floats activate(Floats x, Activation kind) {
+  if (kind == Activation::Silu) return mul(x, sigmoid(x));
+  if (kind == Activation::GeluTanh) {
+    const Floats cube = mul(mul(x, x), x);
+    const Floats inner = mul(splat(0.7978845608028654f), fma(splat(0.044715f), cube, x));
+    return mul(x, sigmoid(add(inner, inner)));  // (1 + tanh u) / 2 = sigmoid(2 u)
+  }
+  float lanes[16];
+  store(lanes, x);
+  for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678118654752f));
+  return load(lanes);
+}
+inline void gate(const float* g, const float* up, Activation kind, float* out) {
+  for (int i = 0; i < kBlock; i += 16) store(out + i, mul(activate(load(g + i), kind), load(up + i)));
+}
+
+// Runs body(first lane, vector count of lanes) over `size` numbers; the tail goes through a padded buffer.
+template <class Body>
+inline void in_vectors(int size, const float* x, Body body) {
+  int i = 0;
+  for (; i + 16 <= size; i += 16) body(i, load(x + i), 16);
+  if (i == size) return;
+  float tail[16] = {};
+  for (int k = i; k < size; ++k) tail[k - i] = x[k];
+  body(i, load(tail), size - i);
+}
+inline void store_some(float* p, Floats a, int count) {
+  if (count == 16) return store(p, a);
+  float lanes[16];
+  store(lanes, a);
+  for (int k = 0; k < count; ++k) p[k] = lanes[k];
+}
+
+inline void rms_norm(const float* x, const float* weight, float eps, int size, float* out) {
+  Floats squares = zeros();
+  in_vectors(size, x, [&](int, Floats a, int) { squares = fma(a, a, squares); });
+  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(size) + eps);
+  int i = 0;
+  for (; i + 16 <= size; i += 16) store(out + i, mul(mul(load(x + i), splat(factor)), load(weight + i)));
+  for (; i < size; ++i) out[i] = x[i] * factor * weight[i];
+}
+inline void add_into(float* x, const float* y, int size) {
+  in_vectors(size, x, [&](int i, Floats a, int count) {
+    float other[16] = {};
+    if (count == 16) return store(x + i, add(a, load(y + i)));
+    for (int k = 0; k < count; ++k) other[k] = y[i + k];
+    store_some(x + i, add(a, load(other)), count);
+  });
+}
+inline void softcap(float* x, float cap, int size) {
+  in_vectors(size, x, [&](int i, Floats a, int count) {
+    store_some(x + i, mul(splat(cap), tanh(mul(a, splat(1.0f / cap)))), count);
+  });
+}
+inline void rotate(float* head, const float* cos, const float* sin, int half) {
+  for (int i = 0; i < half; ++i) {
+    const float a = head[i], b = head[i + half];
+    head[i] = a * cos[i] - b * sin[i];
+    head[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
+  const int t = row / to.tile, count = to.rows_in(t), m = row % to.tile;
+  const size_t at = to.start(t) + static_cast<size_t>(block) * count + m;
+  const Floats a = load(x), b = load(x + 16);
+  const float largest = max_lanes(max(abs(a), abs(b)));
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const Ints qa = to_ints(mul(a, splat(inverse))), qb = to_ints(mul(b, splat(inverse)));
+  store_i8(to.q + at * kBlock, qa);
+  store_i8(to.q + at * kBlock + 16, qb);
+  const int32_t first = sum_lanes(qa), second = sum_lanes(qb);
+  const float scale = largest / 127.0f;
+  const size_t halves = 2 * (to.start(t) + static_cast<size_t>(block) * count) + m;
+  to.scale[at] = scale;
+  to.negative_sum[at] = -(first + second);
+  to.negative_halves[halves] = -first;
+  to.negative_halves[halves + count] = -second;
+  to.scaled_sum[at] = scale * static_cast<float>(first + second);
+}
+inline void quantise_row(const float* x, int cols, const QuantRows& to, int row) {
+  for (int b = 0; b < cols / kBlock; ++b) quantise_block(x + b * kBlock, to, row, b);
+}
+
+}  // namespace tokenmill::TM_ISA

@@ -1,0 +1,30 @@
+// Fills the table of one instruction set. Included last by each isa_*.cpp, which chose TM_ISA and the vector words.
+#pragma once
+
+namespace tokenmill::TM_ISA {
+
+inline Kernels make_table(const char* name) {
+  Kernels k{};
+  k.name = name;
+  k.small_rows = kSmallRows;
+  k.tile_rows = kTileRows;
+  k.linear_scratch_bytes = linear_scratch_bytes;
+  k.linear = linear;
+  k.quantise_row = quantise_row;
+  k.gate = gate;
+  k.quantise_block = quantise_block;
+  k.rms_norm = rms_norm;
+  k.add = add_into;
+  k.embed = embed;
+  k.rotate = rotate;
+  k.write_kv = write_kv;
+  k.attention_scratch_bytes = attention_scratch_bytes;
+  k.query_tile = kQueryTile;
+  k.attend = attend;
+  k.finish = finish;
+  k.join = join;
+  k.softcap = softcap;
+  return k;
+}
+
+}  // namespace tokenmill::TM_ISA

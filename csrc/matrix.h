@@ -1,0 +1,87 @@
+// How weight matrices lie in memory. Sixteen outputs (a panel) are kept together so that one vector register holds
+// one number of each; inputs come in blocks of 32.
+//
+//   matrix  = panel 0 | panel 1 | ...                        outputs beyond `rows` are zero
+//   panel   = payload of all blocks | scales of all blocks   (each part starts at a multiple of 64 bytes)
+//   payload of a block, group j = inputs 4j..4j+3, byte 4*o+k of a group belongs to output o:
+//     8 bits  8 groups of 64 bytes
+//     4 bits  4 times 64 bytes: group j in the low nibbles, group j+4 in the high ones
+//     5 bits  the same, then 8 words of 64 bits: bit i of word j is the fifth bit of byte i of group j
+//     6 bits  as 4 bits, then 2 times 64 bytes: bits 2s, 2s+1 of half h are the top bits of group 4h+s
+//   scales
+//     Q8_0 Q4_0 Q5_0   per block        d[16] half
+//     Q4_1 Q5_1        per block        d[16], m[16] half                                   w = d q + m
+//     Q4_K Q5_K        per 8 blocks     d[16], dmin[16] half, then sc[8][16], mn[8][16] u8  w = d sc q - dmin mn
+//     Q6_K             per 8 blocks     d[16] half, then sc[16][16] i8, one per 16 inputs   w = d sc (q - 32)
+//   plain matrices: [panel][input][16 outputs] in float32, half or bfloat16
+//
+// Every number of the file is kept as it is: nothing is rounded again.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace tokenmill {
+
+enum class Kind : uint8_t { Q8_0, Q4_0, Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K, F32, F16, BF16 };
+
+inline constexpr int kPanel = 16;
+inline constexpr int kBlock = 32;
+inline constexpr int kSuper = 8;  // blocks in a super-block of the K formats
+
+constexpr bool is_quantised(Kind kind) { return kind < Kind::F32; }
+
+constexpr int payload_bits(Kind kind) {
+  switch (kind) {
+    case Kind::Q8_0: return 8;
+    case Kind::Q4_0: case Kind::Q4_1: case Kind::Q4_K: return 4;
+    case Kind::Q5_0: case Kind::Q5_1: case Kind::Q5_K: return 5;
+    case Kind::Q6_K: return 6;
+    default: return 0;
+  }
+}
+// log2 of what is subtracted from the stored unsigned number; -1 where nothing is
+constexpr int zero_shift(Kind kind) {
+  switch (kind) {
+    case Kind::Q8_0: return 7;
+    case Kind::Q4_0: return 3;
+    case Kind::Q5_0: return 4;
+    case Kind::Q6_K: return 5;
+    default: return -1;
+  }
+}
+constexpr bool has_min(Kind kind) {
+  return kind == Kind::Q4_1 || kind == Kind::Q5_1 || kind == Kind::Q4_K || kind == Kind::Q5_K;
+}
+constexpr bool has_halves(Kind kind) { return kind == Kind::Q6_K; }  // a scale per 16 inputs
+constexpr bool has_supers(Kind kind) { return kind == Kind::Q4_K || kind == Kind::Q5_K || kind == Kind::Q6_K; }
+
+constexpr size_t payload_bytes(Kind kind) { return static_cast<size_t>(payload_bits(kind)) * kPanel * kBlock / 8; }
+// of a block, or of a super-block where there are some
+constexpr size_t scale_bytes(Kind kind) {
+  if (kind == Kind::Q6_K) return 32 + 256;
+  if (has_supers(kind)) return 64 + 256;
+  return has_min(kind) ? 64 : 32;
+}
+
+struct Matrix {
+  Kind kind = Kind::F32;
+  int rows = 0, cols = 0;
+  int panels = 0, blocks = 0;
+  size_t panel_bytes = 0, scales_at = 0;
+  std::shared_ptr<uint8_t[]> owner;  // null while the memory belongs to somebody else
+  uint8_t* data = nullptr;
+
+  const uint8_t* panel(int p) const { return data + static_cast<size_t>(p) * panel_bytes; }
+  size_t num_bytes() const { return static_cast<size_t>(panels) * panel_bytes; }
+};
+
+// Sizes of a packed matrix without its memory. Throws std::invalid_argument for shapes the kind can't have.
+Matrix matrix_layout(Kind kind, int rows, int cols);
+// `source` is the file's own rows of blocks (or plain numbers of the kind), `row_bytes` apart.
+Matrix pack_matrix(Kind kind, int rows, int cols, const uint8_t* source, size_t row_bytes);
+Kind kind_from_name(const std::string& name);
+size_t source_row_bytes(Kind kind, int cols);
+
+}  // namespace tokenmill

@@ -1,0 +1,116 @@
+// The vector words the kernels are written in, for AVX-512 with VNNI: 16 floats, 16 int32, 64 bytes per register.
+// The other files of this folder define the same words for other instruction sets; the kernels know only the words.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace tokenmill::TM_ISA {
+
+inline constexpr int kSmallRows = 8;  // most activation rows a one-panel tile holds in registers
+inline constexpr int kTileRows = 6;   // rows of the two-panel tile: 12 int and 12 float accumulators, 8 left over
+inline constexpr int kScoreQueries = 8;  // queries of a score tile, times two groups of 16 keys
+inline constexpr int kValueQueries = 6;  // queries of a value tile, times up to 64 numbers of a head
+
+struct Floats {  // 16 float32
+  __m512 v;
+};
+struct Ints {  // 16 int32
+  __m512i v;
+};
+struct Bytes {  // 64 bytes: 16 outputs x 4 consecutive inputs
+  __m512i v;
+};
+
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats zeros() { return {_mm512_setzero_ps()}; }
+inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+inline Floats round_even(Floats a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline float max_lanes(Floats a) { return _mm512_reduce_max_ps(a.v); }
+inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+// 2^n for whole numbers n in [-126, 127]
+inline Floats power_of_two(Floats n) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+}
+// keeps lanes [from, to), the others become `otherwise`
+inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
+  const uint32_t below_to = to >= 16 ? 0xFFFFu : to <= 0 ? 0u : (1u << to) - 1u;
+  const uint32_t below_from = from >= 16 ? 0xFFFFu : from <= 0 ? 0u : (1u << from) - 1u;
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>(below_to & ~below_from), otherwise.v, a.v)};
+}
+
+inline Floats load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Floats load_bfloat(const uint16_t* p) {
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+inline Floats load_u8(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline Floats load_i8(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline void store_i8(int8_t* p, Ints a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v));
+}
+
+inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
+inline int32_t sum_lanes(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+
+inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
+inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
+inline Bytes high_nibbles(Bytes a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))};
+}
+// adds 16 to the bytes whose bit is set in the 64-bit word at `bits`
+inline Bytes add_fifth_bit(Bytes a, const uint8_t* bits) {
+  uint64_t word;
+  std::memcpy(&word, bits, 8);
+  return {_mm512_mask_add_epi8(a.v, static_cast<__mmask64>(word), a.v, _mm512_set1_epi8(16))};
+}
+// adds 16 * (the two bits at 2 * Slot of every byte of `pairs`)
+template <int Slot>
+inline Bytes add_bit_pair(Bytes a, Bytes pairs) {
+  __m512i moved;
+  if constexpr (Slot == 0) moved = _mm512_slli_epi16(pairs.v, 4);
+  if constexpr (Slot == 1) moved = _mm512_slli_epi16(pairs.v, 2);
+  if constexpr (Slot == 2) moved = pairs.v;
+  if constexpr (Slot == 3) moved = _mm512_srli_epi16(pairs.v, 2);
+  return {_mm512_ternarylogic_epi32(a.v, moved, _mm512_set1_epi8(0x30), 0xF8)};  // a | (moved & 0x30)
+}
+
+// Four input bytes repeated for all 16 outputs.
+struct Inputs {
+  __m512i v;
+};
+inline Inputs splat_inputs(const int8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return {_mm512_set1_epi32(word)};
+}
+// sum[o] += w[o][0..3] . x[0..3], exact; `Wide`: weights may use all 8 bits
+template <bool Wide>
+inline Ints dot4(Ints sum, Bytes w, Inputs x) {
+  return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)};
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace tokenmill::TM_ISA

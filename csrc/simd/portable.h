@@ -1,0 +1,172 @@
+// The vector words of the kernels in plain C++, for any processor; compilers turn the fixed loops into whatever vector
+// instructions the target has by default (SSE2, NEON). See avx512.h for what each word means.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../half.h"
+
+namespace tokenmill::TM_ISA {
+
+inline constexpr int kSmallRows = 2;
+inline constexpr int kTileRows = 2;
+inline constexpr int kScoreQueries = 2;  // queries of a score tile, times two groups of 16 keys
+inline constexpr int kValueQueries = 2;  // queries of a value tile, times up to 64 numbers of a head
+
+struct Floats {
+  float v[16];
+};
+struct Ints {
+  int32_t v[16];
+};
+struct Bytes {
+  uint8_t v[64];
+};
+
+template <class Lane>
+inline Floats each(Lane lane) {
+  Floats out;
+  for (int i = 0; i < 16; ++i) out.v[i] = lane(i);
+  return out;
+}
+inline Floats load(const float* p) {
+  Floats out;
+  std::memcpy(out.v, p, sizeof out.v);
+  return out;
+}
+inline void store(float* p, Floats a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Floats splat(float x) {
+  return each([&](int) { return x; });
+}
+inline Floats zeros() { return splat(0.0f); }
+inline Floats add(Floats a, Floats b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats sub(Floats a, Floats b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats mul(Floats a, Floats b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats div(Floats a, Floats b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+// Two roundings: without a fused instruction a correctly rounded fma would be a slow library call.
+inline Floats fma(Floats a, Floats b, Floats c) {
+  return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline Floats max(Floats a, Floats b) {
+  return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats min(Floats a, Floats b) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats abs(Floats a) {
+  return each([&](int i) { return std::fabs(a.v[i]); });
+}
+inline Floats round_even(Floats a) {
+  return each([&](int i) { return std::nearbyintf(a.v[i]); });
+}
+inline float sum_lanes(Floats a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] += a.v[i + half];
+  return a.v[0];
+}
+inline float max_lanes(Floats a) {
+  float best = a.v[0];
+  for (int i = 1; i < 16; ++i) best = a.v[i] > best ? a.v[i] : best;
+  return best;
+}
+inline Ints to_ints(Floats a) {
+  Ints out;
+  for (int i = 0; i < 16; ++i) out.v[i] = static_cast<int32_t>(std::nearbyintf(a.v[i]));
+  return out;
+}
+inline Floats power_of_two(Floats n) {
+  return each([&](int i) {
+    const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+  });
+}
+inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
+  return each([&](int i) { return i >= from && i < to ? a.v[i] : otherwise.v[i]; });
+}
+
+inline Floats load_half(const uint16_t* p) {
+  return each([&](int i) { return half_to_float(p[i]); });
+}
+inline Floats load_bfloat(const uint16_t* p) {
+  return each([&](int i) { return bfloat_to_float(p[i]); });
+}
+inline Floats load_u8(const uint8_t* p) {
+  return each([&](int i) { return static_cast<float>(p[i]); });
+}
+inline Floats load_i8(const uint8_t* p) {
+  return each([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
+}
+inline void store_i8(int8_t* p, Ints a) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
+}
+
+inline Ints splat_int(int32_t x) {
+  Ints out;
+  for (int i = 0; i < 16; ++i) out.v[i] = x;
+  return out;
+}
+inline Ints shift_left(Ints a, int bits) {
+  for (int i = 0; i < 16; ++i) a.v[i] *= 1 << bits;
+  return a;
+}
+inline int32_t sum_lanes(Ints a) {
+  int32_t total = 0;
+  for (int i = 0; i < 16; ++i) total += a.v[i];
+  return total;
+}
+inline Floats to_floats(Ints a) {
+  return each([&](int i) { return static_cast<float>(a.v[i]); });
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes out;
+  std::memcpy(out.v, p, 64);
+  return out;
+}
+inline void store_bytes(uint8_t* p, Bytes a) { std::memcpy(p, a.v, 64); }
+inline Bytes low_nibbles(Bytes a) {
+  for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F;
+  return a;
+}
+inline Bytes high_nibbles(Bytes a) {
+  for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] >> 4);
+  return a;
+}
+inline Bytes add_fifth_bit(Bytes a, const uint8_t* bits) {
+  for (int i = 0; i < 64; ++i) a.v[i] |= static_cast<uint8_t>(((bits[i / 8] >> (i % 8)) & 1) << 4);
+  return a;
+}
+template <int Slot>
+inline Bytes add_bit_pair(Bytes a, Bytes pairs) {
+  for (int i = 0; i < 64; ++i) a.v[i] |= static_cast<uint8_t>(((pairs.v[i] >> (2 * Slot)) & 3) << 4);
+  return a;
+}
+
+struct Inputs {
+  int8_t v[4];
+};
+inline Inputs splat_inputs(const int8_t* p) {
+  Inputs out;
+  std::memcpy(out.v, p, 4);
+  return out;
+}
+template <bool Wide>
+inline Ints dot4(Ints sum, Bytes w, Inputs x) {
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 4; ++k) sum.v[i] += static_cast<int32_t>(w.v[4 * i + k]) * x.v[k];
+  return sum;
+}
+inline void prefetch(const void*) {}
+
+}  // namespace tokenmill::TM_ISA

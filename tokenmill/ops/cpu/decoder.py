@@ -1,0 +1,189 @@
+"""A model computed by the native kernels: packs the weights a ModelSpec names, then every step is one call.
+
+The cache is the shared paged storage, but within a block the native kernels keep keys 16 tokens to a row
+([block, head, group of 16 tokens, head_dim, 16]): whole blocks may be copied and moved, single tokens may not be read
+by other backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from tokenmill.ops.batch import ForwardBatch, LayerCache
+from tokenmill.ops.cpu.availability import native
+from tokenmill.ops.cpu.packing import Dense, Quantization, pack_experts, pack_matrix
+from tokenmill.ops.raw import RawTensor
+
+MAX_HEAD_DIM = 256
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights(Protocol):
+    def get(self, name: str) -> RawTensor: ...
+
+
+class Layout(Protocol):
+    def place(self, layer: int) -> tuple[int, int]:
+        """(KV group, index within the group)"""
+        ...
+
+
+class Storage(Protocol):
+    def layer(self, number: int) -> LayerCache: ...
+
+
+RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
+"""cos and sin per rope, float32 [max_context, rotary_dim / 2]"""
+
+
+def refusal(spec: ModelSpec, block_size: int, kv_dtype: torch.dtype) -> str | None:
+    """Why the native decoder can't run this, or None when it can."""
+    if block_size % 16:
+        return f"KV blocks of {block_size} tokens; the native kernels need a multiple of 16"
+    if kv_dtype not in CACHE_DTYPES:
+        return f"a KV cache of {kv_dtype}; the native kernels keep float32, float16 or bfloat16"
+    widest = max(layer.attention.head_dim for layer in spec.layers)
+    if widest > MAX_HEAD_DIM:
+        return f"heads of {widest} numbers; the native kernels take up to {MAX_HEAD_DIM}"
+    return None
+
+
+class NativeDecoder:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        layout: Layout,
+        ropes: RopeTables,
+        dense: Dense,
+        threads: int,
+        quantization: Quantization = "none",
+        instruction_set: str = "",
+    ) -> None:
+        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best."""
+        self.spec = spec
+        self.layout = layout
+        cap = spec.logit_softcap or 0.0
+        self._decoder = native().Decoder(
+            spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.embedding_scale, cap, threads, instruction_set
+        )
+        self._parts = _Parts(weights, dense, quantization)
+        self._cache_owner: object = None
+        rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
+        for number, layer in enumerate(spec.layers):
+            self._add_layer(number, layer, rope_numbers)
+        self._add_ends()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes read from memory in a step of one token."""
+        return int(self._decoder.weight_bytes)
+
+    def forward(self, batch: ForwardBatch, storage: Storage) -> torch.Tensor:
+        """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`."""
+        self._bind(storage)
+        hidden = torch.empty(batch.logit_rows.shape[0], self.spec.hidden_size)
+        self._decoder.forward(
+            batch.token_ids,
+            batch.positions,
+            batch.query_starts,
+            batch.context_lens,
+            [group.block_tables for group in batch.groups],
+            [group.slots for group in batch.groups],
+            batch.logit_rows,
+            hidden,
+        )
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, H] → float32 [L, vocab]"""
+        out = torch.empty(hidden.shape[0], self.spec.vocab_size)
+        self._decoder.logits(hidden.contiguous(), out)
+        return out
+
+    def _bind(self, storage: Storage) -> None:
+        """Tells the kernels where the cache lies; once, unless it moves."""
+        if self._cache_owner is storage:
+            return
+        for number in range(self.spec.num_layers):
+            cache = storage.layer(number)
+            self._decoder.bind_cache(number, cache.keys, cache.values)
+        self._cache_owner = storage
+
+    def _add_ends(self) -> None:
+        embedding = self._parts.linear("embed")
+        self._decoder.set_embedding(embedding)
+        self._decoder.set_head(embedding if self.spec.tied_head else self._parts.linear("head"))
+        self._decoder.set_final_norm(self._parts.vector("final_norm.weight"))
+
+    def _add_layer(self, number: int, layer: LayerSpec, ropes: Mapping[RopeSpec, int]) -> None:
+        name, attention = f"layers.{number}.", layer.attention
+        self._decoder.add_layer(
+            **self._norms(name, layer),
+            **self._attention(name, attention),
+            rope=-1 if attention.rope is None else ropes[attention.rope],
+            group=self.layout.place(number)[0],
+            mlp=self._parts.mlp(name, layer.mlp) if isinstance(layer.mlp, MlpSpec) else None,
+            moe=self._parts.moe(name, layer.mlp) if isinstance(layer.mlp, MoeSpec) else None,
+        )
+
+    def _norms(self, name: str, layer: LayerSpec) -> dict[str, torch.Tensor | None]:
+        vector, post, qk = self._parts.vector, layer.post_norms, layer.attention.qk_norm
+        return {
+            "attn_norm": vector(f"{name}attn_norm.weight"),
+            "mlp_norm": vector(f"{name}mlp_norm.weight"),
+            "attn_post_norm": vector(f"{name}attn_post_norm.weight") if post else None,
+            "mlp_post_norm": vector(f"{name}mlp_post_norm.weight") if post else None,
+            "q_norm": vector(f"{name}q_norm.weight") if qk else None,
+            "k_norm": vector(f"{name}k_norm.weight") if qk else None,
+        }
+
+    def _attention(self, name: str, attention: AttentionSpec) -> dict[str, Any]:
+        linear: Callable[[str, bool], Any] = self._parts.linear
+        return {
+            **{part: linear(name + part, attention.qkv_bias) for part in ("q", "k", "v")},
+            "o": linear(f"{name}o", attention.out_bias),
+            "sinks": self._parts.vector(f"{name}sinks") if attention.has_sinks else None,
+            "heads": attention.num_heads,
+            "kv_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+            "scale": attention.scale,
+            "window": attention.window or 0,
+            "softcap": attention.softcap or 0.0,
+        }
+
+
+class _Parts:
+    """Weights by name, in the forms the native decoder is built from."""
+
+    def __init__(self, weights: Weights, dense: Dense, quantization: Quantization) -> None:
+        self.weights, self.dense, self.quantization = weights, dense, quantization
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self.dense(self.weights.get(name)).float().contiguous()
+
+    def linear(self, name: str, has_bias: bool = False) -> Any:
+        matrix = pack_matrix(self.weights.get(f"{name}.weight"), self.dense, self.quantization)
+        return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
+
+    def mlp(self, name: str, spec: MlpSpec) -> Any:
+        parts = [self.linear(name + part, spec.bias) for part in ("gate", "up", "down")]
+        return native().Mlp(*parts, spec.activation)
+
+    def moe(self, name: str, spec: MoeSpec) -> Any:
+        packed = [
+            pack_experts(self.weights.get(f"{name}experts.{part}.weight"), self.dense, self.quantization)
+            for part in ("gate", "up", "down")
+        ]
+        linears = ([native().Linear(matrix, None) for matrix in matrices] for matrices in packed)
+        experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(*linears, strict=True)]
+        shared = None if spec.shared is None else self.mlp(f"{name}shared.", spec.shared)
+        return native().Moe(self.linear(f"{name}router"), experts, spec.num_active, spec.renormalize, shared)

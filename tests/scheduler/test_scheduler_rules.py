@@ -1,0 +1,256 @@
+"""The scheduler's rules one by one, with the checking runner."""
+
+from __future__ import annotations
+
+import pytest
+from integrity import check_all
+from simulated_runner import EOS, SimulatedRunner, expected_tokens
+
+from tokenmill.config.engine import SchedulerConfig
+from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.kv.cache import KVCache
+from tokenmill.params import BeamParams, SamplingParams
+from tokenmill.scheduler import Scheduler
+from tokenmill.scheduler.sequence import mixed_seed
+from tokenmill.types import Request, SequenceOutput, StepPlan
+
+
+class Bench:
+    """A scheduler, its runner and a clock that ticks once a step."""
+
+    def __init__(self, num_blocks: int = 200, prefix_caching: bool = True, **config: object) -> None:
+        self.cache = KVCache(windows=[None], num_blocks=num_blocks, block_size=4, prefix_caching=prefix_caching)
+        self.now = 0.0
+        settings = SchedulerConfig(**{"max_running": 8, "token_budget": 32, **config})  # type: ignore[arg-type]
+        self.scheduler = Scheduler(config=settings, cache=self.cache, max_rows=8, clock=lambda: self.now)
+        self.runner = SimulatedRunner(self.cache)
+        self.plans: list[StepPlan] = []
+
+    def step(self) -> list[SequenceOutput]:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        self.plans.append(plan)
+        self.now += 1.0
+        outputs = self.scheduler.apply(plan, self.runner.run(plan))
+        check_all(self.scheduler)
+        return outputs
+
+    def drain(self) -> list[SequenceOutput]:
+        outputs = []
+        while self.scheduler.has_work:
+            outputs += self.step()
+        assert self.cache.num_used == 0
+        return outputs
+
+
+def ask(name: str, prompt_len: int = 8, max_tokens: int = 5, priority: int = 0, **params: object) -> Request:
+    number = sum(map(ord, name))
+    return Request(
+        request_id=name,
+        prompt_token_ids=[number % 40 + 5, *range(10, 9 + prompt_len)],
+        params=SamplingParams(**{"ignore_eos": True, **params}),  # type: ignore[arg-type]
+        eos_token_ids=[EOS],
+        max_tokens=max_tokens,
+        seed=number,
+        priority=priority,
+    )
+
+
+def tokens_of(outputs: list[SequenceOutput], name: str, index: int = 0) -> list[int]:
+    return [t for o in outputs if o.request_id == name and o.index == index for t in o.token_ids]
+
+
+def endings(outputs: list[SequenceOutput]) -> list[tuple[str, int, str]]:
+    return [(o.request_id, o.index, o.finish_reason) for o in outputs if o.finish_reason]
+
+
+def test_nothing_to_run_is_no_plan() -> None:
+    bench = Bench()
+    assert bench.scheduler.plan() is None and not bench.scheduler.has_work
+
+
+def test_long_prompts_come_in_chunks_and_decoding_goes_on() -> None:
+    bench = Bench(token_budget=8)
+    bench.scheduler.add(ask("a", prompt_len=4, max_tokens=12))
+    bench.step()
+    bench.scheduler.add(ask("b", prompt_len=30, max_tokens=2))
+    for _ in range(4):
+        outputs = bench.step()
+        assert len(tokens_of(outputs, "a")) == 1, "a decoding sequence waits for a prompt"
+        assert sorted(len(row.token_ids) for row in bench.plans[-1].rows) == [1, 7]
+
+
+def test_a_long_prompt_of_higher_priority_leaves_every_decode_its_token() -> None:
+    bench = Bench(token_budget=8)
+    bench.scheduler.add(ask("low", prompt_len=1, max_tokens=30, priority=5))
+    bench.step()
+    bench.scheduler.add(ask("long", prompt_len=100, max_tokens=1, priority=-1))
+    for _ in range(10):
+        assert len(tokens_of(bench.step(), "low")) == 1
+        assert bench.plans[-1].num_tokens == 8
+
+
+def test_priority_then_arrival() -> None:
+    bench = Bench(max_running=1)
+    for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -5)):
+        bench.scheduler.add(ask(name, priority=priority))
+    assert [name for name, _, _ in endings(bench.drain())] == ["urgent", "first", "second", "late"]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preemption_changes_no_token(prefix_caching: bool) -> None:
+    bench = Bench(num_blocks=14, prefix_caching=prefix_caching)
+    requests = [ask(name, prompt_len=6, max_tokens=25, n=n) for name, n in (("a", 1), ("b", 3), ("c", 1), ("d", 2))]
+    for request in requests:
+        bench.scheduler.add(request)
+    outputs = bench.drain()
+    assert bench.scheduler.stats().preemptions >= 5
+    for request in requests:
+        for index in range(request.params.n):
+            assert tokens_of(outputs, request.request_id, index) == expected_tokens(request, index)
+
+
+def test_the_lowest_priority_and_latest_is_preempted_first() -> None:
+    bench = Bench(num_blocks=12)
+    for name, priority in (("low", 5), ("first", 0), ("second", 0)):
+        bench.scheduler.add(ask(name, prompt_len=7, max_tokens=24, priority=priority))
+    assert [name for name, _, _ in endings(bench.drain())] == ["first", "second", "low"]
+    assert bench.scheduler.stats().preemptions > 0
+
+
+def test_what_can_never_fit_is_refused_with_numbers() -> None:
+    bench = Bench(num_blocks=11)
+    with pytest.raises(InvalidRequest, match="needs up to 11 KV blocks of 4 tokens, the pool has 10"):
+        bench.scheduler.add(ask("big", prompt_len=20, max_tokens=22))
+    bench.scheduler.add(ask("just", prompt_len=20, max_tokens=21))
+    assert endings(bench.drain()) == [("just", 0, "length")]
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench(max_waiting=2)
+    bench.scheduler.add(ask("a"))
+    bench.scheduler.add(ask("b"))
+    with pytest.raises(Overloaded):
+        bench.scheduler.add(ask("c"))
+
+
+def test_prefix_hits_are_counted_and_prompt_logprobs_forgo_them() -> None:
+    bench = Bench()
+    prompt = ask("a", prompt_len=17)
+    bench.scheduler.add(prompt)
+    bench.drain()
+    for params, cached in (({}, 16), ({"prompt_logprobs": 0}, 0)):
+        bench.scheduler.add(
+            Request(
+                request_id="again",
+                prompt_token_ids=prompt.prompt_token_ids,
+                params=SamplingParams(**params),
+                max_tokens=1,
+                seed=1,
+            )
+        )
+        assert bench.drain()[-1].num_cached_tokens == cached
+    assert bench.scheduler.stats().prefix_hit_tokens == 16
+
+
+def test_one_bad_row_ends_its_request_only() -> None:
+    bench = Bench()
+    good, bad = ask("good"), ask("bad", n=2)
+    bench.runner.fail_rows_of.add(mixed_seed(bad.seed, 1))
+    bench.scheduler.add(good)
+    bench.scheduler.add(bad)
+    outputs = bench.drain()
+    assert sorted(endings(outputs)) == [("bad", 0, "error"), ("bad", 1, "error"), ("good", 0, "length")]
+    assert tokens_of(outputs, "good") == expected_tokens(good, 0)
+
+
+def test_prefill_only() -> None:
+    bench = Bench(token_budget=8)
+    bench.scheduler.add(ask("a", prompt_len=20, max_tokens=0, prompt_logprobs=0))
+    (output,) = bench.drain()
+    assert output.finish_reason == "length" and output.token_ids == []
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 19
+
+
+def test_stop_ids_end_not_before_min_tokens() -> None:
+    bench = Bench()
+    free = expected_tokens(ask("a", max_tokens=10), 0)
+    bench.scheduler.add(ask("a", max_tokens=10, stop_token_ids=[free[3]]))
+    last = bench.drain()[-1]
+    assert (last.finish_reason, last.stop_token_id) == ("stop", free[3])
+    held = ask("a", max_tokens=10, stop_token_ids=[free[3]], min_tokens=6)
+    bench.scheduler.add(held)
+    outputs = bench.drain()
+    assert len(tokens_of(outputs, "a")) >= 6 and tokens_of(outputs, "a") == expected_tokens(held, 0)
+
+
+def test_eos_ends_unless_ignored() -> None:
+    bench = Bench()
+    eos = expected_tokens(ask("a", max_tokens=10), 0)[2]
+    heeds = Request(
+        request_id="a",
+        prompt_token_ids=ask("a").prompt_token_ids,
+        params=SamplingParams(),
+        eos_token_ids=[eos],
+        max_tokens=10,
+        seed=ask("a").seed,
+    )
+    bench.scheduler.add(heeds)
+    outputs = bench.drain()
+    assert outputs[-1].finish_reason == "stop" and tokens_of(outputs, "a")[-1] == eos
+
+
+def test_best_of_returns_the_likeliest() -> None:
+    bench = Bench()
+    bench.scheduler.add(ask("all", n=5, logprobs=0))
+    sums = {o.index: o.cumulative_logprob for o in bench.drain() if o.finish_reason}
+    best = Request(
+        request_id="best",
+        prompt_token_ids=ask("all").prompt_token_ids,
+        params=SamplingParams(n=2, best_of=5, ignore_eos=True),
+        max_tokens=5,
+        seed=ask("all").seed,
+    )
+    bench.scheduler.add(best)
+    outputs = bench.drain()
+    assert [o.cumulative_logprob for o in outputs] == sorted(sums.values(), reverse=True)[:2]
+
+
+def test_more_samples_than_rows() -> None:
+    bench = Bench(max_running=3)
+    request = ask("a", n=10)
+    bench.scheduler.add(request)
+    outputs = bench.drain()
+    assert all(tokens_of(outputs, "a", index) == expected_tokens(request, index) for index in range(10))
+
+
+def test_static_runs_a_batch_to_its_end() -> None:
+    bench = Bench(policy="static", max_running=2)
+    for name, max_tokens in (("a", 2), ("b", 9), ("c", 2)):
+        bench.scheduler.add(ask(name, max_tokens=max_tokens))
+    assert [name for name, _, _ in endings(bench.drain())] == ["a", "b", "c"]
+    assert len(bench.plans) == 9 + 2
+
+
+def test_abort_is_idempotent_and_leaves_nothing() -> None:
+    bench = Bench()
+    bench.scheduler.add(ask("a", n=3))
+    bench.scheduler.add(ask("b", beam=BeamParams(3)))
+    bench.step()
+    for name in ("a", "a", "b", "unknown"):
+        bench.scheduler.abort(name)
+    assert not bench.scheduler.has_work and bench.cache.num_used == 0
+
+
+def test_time_in_the_queue_is_told_once() -> None:
+    bench = Bench(max_running=1)
+    bench.scheduler.add(ask("a", max_tokens=4))
+    bench.scheduler.add(ask("b", max_tokens=2))
+    waits = [o.queue_s for o in bench.drain() if o.request_id == "b"]
+    assert waits == [4.0, 0.0]
+
+
+def test_seeds_of_samples_differ_and_stay() -> None:
+    seeds = [mixed_seed(42, index) for index in range(100)]
+    assert len(set(seeds)) == 100 and seeds == [mixed_seed(42, index) for index in range(100)]
+    assert all(0 <= mixed_seed(seed, 0) < 2**63 for seed in (-(2**63), -1, 0, 2**63 - 1))

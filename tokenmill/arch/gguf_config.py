@@ -140,9 +140,9 @@ class _Reader:
     def _windows(self) -> tuple[int | None, ...]:
         traits = self.family.gguf
         window = self.fields.integer_or_none("attention.sliding_window", minimum=0) or traits.default_window
-        if window is None or (traits.window_pattern and window >= self.fields.integer("context_length")):
+        if window is None:
             if self.family.has_local_rope:
-                self.fields.refuse("attention.sliding_window is missing or as long as the context")
+                self.fields.refuse("attention.sliding_window is missing")
             return (None,) * self.num_layers
         if not traits.window_pattern:
             self.fields.refuse("attention.sliding_window is not implemented for this architecture in GGUF")
@@ -182,7 +182,7 @@ class _Reader:
             qkv_bias="blk.0.attn_q.bias" in self.gguf.tensors,
             out_bias="blk.0.attn_output.bias" in self.gguf.tensors,
             qk_norm=self.family.qk_norm,
-            window=window,
+            window=window if window and window < self.fields.integer("context_length") else None,
             softcap=self._softcap("attn_logit_softcapping"),
         )
 

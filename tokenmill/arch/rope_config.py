@@ -86,7 +86,7 @@ def _llama3(rope: Fields, fields: Fields, rotary_dim: int) -> Llama3Scaling:
 
 def _original_context(rope: Fields, fields: Fields) -> int:
     for source in (rope, fields):
-        if source.has("original_max_position_embeddings"):
+        if source.get("original_max_position_embeddings") is not None:
             return source.integer("original_max_position_embeddings")
     return fields.integer("max_position_embeddings")
 

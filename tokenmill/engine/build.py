@@ -20,14 +20,16 @@ from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.decoder import Decoder
+from tokenmill.models.decoder import Decoder, rope_tables
 from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import Model
+from tokenmill.ops.cpu import NativeDecoder, instruction_set, is_available, refusal
 from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.table import choose_ops
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
+from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.source import WeightSource, open_weights
 
@@ -38,7 +40,7 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     started = time.monotonic()
     spec = read_spec(model_path)
     layout = KVLayout.from_spec(spec)
-    resolved = resolve(config, spec, layout, machine_facts(config, spec))
+    resolved = resolve(config, spec, layout, machine_facts(config, spec, model_path))
     settled = resolved.config
     assert settled.ops.threads is not None and settled.model.max_context is not None
     torch.set_num_threads(settled.ops.threads)
@@ -65,12 +67,41 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
 
 
 def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> tuple[Model, list[str]]:
-    device, dtype = torch.device(config.ops.device), TORCH_DTYPES[config.model.dtype]
+    if config.ops.backend == "cpu":
+        return native_model(config, spec, source), [f"ops: native kernels ({instruction_set()})"]
     if config.model.quantization != "none":
         raise InvalidConfig("quantising while loading needs the native kernels", param="quantization")
+    device, dtype = torch.device(config.ops.device), TORCH_DTYPES[config.model.dtype]
     wanted = OpsWanted(spec, device, dtype, TORCH_DTYPES[config.cache.kv_dtype], config.ops.backend)
     ops, reasons = choose_ops(wanted)
     return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context), reasons
+
+
+def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
+    assert config.model.max_context is not None and config.ops.threads is not None
+    tables = rope_tables(spec, config.model.max_context, torch.device("cpu"))
+    return NativeDecoder(
+        spec,
+        source,
+        KVLayout.from_spec(spec),
+        {rope: (table.cos, table.sin) for rope, table in tables.items()},
+        lambda raw: dequantize(raw, torch.float32),
+        config.ops.threads,
+        config.model.quantization,
+    )
+
+
+def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """Why the native kernels can't compute this model here; None when they can."""
+    available, reason = is_available()
+    if not available:
+        return reason
+    if config.model.dtype not in ("auto", "float32"):
+        return f"the native kernels compute in float32, not {config.model.dtype}"
+    kv_dtype = TORCH_DTYPES.get("float32" if config.cache.kv_dtype == "auto" else config.cache.kv_dtype)
+    if kv_dtype is None:
+        return f"the native kernels have no {config.cache.kv_dtype} KV cache"
+    return refusal(spec, config.cache.block_size, kv_dtype)
 
 
 def kv_storage(config: EngineConfig, layout: KVLayout) -> KVStorage:
@@ -99,14 +130,22 @@ def assemble(config: EngineConfig, model: Model, storage: KVStorage) -> EngineCo
     return EngineCore(scheduler, runner, info)
 
 
-def machine_facts(config: EngineConfig, spec: ModelSpec) -> MachineFacts:
+def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineFacts:
     machine = probe_machine()
     has_cuda = config.ops.device != "cpu" and torch.cuda.is_available()
-    available = torch.cuda.mem_get_info()[0] if has_cuda else machine.memory.available_bytes
-    dtype_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
+    native_reason = native_refusal(config, spec)
+    is_native = not has_cuda and native_reason is None and config.ops.backend in ("auto", "cpu")
     return MachineFacts(
         cores=machine.cpu.usable_cores,
-        available_bytes=available,
-        weight_bytes=num_parameters(spec) * dtype_bytes,
+        available_bytes=torch.cuda.mem_get_info()[0] if has_cuda else machine.memory.available_bytes,
+        weight_bytes=expected_weight_bytes(config, spec, path, has_cuda=has_cuda, is_native=is_native),
         has_cuda=has_cuda,
+        native_reason=native_reason,
     )
+
+
+def expected_weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path, *, has_cuda: bool, is_native: bool) -> int:
+    """Native kernels keep a file's precision; the reference expands everything to the compute dtype."""
+    if is_native and path.suffix == ".gguf" and config.model.load_format != "dummy":
+        return path.stat().st_size
+    return num_parameters(spec) * DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import build_core
@@ -174,8 +174,9 @@ def with_settings(config: EngineConfig, settings: dict[str, Any]) -> EngineConfi
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
-    return [many] if many and all(isinstance(p, int) for p in many) else many  # type: ignore[list-item]
+    if prompts and all(isinstance(part, int) for part in prompts):
+        return [cast(list[int], list(prompts))]
+    return cast(list[Prompt], list(prompts))
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

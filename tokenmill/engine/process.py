@@ -108,7 +108,7 @@ class SocketMailbox:
     """The child's end of the socket. Waiting, it looks up now and then whether its parent still lives."""
 
     def __init__(self, address: str, parent_pid: int) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.connect(address)
         self._parent_pid = parent_pid

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
 
 class Report(Protocol):
     def __call__(self, *, done: int, new_tokens: int) -> None: ...
@@ -33,34 +36,31 @@ class LateBar:
         self._started = time.monotonic()
         self._patience_s = patience_s
         self._num_tokens = 0
-        self._bar = None
-        self._task = None
+        self._bar: Progress | None = None
 
     def report(self, *, done: int, new_tokens: int) -> None:
         self._num_tokens += new_tokens
         elapsed = time.monotonic() - self._started
         if elapsed < self._patience_s:
             return
-        bar, task = self._shown()
-        bar.update(task, completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
-
-    def _shown(self):  # type: ignore[no-untyped-def]  # rich is imported only if the bar is ever shown
         if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                TextColumn("answers"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[speed]}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("answers", total=self._total, speed="")
-            self._bar.start()
-        return self._bar, self._task
+            self._bar = shown_bar(self._total)
+        self._bar.update(TaskID(0), completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def shown_bar(total: int) -> Progress:
+    bar = Progress(
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    bar.add_task("answers", total=total, speed="")
+    bar.start()
+    return bar

@@ -29,7 +29,7 @@ class Decoder:
         ]
         self.final_norm = load.vector("final_norm.weight")
         self.head = self.embedding if spec.tied_head else load.linear(["head"])
-        self.ropes = _rope_tables(spec, max_context or spec.max_context, load.device)
+        self.ropes = rope_tables(spec, max_context or spec.max_context, load.device)
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +58,7 @@ class Decoder:
         return embedded if self.spec.embedding_scale == 1.0 else embedded * self.spec.embedding_scale
 
 
-def _rope_tables(spec: ModelSpec, max_context: int, device: torch.device) -> dict[RopeSpec, RopeTable]:
+def rope_tables(spec: ModelSpec, max_context: int, device: torch.device) -> dict[RopeSpec, RopeTable]:
     """One table per distinct rope; layers share them."""
     ropes = {layer.attention.rope for layer in spec.layers}
     return {rope: make_rope_table(rope, max_context, device) for rope in ropes if rope is not None}

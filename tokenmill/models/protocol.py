@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 
-from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.raw import RawTensor
@@ -15,9 +14,6 @@ from tokenmill.ops.raw import RawTensor
 class Model(Protocol):
     @property
     def vocab_size(self) -> int: ...
-
-    @property
-    def layout(self) -> KVLayout: ...
 
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
         """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`."""

@@ -105,8 +105,9 @@ def _reasons(store: Store, manifest: Manifest) -> list[str]:
     from tokenmill.ops.table import choose_ops
 
     config = EngineConfig(ModelConfig(model=manifest.name))
-    spec = read_spec(store.path_of(manifest))
-    resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec))
+    path = store.path_of(manifest)
+    spec = read_spec(path)
+    resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec, path))
     settled = resolved.config
     dtype, kv_dtype = TORCH_DTYPES[settled.model.dtype], TORCH_DTYPES[settled.cache.kv_dtype]
     wanted = OpsWanted(spec, torch.device(settled.ops.device), dtype, kv_dtype, settled.ops.backend)

@@ -158,5 +158,5 @@ def _fit_in_words(row: dict[str, Any]) -> str:
         return f"no: {row['place']} has {size(row['free_bytes'])} free"
     return (
         f"yes: {size(row['free_bytes'])} free in {row['place']}, "
-        f"room for about {row['conversations']:,} conversations of {row['context']:,} tokens beside the weights as stored"
+        f"room for about {row['conversations']:,} conversations of {row['context']:,} tokens beside the stored weights"
     )

@@ -1,0 +1,58 @@
+"""The real command line with a scripted model in place of the engine: run as a process of its own by the tests.
+
+The model echoes what it was sent as JSON; a prompt with "forever" is answered with dots until the stream is closed; one
+with "fail" fails; one with "bug" meets a bug.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tokenmill.cli import main, session
+from tokenmill.config import EngineConfig
+from tokenmill.errors import RequestFailed
+from tokenmill.params import SamplingParams
+from tokenmill.types import Event, Usage
+
+
+class ScriptedModel:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[Event]:
+        return self._answer({"raw": prompt}, prompt, params)
+
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[Event]:
+        return self._answer({"messages": messages}, messages[-1]["content"], params)
+
+    def _answer(self, asked: dict[str, Any], prompt: str, params: SamplingParams) -> Iterator[Event]:
+        if "fail" in prompt:
+            raise RequestFailed("the answer could not be computed")
+        if "bug" in prompt:
+            raise KeyError("bug")
+        try:
+            if "forever" in prompt:
+                while True:
+                    yield Event(request_id="r", text=".")
+                    time.sleep(0.01)
+            asked |= {"model": self.config.model.model, "max_context": self.config.model.max_context}
+            asked |= {"temperature": params.temperature, "seed": params.seed, "threads": self.config.ops.threads}
+            text = json.dumps(asked | {"stop": params.stop, "weights_seed": self.config.model.seed})
+            for at in range(0, len(text), 7):
+                yield Event(request_id="r", text=text[at : at + 7])
+            usage = Usage(prompt_tokens=3, completion_tokens=5)
+            yield Event(request_id="r", finish_reason="stop", usage=usage)
+        finally:
+            print("stream closed", file=sys.stderr)
+
+    def close(self) -> None:
+        print("model closed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    session.open_model = ScriptedModel
+    sys.exit(main())

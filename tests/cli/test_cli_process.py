@@ -1,0 +1,330 @@
+"""The command line as its users meet it: real processes, real pipes, real signals. The model is scripted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("scripted_cli.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
+    home = {"TOKENMILL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    return {**kept, **home, "COLUMNS": "100"}
+
+
+def scripted(
+    environment: dict[str, str], *arguments: str, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    source: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, **source)
+
+
+def real(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokenmill", *arguments]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("tokenmill: ")
+    for word in words:
+        assert word in done.stderr
+
+
+# ── help, version, wrong usage ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
+def test_help_and_version_import_nothing_heavy(environment: dict[str, str], arguments: list[str]) -> None:
+    code = "import sys; from tokenmill.cli import main; rc = main(sys.argv[1:]); "
+    code += "assert not {'torch', 'cyclopts', 'rich', 'numpy'} & set(sys.modules); sys.exit(rc)"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 2  # well under half a second on an idle machine
+    assert "tokenmill" in done.stdout
+
+
+def test_every_verb_in_the_table_has_help(environment: dict[str, str]) -> None:
+    from tokenmill.cli import VERBS
+
+    code = "import sys; from tokenmill.cli import VERBS, main; codes = [main([v, '--help']) for v in VERBS]; "
+    code += "assert 'torch' not in sys.modules; sys.exit(max(codes))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for verb in VERBS:
+        assert f"Usage: tokenmill {verb}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rn"], ["did you mean run?"]),
+        (["--model", "x"], ["verb"]),
+        (["run", "--tempratur", "1", "hi"], ["--tempratur", "--temperature"]),
+        (["run", "--threads", "many", "hi"], ["--threads", "many"]),
+        (["run", "--temperature", "-1", "hi"], ["temperature", "between"]),
+        (["run", "--device", "gpu", "hi"], ["--device"]),
+        (["run", "smollm2", "hi", "there"], ["there"]),
+        (["run"], ["nothing to answer"]),
+        (["run", "--raw", "--system", "x", "hi"], ["--raw"]),
+        (["rm"], ["MODEL"]),
+        (["list", "--config"], ["--config"]),
+        (["list", "--config", "/does/not/exist.toml"], ["exist.toml"]),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(
+    environment: dict[str, str], arguments: list[str], words: list[str]
+) -> None:
+    one_line(real(environment, *arguments), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "smolm2:135m", "hi"], ["did you mean smollm2:135m"]),
+        (["run", "./none.gguf", "hi"], ["none.gguf"]),
+        (["show", "acme/none"], ["tokenmill pull acme/none"]),
+        (["rm", "acme/none"], ["not in the store"]),
+    ],
+)
+def test_failures_are_one_line_and_exit_1(environment: dict[str, str], arguments: list[str], words: list[str]) -> None:
+    one_line(real(environment, *arguments), 1, *words)
+
+
+def test_an_unreachable_model_fails_quickly(environment: dict[str, str]) -> None:
+    started = time.monotonic()
+    done = real(environment, "pull", "acme/none")
+    assert done.returncode == 1 and time.monotonic() - started < 10
+    assert "can't be reached" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+# ── run ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_run_with_a_prompt_uses_the_default_model(environment: dict[str, str]) -> None:
+    done = scripted(environment, "run", "hi there")
+    assert done.returncode == 0, done.stderr
+    sent = json.loads(done.stdout)
+    assert sent["messages"] == [{"role": "user", "content": "hi there"}] and sent["model"] == "smollm2:135m"
+    assert done.stdout.endswith("}\n") and "\x1b" not in done.stdout
+    assert "stream closed" in done.stderr and "model closed" in done.stderr
+
+
+def test_run_with_model_prompt_system_and_flags(environment: dict[str, str]) -> None:
+    flags = [
+        "--system",
+        "be kind",
+        "--temperature",
+        "0",
+        "--seed",
+        "7",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--weights-seed",
+        "3",
+    ]
+    sent = json.loads(scripted(environment, "run", "qwen3:0.6b", "hi", *flags).stdout)
+    assert sent["messages"][0] == {"role": "system", "content": "be kind"} and sent["model"] == "qwen3:0.6b"
+    assert (sent["temperature"], sent["seed"], sent["stop"], sent["weights_seed"]) == (0.0, 7, ["a", "b"], 3)
+
+
+def test_run_reads_a_pipe(environment: dict[str, str]) -> None:
+    assert json.loads(scripted(environment, "run", stdin="piped\n").stdout)["messages"][-1]["content"] == "piped"
+    both = json.loads(scripted(environment, "run", "Summarise:", stdin="text\n").stdout)
+    assert both["messages"][-1]["content"] == "Summarise:\n\ntext"
+    named = json.loads(scripted(environment, "run", "qwen3:0.6b", stdin="piped").stdout)
+    assert named["model"] == "qwen3:0.6b" and named["messages"][-1]["content"] == "piped"
+    assert json.loads(scripted(environment, "run", "--raw", stdin="Once").stdout)["raw"] == "Once"
+
+
+def test_stats_go_to_stderr(environment: dict[str, str]) -> None:
+    done = scripted(environment, "run", "--stats", "hi")
+    assert "3 tokens in, 5 out" in done.stderr and "tokens in" not in done.stdout
+
+
+def test_a_failed_answer_is_exit_1_and_debug_shows_the_traceback(environment: dict[str, str]) -> None:
+    done = scripted(environment, "run", "please fail")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "tokenmill: the answer could not be computed"
+    assert "Traceback" not in done.stderr
+    bug = scripted(environment, "run", "a bug")
+    assert bug.returncode == 1 and "internal error: KeyError" in bug.stderr and "Traceback" not in bug.stderr
+    assert "Traceback" in scripted({**environment, "TOKENMILL_DEBUG": "1"}, "run", "a bug").stderr
+
+
+def test_a_reader_that_leaves_is_no_error(environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "run", "forever"], env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(3) == "..."
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(20) == 141
+    assert "Traceback" not in errors and "BrokenPipe" not in errors and "stream closed" in errors
+    process.stderr.close()
+
+
+def test_ctrl_c_ends_a_run_with_130(environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "run", "forever"], env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "stream closed" in errors and "model closed" in errors and "Traceback" not in errors
+
+
+# ── settings ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_flags_win_over_environment_over_file(environment: dict[str, str], tmp_path: Path) -> None:
+    settings = tmp_path / "s.toml"
+    settings.write_text(
+        "[model]\nmax_context = 100\nseed = 5\n[ops]\nthreads = 1\n[sampling]\nseed = 9\n[server]\nport = 1\n"
+    )
+    with_file = ["run", "hi", "--config", str(settings)]
+    assert json.loads(scripted(environment, *with_file).stdout)["max_context"] == 100
+    environment |= {"TOKENMILL_MAX_CONTEXT": "200", "TOKENMILL_STOP": "x,y"}
+    sent = json.loads(scripted(environment, *with_file, "--threads", "4").stdout)
+    assert (sent["max_context"], sent["threads"], sent["stop"]) == (200, 4, ["x", "y"])
+    assert (sent["seed"], sent["weights_seed"]) == (9, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model]\nmax_contxt = 1", ["max_contxt", "did you mean max_context?"]),
+        ("[modle]\nx = 1", ["[modle]", "did you mean model?"]),
+        ("model = 3", ["[model]"]),
+        ("[model", ["not valid TOML"]),
+        ("[model]\nmax_context = [1, 2]", ["one value"]),
+        ('[ops]\nthreads = "many"', ["threads", "many"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(
+    environment: dict[str, str], tmp_path: Path, text: str, words: list[str]
+) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    one_line(real(environment, "run", "hi", "--config", str(tmp_path / "s.toml")), 2, *words)
+
+
+def test_a_variable_that_nearly_names_a_setting_is_refused(environment: dict[str, str]) -> None:
+    one_line(real({**environment, "TOKENMILL_MAX_CONTXT": "1"}, "list"), 2, "did you mean TOKENMILL_MAX_CONTEXT?")
+    assert real({**environment, "TOKENMILL_SOMETHING_ELSE": "1"}, "list").returncode == 0
+
+
+# ── chat ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_chat_from_a_pipe_remembers_and_obeys(environment: dict[str, str]) -> None:
+    said = "first\n/system be kind\n/set temperature 0.5\nsecond \\\nline\n"
+    said += '/clear\n"""\nblock\nof lines\n"""\n/exit\nnever\n'
+    done = scripted(environment, "chat", stdin=said)
+    assert done.returncode == 0, done.stderr
+    sent = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [message["role"] for message in sent[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert sent[1]["messages"][-1]["content"] == "second \nline" and sent[1]["temperature"] == 0.5
+    assert [m["content"] for m in sent[2]["messages"]] == ["be kind", "block\nof lines"]
+    assert len(sent) == 3
+
+
+def test_chat_survives_wrong_commands_and_failed_answers(environment: dict[str, str]) -> None:
+    said = "/sytem x\n/set temprature 1\n/set temperature hot\n/set top_p 7\nfail\nhello\n/set seed\n"
+    done = scripted(environment, "chat", stdin=said)
+    assert done.returncode == 0
+    complaints = [line for line in done.stderr.splitlines() if line.startswith("!")]
+    assert len(complaints) == 5
+    assert "did you mean /system?" in complaints[0] and "did you mean temperature?" in complaints[1]
+    sent = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert sent["messages"] == [{"role": "user", "content": "hello"}]
+    assert "(seed = None)" in done.stdout
+
+
+def test_ctrl_c_in_a_terminal_stops_the_answer_not_the_program(environment: dict[str, str]) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, [sys.executable, str(SCRIPT), "chat"], {**environment, "TERM": "dumb"})
+    screen = Screen(terminal)
+    try:
+        screen.expect(b">>> ")
+        os.write(terminal, b"forever\n")
+        screen.expect(b".....")
+        os.write(terminal, b"\x03")
+        screen.expect(b"(stopped)")
+        screen.expect(b">>> ")
+        os.write(terminal, b"\x03")
+        screen.expect(b"(Ctrl-D or /exit leaves)")
+        os.write(terminal, b"hello\n")
+        screen.expect(b'"content": "hello"')
+        os.write(terminal, b"/exit\n")
+        screen.expect(b"model closed")
+        _, status = os.waitpid(child, 0)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    finally:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0
+    history = Path(environment["TOKENMILL_HOME"]) / "chat_history"
+    assert not history.exists() or history.stat().st_mode & 0o077 == 0
+
+
+class Screen:
+    """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal, self.unseen = terminal, b""
+
+    def expect(self, wanted: bytes, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while wanted not in self.unseen:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
+            if select.select([self.terminal], [], [], 0.2)[0]:
+                self.unseen += os.read(self.terminal, 4096)
+        self.unseen = self.unseen.partition(wanted)[2]
+
+
+# ── store verbs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_list_of_an_empty_store_and_of_the_catalog(environment: dict[str, str]) -> None:
+    assert "tokenmill pull" in real(environment, "list").stdout
+    assert json.loads(real(environment, "list", "--json").stdout) == []
+    catalog = json.loads(real(environment, "list", "--catalog", "--json").stdout)
+    assert catalog[0]["name"] == "smollm2:135m" and catalog[0]["here"] is False
+
+
+def test_doctor_of_a_fresh_machine(environment: dict[str, str]) -> None:
+    done = real(environment, "doctor")
+    assert done.returncode == 0, done.stderr
+    for title in ("Hardware", "Packages", "Store", "Chosen for this machine", "To fix"):
+        assert f"\n{title}\n" in done.stdout
+    assert "no model here yet" in done.stdout

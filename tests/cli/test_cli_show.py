@@ -1,0 +1,58 @@
+"""`show` against what the gguf package reads from the same file, and the settings against the dataclasses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gguf import GGUFReader
+
+from tokenmill.cli.flags import flag_name
+from tokenmill.cli.screen import count, size
+from tokenmill.cli.settings import SECTIONS
+from tokenmill.cli.show import command
+from tokenmill.config.sampling import SamplingConfig
+from tokenmill.params import SamplingParams
+
+
+def test_show_agrees_with_the_gguf_package(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(str(smollm2_path), json=True) == 0
+    facts = json.loads(capsys.readouterr().out)
+    tensors = GGUFReader(smollm2_path).tensors
+    assert facts["parameters"] == sum(int(tensor.n_elements) for tensor in tensors)
+    assert facts["weight_bytes"] == sum(int(tensor.n_bytes) for tensor in tensors)
+    assert set(facts["quantisation"]) == {tensor.tensor_type.name for tensor in tensors}
+    assert facts["kv_bytes_per_token"]["bfloat16"] == 2 * 30 * 3 * 64 * 2
+    assert facts["max_context"] == 8192 and facts["has_chat_template"] is True
+    assert facts["fit"][0]["place"] == "memory"
+
+
+def test_show_in_words_and_the_template(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(str(smollm2_path)) == 0
+    words = capsys.readouterr().out
+    assert "134.5 M" in words and "30 × 9 heads of 64, 3 KV heads" in words
+    assert command(str(smollm2_path), template=True) == 0
+    assert "<|im_start|>" in capsys.readouterr().out
+
+
+def test_show_of_a_checkpoint_directory(stories_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(str(stories_dir), json=True) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["family"] == "llama" and facts["weight_bytes"] > 0
+
+
+def test_no_two_settings_share_a_flag() -> None:
+    flags = [flag_name(section, field) for section, kind in SECTIONS.items() for field in kind.__dataclass_fields__]
+    assert len(flags) == len(set(flags))
+
+
+def test_sampling_flags_are_sampling_params() -> None:
+    assert set(SamplingConfig.__dataclass_fields__) <= set(SamplingParams.__struct_fields__)
+    params = SamplingConfig(temperature=0.0, stop=("a",), seed=3).params()
+    assert params == SamplingParams(temperature=0.0, stop=["a"], seed=3)
+
+
+def test_numbers_for_people() -> None:
+    assert [size(n) for n in (0, 999, 98_362_432, 5e12)] == ["0 B", "999 B", "98.4 MB", "5.0 TB"]
+    assert [count(n) for n in (7, 134_515_008, 8.03e9)] == ["7", "134.5 M", "8.0 B"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 
 @cache
 def _load() -> tuple[ModuleType | None, str]:
     try:
-        from tokenmill.ops.cpu import _native
+        module = import_module("tokenmill.ops.cpu._native")
     except ImportError as error:
         return None, f"the native kernels were not built ({error}); install a C++ compiler and reinstall tokenmill"
-    return _native, f"native kernels for {_native.instruction_set()}"
+    return module, f"native kernels for {module.instruction_set()}"
 
 
 def is_available() -> tuple[bool, str]:

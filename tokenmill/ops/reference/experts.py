@@ -5,12 +5,12 @@ wanted at all is read once a step; a token's contributions are added in the orde
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import Dense, ExpertsWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference.activation import act_mul
+from tokenmill.ops.reference.linear import multiply
 
 
 def pack_experts(gate: RawTensor, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
@@ -38,7 +38,7 @@ def experts(
     for expert, count in enumerate(counts):
         if count:
             mine = tokens[start : start + count]
-            inner = act_mul(functional.linear(x[mine], gate_up[expert]), activation)
-            out.index_add_(0, mine, functional.linear(inner, down[expert]) * shares[start : start + count])
+            inner = act_mul(multiply(x[mine], gate_up[expert]), activation)
+            out.index_add_(0, mine, multiply(inner, down[expert]) * shares[start : start + count])
             start += count
     return out

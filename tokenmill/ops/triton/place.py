@@ -1,0 +1,106 @@
+"""From the joint projection to attention's inputs in one kernel: q and k are normed and rotated, k and v are cached.
+
+A program takes one token and a few heads of one kind:  [ q q q q | k | v ]. It reads each element's rotation partner
+again instead of exchanging it between threads; the second read comes from the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.batch import LayerCache
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _placed(
+    source, d, inside, norm, cos, sin, half, dim, eps, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Heads [HEADS, D] at `source`, normed and rotated, float32."""
+    values = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
+    inverse = values * 0 + 1.0
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(values * values, axis=1) / dim + eps)[:, None] + values * 0
+        values = values * inverse * tl.load(norm + d, mask=d < dim, other=0.0)
+    if HAS_ROPE:
+        partner = tl.where(d < half, d + half, tl.where(d < 2 * half, d - half, d))
+        other = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            other = other * inverse * tl.load(norm + partner, mask=d < dim, other=0.0)
+        angle = tl.where(d < half, d, d - half)
+        turns = d < 2 * half
+        c = tl.load(cos + angle, mask=turns, other=1.0)
+        s = tl.load(sin + angle, mask=turns, other=0.0)
+        values = values * c + tl.where(d < half, -other, other) * s
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(
+    qkv, queries, keys, values, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
+    kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
+    d = tl.arange(0, DIM_PADDED)[None, :]
+    row = qkv + token * qkv_stride
+    cos_row, sin_row = cos + token * half, sin + token * half
+    if tile < q_tiles:
+        heads = (tile * TILE + tl.arange(0, TILE))[:, None]
+        inside = (heads < NUM_HEADS) & (d < DIM)
+        placed = _placed(row + heads * DIM, d, inside, q_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
+        target = queries + (token * NUM_HEADS + heads) * DIM + d
+        tl.store(target, placed.to(queries.dtype.element_ty), mask=inside)
+    else:
+        is_key = tile < q_tiles + kv_tiles
+        first = tl.where(is_key, tile - q_tiles, tile - q_tiles - kv_tiles) * TILE
+        heads = (first + tl.arange(0, TILE))[:, None]
+        inside = (heads < KV_HEADS) & (d < DIM)
+        slot = tl.load(slots + token)
+        line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+        if is_key:
+            source = row + (NUM_HEADS + heads) * DIM
+            placed = _placed(source, d, inside, k_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
+            tl.store(keys + line * DIM + d, placed.to(keys.dtype.element_ty), mask=inside)
+        else:
+            plain = tl.load(row + (NUM_HEADS + KV_HEADS + heads) * DIM + d, mask=inside, other=0.0)
+            tl.store(values + line * DIM + d, plain.to(values.dtype.element_ty), mask=inside)
+
+
+def place_qkv(
+    qkv: torch.Tensor,
+    cache: LayerCache,
+    slots: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """qkv [T, (heads + 2 kv_heads) * D] → queries [T, heads, D]; keys and values go into the cache."""
+    _, kv_heads, block_size, dim = cache.keys.shape
+    num_tokens = qkv.shape[0]
+    num_heads = qkv.shape[1] // dim - 2 * kv_heads
+    queries = qkv.new_empty(num_tokens, num_heads, dim)
+    q_norm, k_norm = norms or (qkv, qkv)
+    cos, sin = angles or (qkv, qkv)
+    tile = min(8, triton.next_power_of_2(kv_heads))
+    tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
+    if num_tokens:
+        _place[(num_tokens, tiles)](
+            qkv, queries, cache.keys, cache.values, slots, q_norm, k_norm, cos, sin,
+            cos.shape[-1] if angles else 0, eps, qkv.stride(0),
+            num_heads, kv_heads, dim, triton.next_power_of_2(dim), block_size, tile,
+            norms is not None, angles is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return queries
+
+
+def write_kv(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """keys, values [T, kv_heads, D], already placed."""
+    blocks, offsets = slots // cache.keys.shape[2], slots % cache.keys.shape[2]
+    cache.keys[blocks, :, offsets] = keys.to(cache.keys.dtype)
+    cache.values[blocks, :, offsets] = values.to(cache.values.dtype)

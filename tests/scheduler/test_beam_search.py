@@ -55,7 +55,10 @@ class RecomputingRunner:
         return RowResult(row=row, token_ids=ids[:1], logprobs=[TokenLogprobs(ids[0], logprobs[0], 1, ids, logprobs)])
 
 
-def searched(model: LlamaForCausalLM, prompt: list[int], beam: BeamParams, num_blocks: int) -> list[list[int]]:
+def searched(
+    model: LlamaForCausalLM, prompt: list[int], beam: BeamParams, num_blocks: int
+) -> tuple[list[list[int]], int]:
+    """The hypotheses, best first, and how often beams were preempted on the way to them."""
     cache = KVCache(windows=[None], num_blocks=num_blocks, block_size=2)
     scheduler = Scheduler(config=SchedulerConfig(token_budget=16), cache=cache, max_rows=16, clock=lambda: 0.0)
     runner = RecomputingRunner(model)
@@ -77,16 +80,16 @@ def searched(model: LlamaForCausalLM, prompt: list[int], beam: BeamParams, num_b
     found = {name: [o.token_ids for o in outputs if o.request_id == name] for name in ("a", "b")}
     assert found["a"] == found["b"]
     assert cache.num_used == 0
-    return found["a"]
+    return found["a"], scheduler.stats().preemptions
 
 
-@pytest.mark.parametrize("num_blocks", [400, 36])
+@pytest.mark.parametrize("num_blocks", [400, 24])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("early_stopping", [True, False])
 def test_same_hypotheses_as_transformers(
     model: LlamaForCausalLM, early_stopping: bool, length_penalty: float, num_blocks: int
 ) -> None:
-    width = 4
+    width, num_preempted = 4, 0
     for prompt in ([1, 5, 9], [1, 7, 7, 2, 20], [1]):
         expected = model.generate(
             torch.tensor([prompt]),
@@ -103,7 +106,11 @@ def test_same_hypotheses_as_transformers(
             ),
         )
         hypotheses = [trimmed(row[len(prompt) :]) for row in expected.tolist()]
-        assert searched(model, prompt, BeamParams(width, length_penalty, early_stopping), num_blocks) == hypotheses
+        beam = BeamParams(width, length_penalty, early_stopping)
+        found, preemptions = searched(model, prompt, beam, num_blocks)
+        assert found == hypotheses
+        num_preempted += preemptions
+    assert (num_preempted > 0) == (num_blocks == 24)
 
 
 def trimmed(tokens: list[int]) -> list[int]:

@@ -328,3 +328,18 @@ def test_doctor_of_a_fresh_machine(environment: dict[str, str]) -> None:
     for title in ("Hardware", "Packages", "Store", "Chosen for this machine", "To fix"):
         assert f"\n{title}\n" in done.stdout
     assert "no model here yet" in done.stdout
+
+
+def test_doctor_names_a_damaged_model(environment: dict[str, str]) -> None:
+    from tokenmill.store import Manifest, Store, StoredFile
+
+    store = Store(environment["TOKENMILL_HOME"])
+    store.prepare()
+    source = store.root / "partial" / "x"
+    source.write_bytes(b"GGUF")
+    store.install(Manifest(name="a/b", source="test", files=[StoredFile("x.gguf", "0" * 64, 4)]), {"x.gguf": source})
+    store.blob_path("0" * 64).write_bytes(b"")
+    done = real(environment, "doctor")
+    assert done.returncode == 1 and "a/b is damaged: tokenmill rm a/b" in done.stdout
+    assert real(environment, "rm", "a/b").returncode == 0
+    assert "no model here yet" in real(environment, "doctor").stdout

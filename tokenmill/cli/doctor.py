@@ -41,8 +41,10 @@ def command() -> int:
     _section("Hardware", hardware_rows(machine))
     _section("Packages", package_rows())
     _section("Store", store_rows(store, manifests))
-    _section("Chosen for this machine", choice_rows(store, manifests))
+    choices, refusal = choice_rows(store, manifests)
+    _section("Chosen for this machine", choices)
     must, should = to_fix(machine, store, manifests)
+    must += [refusal] if refusal else []
     _section("To fix", [("!", line) for line in must] + [("-", line) for line in should] or [("", "nothing")])
     return 1 if must else 0
 
@@ -82,16 +84,16 @@ def store_rows(store: Store, manifests: list[Manifest]) -> list[Row]:
     return rows + [(manifest.name, f"{size(manifest.size_bytes)}, {manifest.source}") for manifest in manifests]
 
 
-def choice_rows(store: Store, manifests: list[Manifest]) -> list[Row]:
-    """What the engine would settle on for the default model, or for the first one in the store, in its own words."""
+def choice_rows(store: Store, manifests: list[Manifest]) -> tuple[list[Row], str | None]:
+    """What the engine would settle on for the default model, or for the first in the store, and why it can't if so."""
     if not manifests:
-        return [("", f"nothing yet: `tokenmill pull` fetches {DEFAULT_MODEL}")]
+        return [("", f"nothing yet: `tokenmill pull` fetches {DEFAULT_MODEL}")], None
     manifest = next((m for m in manifests if m.name == DEFAULT_MODEL), manifests[0])
     try:
         reasons = _reasons(store, manifest)
     except TokenmillError as problem:
-        reasons = [f"can't be run: {problem}"]
-    return [(manifest.name if not index else "", reason) for index, reason in enumerate(reasons)]
+        return [(manifest.name, "nothing: see below")], f"{manifest.name} can't be run: {problem}"
+    return [(manifest.name if not index else "", reason) for index, reason in enumerate(reasons)], None
 
 
 def _reasons(store: Store, manifest: Manifest) -> list[str]:

@@ -40,6 +40,10 @@ class EngineCore:
         self._failed_steps = 0
 
     @property
+    def runner(self) -> Runner:
+        return self._runner
+
+    @property
     def has_work(self) -> bool:
         return bool(self._refusals) or self._scheduler.has_work
 

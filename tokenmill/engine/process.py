@@ -50,7 +50,8 @@ class ProcessLink:
         address = f"ipc://{self._folder.name}/core"
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
-        self._socket.bind(address)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._socket.connect(address)  # the side that connects may send before the other one is there
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._child = subprocess.Popen(
             [sys.executable, "-m", "tokenmill.engine.process", address, str(os.getpid())],
@@ -110,7 +111,7 @@ class SocketMailbox:
     def __init__(self, address: str, parent_pid: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        self._socket.connect(address)
+        self._socket.bind(address)
         self._parent_pid = parent_pid
 
     def take(self, *, wait: bool) -> list[ToCore]:

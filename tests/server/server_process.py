@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 REAL = """
 import sys, json
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.run import run_server
 asked = json.loads(sys.argv[1])
@@ -28,6 +29,7 @@ config = EngineConfig(
     model=ModelConfig(model=asked["model"], served_name="tiny", dtype=asked.get("dtype", "auto")),
     cache=CacheConfig(num_blocks=asked.get("num_blocks")),
     scheduler=SchedulerConfig(**asked.get("scheduler", {})),
+    ops=OpsConfig(threads=1),
 )
 sys.exit(run_server(config, ServerConfig(port=asked["port"], drain_timeout_s=asked.get("drain_timeout_s", 30))))
 """
@@ -37,8 +39,10 @@ class ServerProcess:
     def __init__(self, command: list[str], port: int) -> None:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        # A file: a pipe that nobody reads would fill up and block the server. Closed in `close`.
+        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.child = subprocess.Popen(
-            [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *command], env=environment, stdout=self._printed, stderr=self._printed
         )
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60, verify=False, limits=httpx.Limits(max_connections=None))
@@ -63,9 +67,15 @@ class ServerProcess:
         return self.child.wait(within_s)
 
     def output(self) -> str:
-        """All it printed; only once it has ended."""
-        stdout, stderr = self.child.communicate(timeout=30)
-        return f"{stdout}\n{stderr}"
+        self._printed.seek(0)
+        return self._printed.read()
+
+    def close(self) -> None:
+        self.http.close()
+        if self.child.poll() is None:
+            self.child.kill()
+            self.child.wait(10)
+        self._printed.close()
 
     def children(self) -> list[int]:
         listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.child.pid)], capture_output=True, text=True)
@@ -86,13 +96,7 @@ def running(command: list[str], port: int) -> Iterator[ServerProcess]:
     try:
         yield process
     finally:
-        process.http.close()
-        if process.child.poll() is None:
-            process.child.kill()
-            process.child.wait(10)
-        for pipe in (process.child.stdout, process.child.stderr):
-            if pipe is not None:
-                pipe.close()
+        process.close()
 
 
 def main(port: int, words: list[str]) -> int:

@@ -19,6 +19,7 @@ from tokenmill.server.openai.errors import error_response
 from tokenmill.server.record import Record
 
 log = get_log("server")
+PROBES = frozenset({"/health", "/ping", "/metrics"})  # asked every few seconds by machines: not worth a line
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -56,7 +57,8 @@ class Reception:
         record.is_finished = True
         record.status = record.status or 500
         self.on_done(record)
-        event(log, "request", level=logging.INFO, **record.log_fields())
+        level = logging.DEBUG if record.path in PROBES and record.status < 400 else logging.INFO
+        event(log, "request", level=level, **record.log_fields())
 
 
 def request_id_of(headers: Headers) -> str:

@@ -1,0 +1,288 @@
+"""The whole house: a real server process, a real engine process, a small trained model, real clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_process import REAL, ServerProcess, is_alive, running
+from test_process import free_port
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 48}
+SMALLEST_MARGIN = 1e-3  # below, another order of additions may choose another token
+
+
+def real_server(model: Path, **asked: Any) -> Any:
+    port = free_port()
+    return running(["-c", REAL, json.dumps({"model": str(model), "port": port, **asked})], port)
+
+
+@pytest.fixture(scope="module")
+def process(stories_dir: Path) -> Iterator[ServerProcess]:
+    with real_server(stories_dir, dtype="float32", scheduler={"max_running": 32}) as started:
+        started.wait_for("ready")
+        yield started
+        started.wait_for("ready", 30)
+        started.terminate()
+        children = started.children()
+        assert started.wait(20) == 0
+        assert children and not any(is_alive(pid) for pid in children)
+
+
+@pytest.fixture(scope="module")
+def client(process: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{process.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def goldens(shared_dir: Path) -> list[dict[str, Any]]:
+    path = shared_dir / "goldens" / "stories260K" / "golden_greedy.json"
+    return [case for case in json.loads(path.read_text())["cases"] if len(case["prompt_ids"]) > 1]
+
+
+def complete(process: ServerProcess, **changes: Any) -> dict[str, Any]:
+    reply = process.http.post("/v1/completions", json={**COMPLETION, **changes})
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def text_of(process: ServerProcess, **changes: Any) -> str:
+    return str(complete(process, **changes)["choices"][0]["text"])
+
+
+def streamed(process: ServerProcess, **changes: Any) -> str:
+    body = {**COMPLETION, **changes, "stream": True}
+    with process.http.stream("POST", "/v1/completions", json=body) as reply:
+        chunks = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+def stats(process: ServerProcess) -> tuple[float, float]:
+    """(running + waiting, share of KV blocks in use)"""
+    lines = dict(line.rsplit(" ", 1) for line in process.http.get("/metrics").text.splitlines() if line[0] != "#")
+    busy = float(lines["tokenmill_requests_running"]) + float(lines["tokenmill_requests_waiting"])
+    return busy, float(lines["tokenmill_kv_usage_ratio"])
+
+
+def wait_until_idle(process: ServerProcess, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while (seen := stats(process)) != (0.0, 0.0):
+        assert time.monotonic() < deadline, f"still busy: {seen}"
+        time.sleep(0.02)
+
+
+def sure_steps(case: dict[str, Any]) -> list[dict[str, Any]]:
+    steps = case["greedy"]
+    unsure = [place for place, step in enumerate(steps) if step["margin"] < SMALLEST_MARGIN]
+    return list(steps[: unsure[0] if unsure else len(steps)])
+
+
+def test_greedy_answers_equal_the_goldens(process: ServerProcess, goldens: list[dict[str, Any]]) -> None:
+    for case in goldens:
+        steps = sure_steps(case)[:32]
+        reply = complete(process, prompt=case["prompt"], max_tokens=len(steps), logprobs=5)
+        tokens = reply["choices"][0]["logprobs"]["token_logprobs"]
+        assert tokens == pytest.approx([step["logprob"] for step in steps], abs=1e-3)
+        assert reply["usage"]["prompt_tokens"] == len(case["prompt_ids"])
+        by_ids = complete(process, prompt=case["prompt_ids"], max_tokens=len(steps))
+        assert by_ids["choices"][0]["text"] == reply["choices"][0]["text"]
+
+
+def test_stream_n_and_seed(client: openai.OpenAI, process: ServerProcess) -> None:
+    whole = text_of(process)
+    assert streamed(process) == whole
+    assert [choice["text"] for choice in complete(process, n=3)["choices"]] == [whole] * 3
+    sampled = {"temperature": 1.0, "seed": -7}
+    assert text_of(process, **sampled) == text_of(process, **sampled) == streamed(process, **sampled)
+    assert text_of(process, **sampled) != text_of(process, temperature=1.0, seed=8)
+
+
+def test_stop_strings_across_token_borders(process: ServerProcess) -> None:
+    whole = text_of(process)
+    for start in range(5, len(whole) - 6, 11):
+        stop = whole[start : start + 5]
+        reply = complete(process, stop=[stop])["choices"][0]
+        assert (reply["text"], reply["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+        assert streamed(process, stop=[stop]) == reply["text"]
+
+
+def test_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Tell me a story"}]
+    reply = client.chat.completions.create(
+        model="tiny", messages=messages, logprobs=True, top_logprobs=5, max_tokens=24, temperature=0
+    )
+    tokens = reply.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert b"".join(bytes(token.bytes or []) for token in tokens or []).decode() == reply.choices[0].message.content
+    for token in tokens or []:
+        values = [top.logprob for top in token.top_logprobs]
+        assert len(values) == 5 and values == sorted(values, reverse=True) and values[0] <= 0
+        assert token.logprob == pytest.approx(values[0])
+
+
+def test_logit_bias(process: ServerProcess, goldens: list[dict[str, Any]]) -> None:
+    case = goldens[0]
+    first = case["greedy"][0]
+    banned = complete(process, prompt=case["prompt"], max_tokens=1, logprobs=0, logit_bias={str(first["id"]): -100})
+    assert banned["choices"][0]["logprobs"]["token_logprobs"][0] < first["logprob"]
+    other = case["greedy"][0]["top5"][4][0]
+    forced = complete(process, prompt=case["prompt"], max_tokens=1, logit_bias={str(other): 100})
+    spelled = process.http.post("/detokenize", json={"tokens": [other]}).json()["prompt"]
+    assert forced["choices"][0]["text"].strip() == spelled.strip()
+
+
+def test_echo_scores_the_prompt_like_the_reference(process: ServerProcess, goldens: list[dict[str, Any]]) -> None:
+    for case in goldens:
+        choice = complete(process, prompt=case["prompt"], echo=True, logprobs=0, max_tokens=0)["choices"][0]
+        assert choice["text"] == case["prompt"]
+        first, *others = choice["logprobs"]["token_logprobs"]
+        assert first is None
+        assert others == pytest.approx(case["prompt_logprobs_from_second_token"], abs=1e-3)
+
+
+def test_cached_tokens_are_reported(process: ServerProcess) -> None:
+    prompt = "Once upon a time there was a dog. " * 8
+    before, after = (complete(process, prompt=prompt, max_tokens=1)["usage"] for _ in range(2))
+    assert after["prompt_tokens_details"]["cached_tokens"] > before["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_too_long_and_unknown_ids(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="once " * 2000, stream=True)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt=[512])
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    reply = client.embeddings.create(model="tiny", input=["a cat", "a dog", "a cat"], dimensions=16)
+    vectors = [item.embedding for item in reply.data]
+    assert vectors[0] == vectors[2] != vectors[1] and len(vectors[0]) == 16
+    assert sum(value * value for value in vectors[0]) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_64_concurrent_streams_equal_single_runs(process: ServerProcess) -> None:
+    asked = [
+        {"prompt": f"Once upon a time {'there ' * (place % 5)}", "temperature": 0.8, "seed": place, "max_tokens": 64}
+        for place in range(8)
+    ]
+    alone = [text_of(process, **changes) for changes in asked]
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(lambda place: streamed(process, **asked[place % 8]), range(64)))
+    assert together == alone * 8
+
+
+def test_hostile_bodies_leave_the_processes_alone(process: ServerProcess) -> None:
+    children = process.children()
+    hostile: list[dict[str, Any]] = [
+        {"n": 10**6},
+        {"prompt": ["x"] * 10**5},
+        {"logprobs": 10**6},
+        {"stop": ["x"] * 10**5},
+        {"logit_bias": {str(key): 1 for key in range(10**5)}},
+        {"max_tokens": 2**40},
+        {"prompt": "x" * 3_000_000},
+        {"prompt": [10**9]},
+    ]
+    for changes in hostile:
+        started = time.perf_counter()
+        reply = process.http.post("/v1/completions", json={**COMPLETION, **changes})
+        assert 400 <= reply.status_code < 500 and time.perf_counter() - started < 2.0
+    assert process.children() == children
+    assert text_of(process).strip()
+
+
+def test_two_hundred_vanishing_clients(process: ServerProcess) -> None:
+    wait_until_idle(process, 5)
+    expected = text_of(process)
+    arrived = threading.Barrier(21)
+
+    def vanish(number: int) -> None:
+        with httpx.Client(base_url=process.url, timeout=60, verify=False) as client:
+            for turn in range(10):
+                body = {
+                    **COMPLETION,
+                    "stream": True,
+                    "max_tokens": 400,
+                    "ignore_eos": True,
+                    "prompt": f"{number} {turn}",
+                }
+                with client.stream("POST", "/v1/completions", json=body) as reply:
+                    if turn % 2:
+                        next(reply.iter_lines())
+        arrived.wait(60)
+
+    threads = [threading.Thread(target=vanish, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    arrived.wait(60)
+    wait_until_idle(process, 2.0)
+    for thread in threads:
+        thread.join()
+    assert text_of(process) == expected
+
+
+def test_killed_engine_comes_back(process: ServerProcess) -> None:
+    expected = text_of(process)
+    (engine_pid,) = process.children()
+
+    def ask(_: int) -> httpx.Response:
+        body = {**COMPLETION, "max_tokens": 480, "ignore_eos": True, "n": 4}
+        return process.http.post("/v1/completions", json=body)
+
+    with ThreadPoolExecutor(8) as pool:
+        replies = [pool.submit(ask, number) for number in range(8)]
+        deadline = time.monotonic() + 10
+        while stats(process)[0] < 4:
+            assert time.monotonic() < deadline
+        os.kill(engine_pid, signal.SIGKILL)
+        failed = [reply.result(timeout=20) for reply in replies]
+    assert any(reply.status_code == 503 for reply in failed)
+    assert all(reply.status_code in (200, 503) for reply in failed)
+    assert {reply.json()["error"]["code"] for reply in failed if reply.status_code == 503} == {"engine_dead"}
+    process.wait_for("ready", 60)
+    assert text_of(process) == expected
+    assert process.children() != [engine_pid] and len(process.children()) == 1
+
+
+def test_sigterm_under_load(stories_dir: Path) -> None:
+    with real_server(stories_dir, dtype="float32") as process, ThreadPoolExecutor(5) as pool:
+        process.wait_for("ready")
+        long = {"max_tokens": 400, "ignore_eos": True}
+        expected = text_of(process, **long)
+        replies = [pool.submit(streamed, process, **long) for _ in range(5)]
+        deadline = time.monotonic() + 10
+        while stats(process)[0] < 5:
+            assert time.monotonic() < deadline
+        children = process.children()
+        process.terminate()
+        process.wait_for("draining", 2)
+        assert [reply.result(timeout=30) for reply in replies] == [expected] * 5
+        assert process.wait(15) == 0
+        assert not any(is_alive(pid) for pid in children)
+
+
+def test_queue_limit(stories_dir: Path) -> None:
+    limits = {"max_running": 2, "max_waiting": 4}
+    with real_server(stories_dir, dtype="float32", scheduler=limits) as process, ThreadPoolExecutor(20) as pool:
+        process.wait_for("ready")
+        expected = text_of(process)
+        bodies = [{**COMPLETION} for _ in range(20)]
+        replies = list(pool.map(lambda body: process.http.post("/v1/completions", json=body), bodies))
+        assert all(reply.status_code in (200, 429, 503) for reply in replies), [reply.text for reply in replies]
+        refused = [reply for reply in replies if reply.status_code in (429, 503)]
+        assert refused and all(reply.headers["retry-after"] for reply in refused)
+        answered = [reply.json()["choices"][0]["text"] for reply in replies if reply.status_code == 200]
+        assert answered and set(answered) == {expected} and len(answered) + len(refused) == 20
+        process.terminate()
+        assert process.wait(15) == 0

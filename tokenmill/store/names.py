@@ -1,6 +1,7 @@
 """What a user's MODEL means: a path, a short name from the catalog, or a Hugging Face id.
 
     ./model.gguf   /models/llama/            a path: what exists on disk wins
+    ./config.json                            a bare config
     smollm2:135m   qwen3                     a short name
     owner/name     owner/name:Q4_K_M         a hub repository; after the colon a GGUF file or a quantisation
     owner/name:sub/file.gguf
@@ -19,6 +20,7 @@ from tokenmill.errors import UnknownModel
 from tokenmill.store.catalog import CatalogEntry, find_entry, load_catalog
 
 MAX_NAME_LENGTH = 200
+MODEL_FILES = (".gguf", ".json")  # weights, or a bare config: enough to plan with, and to run random weights
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(:(?P<file>{_PART}(/{_PART})*))?")
 
@@ -64,12 +66,12 @@ def _existing_path(text: str) -> LocalModel | None:
         return None
     path = Path(text).expanduser()
     try:
-        usable = path.is_dir() or (path.is_file() and path.suffix == ".gguf")
+        usable = path.is_dir() or (path.is_file() and path.suffix in MODEL_FILES)
     except OSError:
         return None
     # A bare word is a path only with a separator or suffix: a folder called "qwen3" must not hide the catalog.
     named_as_path = (
-        "/" in text or "\\" in text or text in (".", "..") or path.suffix == ".gguf" or find_entry(text) is None
+        "/" in text or "\\" in text or text in (".", "..") or path.suffix in MODEL_FILES or find_entry(text) is None
     )
     return LocalModel(path) if usable and named_as_path else None
 

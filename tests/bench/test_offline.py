@@ -1,0 +1,89 @@
+"""The offline benchmark on a tiny model with random weights, from a config alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tokenmill.bench.engine_steps import drive, model_clock, random_requests
+from tokenmill.bench.offline import Lengths, measure_throughput, open_measured
+from tokenmill.bench.offline import OfflineWorkload as Workload
+from tokenmill.cli import main
+from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
+from tokenmill.errors import InvalidConfig
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def last_json(text: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(text.strip().splitlines()[-1])
+    return found
+
+
+def test_command_prints_results_for_each_concurrency(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--load-format", "dummy", "--input-len", "16", "--output-len", "6", "--concurrency", "1,3"]
+    more = ["--threads", "1", "--num-requests", "5", "--no-peaks"]
+    assert main(["bench", "offline", str(config_file), *arguments, *more]) == 0
+    report = last_json(capsys.readouterr().out)
+    results = report["results"]
+    assert isinstance(results, list)
+    assert [result["concurrency"] for result in results] == [1, 3]
+    for result in results:
+        assert result["prefill_tok_s"] > 0 and result["decode_tok_s"] > 0
+        assert result["decode_steps"] == 5  # of six tokens the first comes from the prompt
+        assert 0 < result["host_ms_per_step"] < result["decode_step_ms_p99"]
+    throughput = report["throughput"]
+    assert isinstance(throughput, dict)
+    assert (throughput["input_tokens"], throughput["output_tokens"]) == (5 * 16, 5 * 6)
+
+
+def test_lengths_of_a_batch_job_are_drawn_inputs_first(config_file: Path) -> None:
+    config = EngineConfig(ModelConfig(model=str(config_file), load_format="dummy"), ops=OpsConfig(threads=1))
+    measured = open_measured(config)
+    workload = Workload(Lengths(4, 12), Lengths(2, 5), (), num_requests=9, seed=1)
+    found = measure_throughput(measured, workload)
+    drawing = random.Random(1)
+    inputs, outputs = [drawing.randint(4, 12) for _ in range(9)], [drawing.randint(2, 5) for _ in range(9)]
+    assert (found["input_tokens"], found["output_tokens"]) == (sum(inputs), sum(outputs))
+
+
+def test_steps_are_told_apart_and_the_model_is_put_back(config_file: Path) -> None:
+    config = EngineConfig(ModelConfig(model=str(config_file), load_format="dummy"), ops=OpsConfig(threads=1))
+    core = open_measured(config).llm.core
+    before = core.runner.model  # type: ignore[attr-defined]
+    with model_clock(core) as clock:
+        run = drive(core, random_requests([20, 20], [4, 8], 300, seed=0, name="t"), clock)
+    assert core.runner.model is before  # type: ignore[attr-defined]
+    assert run.num_output_tokens == 12 and len(run.first_token_s) == 2
+    assert [step.num_new_tokens for step in run.full_decode] == [2, 2, 2]  # until the shorter answer has ended
+    assert all(step.host_s is not None and 0 <= step.host_s < step.step_s for step in run.steps)
+
+
+def test_wrong_lengths_are_refused() -> None:
+    for text in ("0", "9:3", "many", "-1"):
+        with pytest.raises(InvalidConfig):
+            Lengths.parse(text, "input-len")

@@ -1,0 +1,144 @@
+"""The same file through several engines, taking turns on one machine.
+
+Each engine lives in a process of its own (`peers/`), loaded once. In every round each measures every concurrency in
+turn; while one works the others are stopped, so none disturbs another. What is reported is the ratio of medians, and
+how far the ratios of single rounds spread: a machine that is slow for a minute is slow for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmill.bench.measures import Spread, median, spread
+from tokenmill.errors import InvalidConfig, RequestFailed
+
+PEERS = {"llama.cpp": "llama_cpp_peer.py", "openvino": "openvino_peer.py", "tokenmill": "ours.py"}
+OURS = "tokenmill"
+FIGURES = ("prefill_tok_s", "decode_tok_s")
+
+
+class Engine:
+    """One engine's process. Stopped between turns."""
+
+    def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
+        script = Path(__file__).parent / "peers" / PEERS[name]
+        self.name, self.version = name, ""
+        self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")
+        self._process = subprocess.Popen(
+            [python, str(script), str(model), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)} if name == OURS else None,
+        )
+
+    def wait_ready(self) -> None:
+        self.version = str(self._answer()["version"])
+        self._pause()
+
+    def measure(self, asked: dict[str, int]) -> dict[str, float | None]:
+        self._process.send_signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            return self._answer()
+        finally:
+            self._pause()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.send_signal(signal.SIGCONT)
+        self._process.communicate()
+        self._errors.close()
+
+    def _pause(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that is a JSON object; libraries write other things between."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()[-1:] or ["no message"]
+        raise RequestFailed(f"{self.name} ended: {last[0][:300]}")
+
+
+@contextmanager
+def engines(names: Sequence[str], peer_python: str, model: Path, threads: int) -> Iterator[list[Engine]]:
+    unknown = set(names) - set(PEERS)
+    if unknown:
+        raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {', '.join(PEERS)}", param="peers")
+    with ExitStack() as stack:
+        started = []
+        for name in names:
+            engine = Engine(name, sys.executable if name == OURS else peer_python, model, threads)
+            stack.callback(engine.close)
+            engine.wait_ready()
+            started.append(engine)
+        yield started
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure of one engine at one concurrency, against ours."""
+
+    engine: str
+    concurrency: int
+    figure: str
+    values: list[float]
+    ratio: Spread | None  # ours / theirs, round by round; None for ours
+
+    def as_dict(self) -> dict[str, Any]:
+        ratio = vars(self.ratio) if self.ratio else None
+        return {**vars(self), "median": median(self.values), "ratio": ratio}
+
+
+def take_turns(
+    running: Sequence[Engine], shapes: Sequence[dict[str, int]], rounds: int
+) -> Iterator[tuple[str, dict[str, int], dict[str, float | None]]]:
+    """Every engine, every shape, every round; who begins changes from round to round."""
+    for number in range(rounds):
+        order = [*running[number % len(running) :], *running[: number % len(running)]]
+        for shape in shapes:
+            for engine in order:
+                yield engine.name, shape, engine.measure({**shape, "seed": number})
+
+
+def compared(
+    turns: Sequence[tuple[str, dict[str, int], dict[str, float | None]]],
+) -> list[Comparison]:
+    found: dict[tuple[str, int, str], list[float]] = {}
+    for name, shape, figures in turns:
+        for figure in FIGURES:
+            value = figures[figure]
+            if value is not None:
+                found.setdefault((name, shape["concurrency"], figure), []).append(value)
+    return [
+        Comparison(name, concurrency, figure, values, _ratio(found, name, concurrency, figure))
+        for (name, concurrency, figure), values in found.items()
+    ]
+
+
+def _ratio(found: dict[tuple[str, int, str], list[float]], name: str, concurrency: int, figure: str) -> Spread | None:
+    ours = found.get((OURS, concurrency, figure))
+    if name == OURS or ours is None:
+        return None
+    return spread([mine / theirs for mine, theirs in zip(ours, found[name, concurrency, figure], strict=True)])

@@ -1,0 +1,134 @@
+"""Drives the in-process engine step by step and writes down what each step took.
+
+    add requests of token ids ─► step ─► step ─► ...          a StepRecord each
+                                  │
+                                  └ time in the model's forward and head, the rest is the host's: plan, inputs, sampler,
+                                    bookkeeping
+
+A request's phases show in the outputs: until its first token it prefills, afterwards it decodes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.engine.core import EngineCore
+from tokenmill.errors import RequestFailed
+from tokenmill.params import SamplingParams
+from tokenmill.types import Request, SequenceOutput
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    step_s: float
+    model_s: float | None  # in the model's own forward and head; None where it was not timed
+    num_new_tokens: int
+    is_full_decode: bool  # every request was past its first token and none had finished
+
+    @property
+    def host_s(self) -> float | None:
+        return None if self.model_s is None else self.step_s - self.model_s
+
+
+@dataclass
+class Run:
+    """What happened to one set of requests."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)  # since the run began, per request, as they came
+    elapsed_s: float = 0.0
+    num_output_tokens: int = 0
+    waiting: set[str] = field(default_factory=set)  # requests without a token yet
+    alive: int = 0
+
+    def note(self, output: SequenceOutput, at_s: float) -> int:
+        """Takes in what a step brought to one request; the number of new tokens."""
+        if output.finish_reason == "error":
+            raise RequestFailed(output.error or "the request failed")
+        if output.token_ids and output.request_id in self.waiting:
+            self.waiting.discard(output.request_id)
+            self.first_token_s.append(at_s)
+        self.alive -= output.finish_reason is not None
+        self.num_output_tokens += len(output.token_ids)
+        return len(output.token_ids)
+
+    @property
+    def full_decode(self) -> list[StepRecord]:
+        return [step for step in self.steps if step.is_full_decode]
+
+
+class ModelClock:
+    """Stands before the runner's model and adds up the time spent inside it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.spent_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, *args: Any) -> Any:
+        return self._timed(self.model.forward, args)
+
+    def logits(self, *args: Any) -> Any:
+        return self._timed(self.model.logits, args)
+
+    def _timed(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self.spent_s += time.perf_counter() - began
+
+
+@contextmanager
+def model_clock(core: EngineCore) -> Iterator[ModelClock]:
+    runner: Any = core.runner
+    clock = ModelClock(runner.model)
+    runner.model = clock
+    try:
+        yield clock
+    finally:
+        runner.model = clock.model
+
+
+def drive(core: EngineCore, requests: Sequence[Request], clock: ModelClock | None = None) -> Run:
+    """Runs the requests to their end."""
+    run = Run(waiting={request.request_id for request in requests}, alive=len(requests))
+    began = time.perf_counter()
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        is_full = not run.waiting and run.alive == len(requests)
+        model_before = clock.spent_s if clock else 0.0
+        step_began = time.perf_counter()
+        outputs = core.step()
+        now = time.perf_counter()
+        num_new = sum(run.note(output, now - began) for output in outputs)
+        in_model = clock.spent_s - model_before if clock else None
+        run.steps.append(StepRecord(now - step_began, in_model, num_new, is_full))
+    run.elapsed_s = time.perf_counter() - began
+    return run
+
+
+def random_requests(
+    input_lens: Sequence[int], output_lens: Sequence[int], vocab_size: int, *, seed: int, name: str
+) -> list[Request]:
+    """Prompts of random token ids that nothing shares; answers are exactly as long as asked."""
+    drawing = random.Random(f"{seed}/{name}")
+    return [
+        Request(
+            request_id=f"{name}-{number}",
+            prompt_token_ids=[drawing.randrange(vocab_size) for _ in range(input_len)],
+            params=SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),
+            max_tokens=output_len,
+            seed=number,
+            arrival_s=time.monotonic(),
+        )
+        for number, (input_len, output_len) in enumerate(zip(input_lens, output_lens, strict=True))
+    ]

@@ -1,0 +1,237 @@
+"""The engine alone, without a server: how fast it prefills and decodes with 1, 4, 16 ... sequences at once.
+
+For each concurrency C two sets of C requests run, each after a warm-up:
+
+    prefill   C prompts, one token out                 tokens/s  =  C × input_len / time until the last first token
+    decode    C prompts, output_len tokens out         tokens/s  =  C / step, over the steps in which all C only decode
+
+and with `num_requests` one more run: all requests at once through the scheduler, as a batch job would.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenmill.arch.cost import decode_flops, kv_bytes, prefill_flops
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
+from tokenmill.bench.engine_steps import Run, drive, model_clock, random_requests
+from tokenmill.bench.measures import median, summarize
+from tokenmill.bench.peaks import Peaks
+from tokenmill.config import EngineConfig
+from tokenmill.engine.llm import LLM
+from tokenmill.errors import InvalidConfig
+
+WARMUP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One length, or all between two with equal chance: `128`, `256:768`."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, param: str) -> Lengths:
+        low, _, high = text.partition(":")
+        try:
+            found = cls(int(low), int(high or low))
+        except ValueError:
+            raise InvalidConfig(f"{param} must be a number or LOW:HIGH, not {text!r}", param=param) from None
+        if not 1 <= found.low <= found.high:
+            raise InvalidConfig(f"{param} {text} is not a range of positive lengths", param=param)
+        return found
+
+    def draw(self, drawing: random.Random, count: int) -> list[int]:
+        return [drawing.randint(self.low, self.high) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class OfflineWorkload:
+    input_len: Lengths
+    output_len: Lengths
+    concurrency: tuple[int, ...]
+    num_requests: int = 0
+    seed: int = 1
+    rounds: int = 1
+
+    @property
+    def longest(self) -> int:
+        return self.input_len.high + self.output_len.high
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The model under test and what must be known to speak of its bytes and operations."""
+
+    llm: LLM
+    spec: ModelSpec
+    parts: WeightParts
+    kv_dtype: str
+    weight_dtype: str
+    device: str
+
+
+def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
+    """Room for the largest concurrency and the longest request, no more, unless the user set other limits."""
+    most = max((*workload.concurrency, 1))
+    model, scheduler = config.model, config.scheduler
+    if model.max_context is None:
+        model = replace(model, max_context=workload.longest + 1)
+    if scheduler.max_running < most:
+        scheduler = replace(scheduler, max_running=most)
+    waiting = max(scheduler.max_waiting, workload.num_requests, most)
+    return replace(config, model=model, scheduler=replace(scheduler, max_waiting=waiting))
+
+
+def open_measured(config: EngineConfig) -> Measured:
+    llm = LLM(config)
+    runner: Any = llm.core.runner
+    parts, dtype = stored_weights(llm, runner.model)
+    kv_dtype = str(runner.storage.keys.dtype).removeprefix("torch.")
+    return Measured(llm, llm.front.spec, parts, kv_dtype, dtype, runner.storage.device.type)
+
+
+def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
+    """Bytes of the weights as the engine keeps them, and the type most of them have."""
+    path, config, spec = llm.front.model_path, llm.config.model, llm.front.spec
+    is_native = hasattr(model, "weight_bytes")
+    if is_native and path.suffix == ".gguf" and config.load_format != "dummy":
+        return gguf_weight_parts(read_gguf_model(path)), main_type(path)
+    if is_native and config.quantization == "int8":
+        return weight_parts(spec, "Q8_0", vector_dtype="float32"), "int8"
+    dtype = compute_dtype(llm)
+    return weight_parts(spec, dtype), dtype
+
+
+def compute_dtype(llm: LLM) -> str:
+    runner: Any = llm.core.runner
+    asked = llm.config.model.dtype
+    if asked != "auto":
+        return asked
+    on_gpu = runner.storage.device.type == "cuda"
+    return (llm.front.spec.dtype if llm.front.spec.dtype in ("float16",) else "bfloat16") if on_gpu else "float32"
+
+
+def main_type(path: Path) -> str:
+    sizes: dict[str, int] = {}
+    for tensor in read_gguf_model(path).tensors.values():
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.num_bytes
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+# ── the runs ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_concurrency(m: Measured, workload: OfflineWorkload, concurrency: int, round_number: int) -> dict[str, Any]:
+    drawing = random.Random(f"{workload.seed}/{concurrency}/{round_number}")
+    inputs = workload.input_len.draw(drawing, concurrency)
+    outputs = [max(2, n) for n in workload.output_len.draw(drawing, concurrency)]
+    _run(m, inputs[:1], [WARMUP_TOKENS], workload.seed, f"warm-{concurrency}-{round_number}")
+    prefill = _run(m, inputs, [1] * concurrency, workload.seed, f"prefill-{concurrency}-{round_number}")
+    decode = None
+    if workload.output_len.high > 1:
+        decode = _run(m, inputs, outputs, workload.seed, f"decode-{concurrency}-{round_number}")
+    return figures(m, concurrency, inputs, prefill, decode)
+
+
+def _run(m: Measured, inputs: Sequence[int], outputs: Sequence[int], seed: int, name: str) -> Run:
+    """On a GPU the model is not timed from inside: waiting for it there would take away the overlap being measured."""
+    requests = random_requests(inputs, outputs, m.spec.vocab_size, seed=seed, name=name)
+    if m.device == "cuda":
+        return drive(m.llm.core, requests)
+    with model_clock(m.llm.core) as clock:
+        return drive(m.llm.core, requests, clock)
+
+
+def figures(m: Measured, concurrency: int, inputs: Sequence[int], prefill: Run, decode: Run | None) -> dict[str, Any]:
+    prompt_flops = sum(prefill_flops(m.spec, length) for length in inputs)
+    found: dict[str, Any] = {
+        "concurrency": concurrency,
+        "input_tokens": sum(inputs),
+        "prefill_tok_s": sum(inputs) / prefill.elapsed_s,
+        "prefill_s": prefill.elapsed_s,
+        "prefill_flops_s": prompt_flops / prefill.elapsed_s,
+        "ttft_first_s": min(prefill.first_token_s),
+        "ttft_last_s": max(prefill.first_token_s),
+    }
+    return found | (decode_figures(m, concurrency, inputs, decode) if decode else {"decode_tok_s": None})
+
+
+def decode_figures(m: Measured, concurrency: int, inputs: Sequence[int], run: Run) -> dict[str, Any]:
+    steps = run.full_decode
+    if not steps:
+        raise InvalidConfig(
+            f"no step decoded all {concurrency} sequences together", param="output_len", hint="ask for longer answers"
+        )
+    total_s = sum(step.step_s for step in steps)
+    mean_s, context = total_s / len(steps), int(sum(inputs) / len(inputs)) + len(steps) // 2
+    step_bytes = weights_read_bytes(m.spec, m.parts, concurrency) + concurrency * kv_bytes(m.spec, m.kv_dtype, context)
+    summary = summarize([step.step_s for step in steps])
+    assert summary is not None
+    return {
+        "decode_tok_s": sum(step.num_new_tokens for step in steps) / total_s,
+        "decode_steps": len(steps),
+        "decode_step_ms": mean_s * 1e3,
+        "decode_step_ms_p50": summary.p50 * 1e3,
+        "decode_step_ms_p99": summary.p99 * 1e3,
+        "decode_context": context,
+        "decode_step_bytes": step_bytes,
+        "decode_bytes_s": step_bytes / mean_s,
+        "decode_flops_s": concurrency * decode_flops(m.spec, context) / mean_s,
+        **host_figures(run, concurrency),
+    }
+
+
+def host_figures(run: Run, concurrency: int) -> dict[str, Any]:
+    """What a step costs beside the model; unknown where the model was not timed."""
+    host_s = [step.host_s for step in run.full_decode if step.host_s is not None]
+    return {
+        "host_ms_per_step": median(host_s) * 1e3 if host_s else None,
+        "host_ms_allowed": 1.0 + 0.02 * concurrency,
+    }
+
+
+def measure_throughput(m: Measured, workload: OfflineWorkload) -> dict[str, Any]:
+    """All requests at once: what a batch job sees. Lengths are drawn inputs first, then outputs."""
+    drawing = random.Random(workload.seed)
+    inputs = workload.input_len.draw(drawing, workload.num_requests)
+    outputs = workload.output_len.draw(drawing, workload.num_requests)
+    _run(m, inputs[:1], [WARMUP_TOKENS], workload.seed, "warm-all")
+    run = _run(m, inputs, outputs, workload.seed, "all")
+    return {
+        "num_requests": workload.num_requests,
+        "input_tokens": sum(inputs),
+        "output_tokens": run.num_output_tokens,
+        "elapsed_s": run.elapsed_s,
+        "requests_s": workload.num_requests / run.elapsed_s,
+        "output_tok_s": run.num_output_tokens / run.elapsed_s,
+        "total_tok_s": (sum(inputs) + run.num_output_tokens) / run.elapsed_s,
+        "steps": len(run.steps),
+    }
+
+
+def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several rounds of the same measurement, each figure's median."""
+    if len(rounds) == 1:
+        return dict(rounds[0])
+    return {
+        key: median([r[key] for r in rounds]) if isinstance(value, float) else value for key, value in rounds[0].items()
+    }
+
+
+def against_peaks(result: dict[str, Any], peaks: Peaks | None) -> dict[str, Any]:
+    """The same figures as shares of what the machine can do at best."""
+    if peaks is None:
+        return result
+    result["prefill_mfu"] = result["prefill_flops_s"] / peaks.flops
+    if result["decode_tok_s"] is not None:
+        result["decode_mbu"] = result["decode_bytes_s"] / peaks.bandwidth_bytes_s
+        result["decode_mfu"] = result["decode_flops_s"] / peaks.flops
+    return result

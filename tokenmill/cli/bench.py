@@ -1,0 +1,16 @@
+"""`tokenmill bench …`: one verb, several measurements. A table for people, one JSON object as last line."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from tokenmill.cli.bench_engine import compare, latency, startup
+from tokenmill.cli.bench_offline import offline
+
+command = App(
+    help="Measure: the engine alone (offline, latency, startup), a server (serve, search), peers (compare).",
+    help_flags=["--help", "-h"],
+    version_flags=[],
+)
+for measurement in (offline, latency, startup, compare):
+    command.command(measurement)

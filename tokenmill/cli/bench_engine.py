@@ -1,0 +1,175 @@
+"""`tokenmill bench latency`, `startup` and `compare`: one request's time, a start's time, engines side by side."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tokenmill.cli import flags, session
+from tokenmill.cli.bench_offline import whole_numbers
+from tokenmill.cli.tables import number, print_json_line, print_rich_table
+from tokenmill.errors import InvalidConfig
+from tokenmill.store import DEFAULT_MODEL, resolve_model
+
+
+def latency(
+    model: str | None = None,
+    /,
+    *,
+    batch_sizes: str = "1,4,16",
+    input_lens: str = "32,128,512",
+    output_len: int = 16,
+    rounds: int = 3,
+    model_config: flags.ModelFlags = flags.MODEL,
+    cache: flags.CacheFlags = flags.CACHE,
+    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
+    ops: flags.OpsFlags = flags.OPS,
+) -> int:
+    """Time to the first token and per token, over batch sizes and prompt lengths.
+
+    Parameters
+    ----------
+    model
+        Short name, GGUF file, model directory or Hugging Face id.
+    batch_sizes
+        Sequences at once, a list.
+    input_lens
+        Prompt lengths in tokens, a list.
+    output_len
+        Tokens of each answer.
+    rounds
+        Repeats of each measurement; medians are shown.
+    """
+    from tokenmill.bench import offline as bench
+
+    batches, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(input_lens, "input-lens")
+    shapes = [bench.Lengths(length, length) for length in lengths]
+    workloads = [
+        bench.OfflineWorkload(shape, bench.Lengths(max(2, output_len), max(2, output_len)), batches) for shape in shapes
+    ]
+    largest = max(workloads, key=lambda workload: workload.longest)
+    config = bench.config_for(flags.engine_config(model, model_config, cache, scheduler, ops), largest)
+    session.fetch(config.model.model)
+    measured = bench.open_measured(config)
+    results = []
+    for workload in workloads:
+        for batch in batches:
+            found = bench.middle([bench.measure_concurrency(measured, workload, batch, n) for n in range(rounds)])
+            results.append({"input_len": workload.input_len.low, **found})
+    rows = [
+        [f"{r['concurrency']} × {r['input_len']}", number(r["ttft_last_s"] * 1e3), number(r["decode_step_ms"], 2)]
+        for r in results
+    ]
+    print_rich_table(f"{measured.llm.front.name}: latency", ("sequences × prompt", "TTFT ms", "ms per token"), rows)
+    print_json_line({"benchmark": "latency", "model": measured.llm.front.name, "results": results})
+    return 0
+
+
+def startup(
+    model: str | None = None,
+    /,
+    *,
+    rounds: int = 3,
+    model_config: flags.ModelFlags = flags.MODEL,
+    cache: flags.CacheFlags = flags.CACHE,
+    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
+    ops: flags.OpsFlags = flags.OPS,
+) -> int:
+    """From a cold process to the first token: import, load, first token.
+
+    Parameters
+    ----------
+    model
+        Short name, GGUF file, model directory or Hugging Face id.
+    rounds
+        Starts; the first warms the disk's cache and is left out.
+    """
+    from tokenmill.bench.startup import STAGES, measure_starts
+
+    config = flags.engine_config(model, model_config, cache, scheduler, ops)
+    session.fetch(config.model.model)
+    found = measure_starts(config.model.model, changed_settings(config), max(1, rounds))
+    print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), [[s, number(found[s], 3)] for s in STAGES])
+    print_json_line({"benchmark": "startup", "model": config.model.model, "rounds": rounds, **found})
+    return 0
+
+
+def changed_settings(config: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults, by name, as `LLM(...)` takes them."""
+    parts = (config.model, config.cache, config.scheduler, config.ops)
+    return {
+        field.name: getattr(part, field.name)
+        for part in parts
+        for field in fields(part)
+        if field.name != "model" and getattr(part, field.name) != field.default
+    }
+
+
+def compare(
+    model: str = DEFAULT_MODEL,
+    /,
+    *,
+    peers: str = "llama.cpp,openvino",
+    peer_python: str = sys.executable,
+    input_len: int = 128,
+    output_len: int = 32,
+    concurrency: str = "1,4,16",
+    threads: int = 2,
+    rounds: int = 5,
+) -> int:
+    """The same GGUF file through this engine and its peers, taking turns.
+
+    Parameters
+    ----------
+    model
+        GGUF file, or a short name whose file is one.
+    peers
+        Engines to compare with, a list of llama.cpp and openvino (`pip install 'tokenmill[peers]'`).
+    peer_python
+        Python that has the peers installed.
+    input_len
+        Prompt tokens.
+    output_len
+        Answer tokens.
+    concurrency
+        Sequences at once, a list.
+    threads
+        Threads of every engine.
+    rounds
+        Rounds; medians of ratios are shown with their quartiles.
+    """
+    from tokenmill.bench import compare as bench
+
+    path = resolve_model(model).path
+    if path.suffix != ".gguf":
+        raise InvalidConfig(f"{model} is no GGUF file, which all engines could read", param="model")
+    counts = whole_numbers(concurrency, "concurrency")
+    shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
+    names = [*[peer.strip() for peer in peers.split(",") if peer.strip()], bench.OURS]
+    with bench.engines(names, peer_python, path, threads) as running:
+        turns = list(bench.take_turns(running, shapes, max(1, rounds)))
+        versions = {engine.name: engine.version for engine in running}
+    found = bench.compared(turns)
+    _show_comparison(path, found, versions)
+    print_json_line(
+        {"benchmark": "compare", "model": path.name, "threads": threads, "input_len": input_len,
+         "output_len": output_len, "rounds": rounds, "versions": versions, "results": [c.as_dict() for c in found]}
+    )  # fmt: skip
+    return 0
+
+
+def _show_comparison(path: Path, found: list[Any], versions: dict[str, str]) -> None:
+    rows = [
+        [
+            c.figure.removesuffix("_tok_s"),
+            str(c.concurrency),
+            versions[c.engine],
+            number(c.as_dict()["median"]),
+            str(c.ratio) if c.ratio else "",
+        ]
+        for c in sorted(found, key=lambda c: (c.figure, c.concurrency, c.engine))
+    ]
+    columns = ("phase", "sequences", "engine", "tok/s (median)", "ours / theirs (quartiles)")
+    print_rich_table(f"{path.name}, taking turns", columns, rows)

@@ -1,0 +1,72 @@
+"""What this machine's processor really does: read bandwidth and float32 arithmetic, timed with numpy in a moment.
+
+    bandwidth   threads search slices of a buffer larger than the caches   (numpy lets go of the interpreter lock)
+    float32     small matrix products on one core, times the cores
+    int8        four times float32 where dot-product instructions exist (VNNI, i8mm, dotprod)
+
+The best of several short rounds is taken: on a shared machine the others tell about the neighbours.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenmill.hardware.cpu import Cpu, probe_cpu
+
+BUFFER_BYTES = 256 << 20
+WINDOW_BYTES = 32 << 20
+MATRIX = 64
+PRODUCTS = 10
+INT8_SETS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
+
+
+@dataclass(frozen=True)
+class MeasuredPeaks:
+    bandwidth_bytes_s: float
+    fp32_flops: float
+    int8_flops: float | None
+    threads: int
+
+
+def measure_cpu(threads: int | None = None, seconds: float = 0.4) -> MeasuredPeaks:
+    cpu = probe_cpu()
+    num = threads or cpu.usable_cores
+    fp32 = num * core_flops(seconds / 2)
+    return MeasuredPeaks(read_bandwidth(num, seconds / 2), fp32, int8_flops(cpu, fp32), num)
+
+
+def read_bandwidth(threads: int, seconds: float) -> float:
+    """Bytes per second that `threads` threads read together, over windows too large for any cache to keep."""
+    windows = np.ones((BUFFER_BYTES // WINDOW_BYTES, threads, WINDOW_BYTES // threads // 8), dtype=np.float64)
+    best, number = 0.0, 0
+    with ThreadPoolExecutor(threads) as pool:
+        end = time.perf_counter() + seconds
+        while number < len(windows) or time.perf_counter() < end:
+            window = windows[number % len(windows)]
+            began = time.perf_counter()
+            list(pool.map(np.max, window))
+            best = max(best, window.nbytes / (time.perf_counter() - began))
+            number += 1
+    return best
+
+
+def core_flops(seconds: float) -> float:
+    """float32 operations per second of one core: products small enough that numpy's library keeps to one thread."""
+    a = np.ones((MATRIX, MATRIX), dtype=np.float32)
+    out = np.empty_like(a)
+    best = 0.0
+    end = time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        began = time.perf_counter()
+        for _ in range(PRODUCTS):
+            np.matmul(a, a, out=out)
+        best = max(best, PRODUCTS * 2 * MATRIX**3 / (time.perf_counter() - began))
+    return best
+
+
+def int8_flops(cpu: Cpu, fp32: float) -> float | None:
+    return 4 * fp32 if INT8_SETS & set(cpu.instruction_sets) else None

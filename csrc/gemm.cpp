@@ -7,7 +7,6 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kTilesPerBlock = 16;
 constexpr int kPair = 2 * kPanel;
 
 template <class T>
@@ -51,7 +50,7 @@ void Activations::put_block(int r, int block, const float* values, int count, co
 Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
   const Matrix& m = gemm.w->w;
   const int tiles = gemm.in.quant.tiles();
-  const int row_blocks = (tiles + kTilesPerBlock - 1) / kTilesPerBlock;
+  const int row_blocks = (tiles + kTilesPerCall - 1) / kTilesPerCall;
   const int pairs = (m.panels + 1) / 2;
   // Seconds of one pair: its bytes at 8 GB/s or its products at 300 GFLOP/s, whichever is longer.
   const double rows = static_cast<double>(gemm.in.quant.rows) / std::max(row_blocks, 1);
@@ -81,8 +80,8 @@ void Runner::run(const Gemm* gemms, int count) {
 
 void Runner::piece(const Gemm& gemm, const Plan& plan, int index, int thread) {
   const int groups = (plan.pairs + plan.pairs_per_piece - 1) / plan.pairs_per_piece;
-  const int tile = index / groups * kTilesPerBlock;
-  const int tile_end = std::min(gemm.in.quant.tiles(), tile + kTilesPerBlock);
+  const int tile = index / groups * kTilesPerCall;
+  const int tile_end = std::min(gemm.in.quant.tiles(), tile + kTilesPerCall);
   const int first = index % groups * plan.pairs_per_piece;
   for (int pair = first; pair < std::min(plan.pairs, first + plan.pairs_per_piece); ++pair)
     this->tile(gemm, pair, tile, tile_end, thread);

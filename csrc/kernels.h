@@ -86,6 +86,7 @@ struct Kernels {
   void (*softcap)(float* x, float cap, int size);
 };
 
+inline constexpr int kTilesPerCall = 16;  // most row tiles in one call of `linear`
 inline constexpr int kSegment = 256;  // keys whose softmax is computed at once; boundaries are absolute positions
 
 const Kernels& best_kernels();

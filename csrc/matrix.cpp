@@ -26,19 +26,32 @@ std::shared_ptr<uint8_t[]> allocate(size_t bytes) {
   return {memory, [alignment](uint8_t* p) { ::operator delete[](p, std::align_val_t(alignment)); }};
 }
 
-// Writes the 32 stored numbers of one output of a block into its place in the payload.
+uint32_t four_at(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
+}
+void merge_four(uint8_t* p, uint32_t bits) {
+  const uint32_t word = four_at(p) | bits;
+  std::memcpy(p, &word, 4);
+}
+
+// Writes the 32 stored numbers of one output of a block into its place in the payload, four (a group) at a time.
 void put_payload(Kind kind, uint8_t* payload, int output, const uint8_t* numbers) {
-  for (int k = 0; k < kBlock; ++k) {
-    const int group = k / 4, byte = 4 * output + k % 4;
-    const uint8_t value = numbers[k];
-    if (payload_bits(kind) == 8) {
-      payload[64 * group + byte] = value;
+  const int bits = payload_bits(kind);
+  for (int group = 0; group < 8; ++group) {
+    const uint32_t four = four_at(numbers + 4 * group);
+    if (bits == 8) {
+      std::memcpy(payload + 64 * group + 4 * output, &four, 4);
       continue;
     }
-    payload[64 * (group % 4) + byte] |= static_cast<uint8_t>((value & 15) << (group < 4 ? 0 : 4));
-    if (payload_bits(kind) == 5) payload[256 + 8 * group + byte / 8] |= static_cast<uint8_t>((value >> 4) << (byte % 8));
-    if (payload_bits(kind) == 6)
-      payload[256 + 64 * (group / 4) + byte] |= static_cast<uint8_t>((value >> 4) << (2 * (group % 4)));
+    merge_four(payload + 64 * (group % 4) + 4 * output, (four & 0x0F0F0F0Fu) << (group < 4 ? 0 : 4));
+    const uint32_t top = (four >> 4) & 0x0F0F0F0Fu;
+    if (bits == 6) merge_four(payload + 256 + 64 * (group / 4) + 4 * output, top << (2 * (group % 4)));
+    if (bits == 5) {
+      const uint32_t nibble = (top | top >> 7 | top >> 14 | top >> 21) & 15u;  // one bit of each byte
+      payload[256 + 8 * group + output / 2] |= static_cast<uint8_t>(nibble << (output % 2 * 4));
+    }
   }
 }
 

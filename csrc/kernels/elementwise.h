@@ -90,21 +90,22 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
 }
 
 inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
-  const int t = row / to.tile, count = to.rows_in(t), m = row % to.tile;
-  const size_t at = to.start(t) + static_cast<size_t>(block) * count + m;
+  const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division
+  const int count = to.rows_in(t), m = row - t * to.tile;
+  const size_t base = to.start(t) + static_cast<size_t>(block) * count, at = base + m;
   const Floats a = load(x), b = load(x + 16);
   const float largest = max_lanes(max(abs(a), abs(b)));
-  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-  const Ints qa = to_ints(mul(a, splat(inverse))), qb = to_ints(mul(b, splat(inverse)));
+  const Floats inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
+  const Ints qa = to_ints(mul(a, inverse)), qb = to_ints(mul(b, inverse));
   store_i8(to.q + at * kBlock, qa);
   store_i8(to.q + at * kBlock + 16, qb);
-  const int32_t first = sum_lanes(qa), second = sum_lanes(qb);
-  const float scale = largest / 127.0f;
-  const size_t halves = 2 * (to.start(t) + static_cast<size_t>(block) * count) + m;
+  int32_t first, second;
+  sum_small(qa, qb, first, second);
+  const float scale = largest * (1.0f / 127.0f);
   to.scale[at] = scale;
   to.negative_sum[at] = -(first + second);
-  to.negative_halves[halves] = -first;
-  to.negative_halves[halves + count] = -second;
+  to.negative_halves[base + at] = -first;
+  to.negative_halves[base + at + count] = -second;
   to.scaled_sum[at] = scale * static_cast<float>(first + second);
 }
 inline void quantise_row(const float* x, int cols, const QuantRows& to, int row) {

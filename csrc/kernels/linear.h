@@ -67,8 +67,8 @@ struct TileRows {
   const int32_t* negative_halves;
   const float* scaled_sum;
 
-  TileRows(const QuantRows& rows, int t) {
-    const size_t at = rows.start(t);
+  TileRows(const QuantRows& rows, int t, int first_block = 0) {
+    const size_t at = rows.start(t) + static_cast<size_t>(first_block) * rows.rows_in(t);
     q = rows.q + at * kBlock;
     scale = rows.scale + at;
     negative_sum = rows.negative_sum + at;
@@ -115,30 +115,32 @@ void small_tile(const Matrix& w, int panel, const TileRows& x, float* out, size_
   for (int m = 0; m < M; ++m) store(out + m * out_stride, acc[m]);
 }
 
-// ── two panels expanded to bytes and floats, then used by many tiles of rows ──
+// ── two panels, some blocks of them expanded to bytes and floats in the first-level cache, used by many tiles ──
+inline constexpr int kChunk = 24;  // most blocks expanded at once: 24 KB
+
 struct Expanded {
   const uint8_t* bytes[2];  // [block][8][64]
   const float* d[2];        // [block (x 2)][16]
   const float* m[2];        // [block][16]
 };
-
-inline size_t expanded_bytes(const Matrix& w) {  // for one panel
-  const size_t floats = static_cast<size_t>(w.blocks) * kPanel * (has_halves(w.kind) ? 2 : has_min(w.kind) ? 2 : 1);
-  return (w.kind == Kind::Q8_0 ? 0 : static_cast<size_t>(w.blocks) * 512) + floats * 4;
-}
+struct ChunkScratch {
+  alignas(64) uint8_t bytes[2][kChunk * 512];
+  alignas(64) float d[2][2 * kChunk * kPanel];
+  alignas(64) float m[2][kChunk * kPanel];
+};
 
 template <Kind K>
-void expand_panel(const Matrix& w, int panel, int slot, uint8_t* scratch, Expanded& to) {
-  const uint8_t* payload = w.panel(panel);
-  const uint8_t* scales = payload + w.scales_at;
-  float* d = reinterpret_cast<float*>(scratch);
-  float* m = d + static_cast<size_t>(w.blocks) * kPanel;
-  uint8_t* bytes = reinterpret_cast<uint8_t*>(m + (has_min(K) || has_halves(K) ? static_cast<size_t>(w.blocks) * kPanel : 0));
+void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, ChunkScratch& scratch, Expanded& to) {
+  const uint8_t* scales = w.panel(panel) + w.scales_at;
+  const uint8_t* payload = w.panel(panel) + first * payload_bytes(K);
+  float* d = scratch.d[slot];
+  float* m = scratch.m[slot];
+  uint8_t* bytes = scratch.bytes[slot];
   to.d[slot] = d;
   to.m[slot] = m;
   to.bytes[slot] = K == Kind::Q8_0 ? payload : bytes;
-  for (int b = 0; b < w.blocks; ++b, payload += payload_bytes(K)) {
-    const BlockScales s = read_scales<K>(scales, b);
+  for (int b = 0; b < blocks; ++b, payload += payload_bytes(K)) {
+    const BlockScales s = read_scales<K>(scales, first + b);
     if constexpr (has_halves(K)) {
       store(d + (2 * b) * kPanel, s.d[0]);
       store(d + (2 * b + 1) * kPanel, s.d[1]);
@@ -149,51 +151,75 @@ void expand_panel(const Matrix& w, int panel, int slot, uint8_t* scratch, Expand
     if constexpr (K != Kind::Q8_0)
       unroll<8>([&](auto step) {
         constexpr int group = decltype(step)::value;
-        store_bytes(bytes + static_cast<size_t>(b) * 512 + 64 * group, unpack_group<payload_bits(K), group>(payload));
+        store_bytes(bytes + b * 512 + 64 * group, unpack_group<payload_bits(K), group>(payload));
       });
   }
 }
 
+// What integer sums begin with, for all blocks of all tiles: -offset * sum(x).
+template <Kind K>
+void make_starts(const QuantRows& x, int tile, int tile_end, int32_t* starts) {
+  constexpr size_t per_block = has_halves(K) ? 2 : 1;
+  const int32_t* sums = has_halves(K) ? x.negative_halves : x.negative_sum;
+  const size_t begin = x.start(tile) * per_block;
+  const size_t end = tile_end >= x.tiles() ? static_cast<size_t>(x.rows) * x.blocks * per_block : x.start(tile_end) * per_block;
+  for (size_t i = begin; i < end; ++i) starts[i - begin] = sums[i] * (1 << std::max(0, zero_shift(K)));
+}
+
+// M rows x N panels over `blocks` blocks. `out` holds the sums of the blocks before, unless these are the first.
 template <Kind K, int M, int N>
-void wide_tile(const Expanded& w, int blocks, const TileRows& x, float* out, size_t out_stride) {
+void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts, bool is_first, float* out,
+               size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
-  constexpr bool wide = payload_bits(K) == 8;
+  const uint8_t* bytes[N];
+  const float* d[N];
+  const float* minimum[N];
+  for (int n = 0; n < N; ++n) {
+    bytes[n] = w.bytes[n];
+    d[n] = w.d[n];
+    minimum[n] = w.m[n];
+  }
   Floats acc[M][N];
   for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) acc[m][n] = zeros();
+    for (int n = 0; n < N; ++n) acc[m][n] = is_first ? zeros() : load(out + m * out_stride + n * kPanel);
   for (int b = 0; b < blocks; ++b) {
-    const int8_t* q = x.q + static_cast<size_t>(b) * M * kBlock;
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M][N];
-      for (int m = 0; m < M; ++m) {
-        const Ints start =
-            start_of_sum<K>(halves == 2 ? x.negative_halves[(2 * b + h) * M + m] : x.negative_sum[b * M + m]);
-        for (int n = 0; n < N; ++n) dot[m][n] = start;
-      }
+      for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) dot[m][n] = splat_int(zero_shift(K) < 0 ? 0 : starts[h * M + m]);
       unroll<8 / halves>([&](auto step) {
         constexpr int group = decltype(step)::value + h * 4;
         Bytes weights[N];
-        for (int n = 0; n < N; ++n) weights[n] = load_bytes(w.bytes[n] + static_cast<size_t>(b) * 512 + 64 * group);
+        for (int n = 0; n < N; ++n) weights[n] = load_bytes(bytes[n] + 64 * group);
         for (int m = 0; m < M; ++m) {
-          const Inputs in = splat_inputs(q + m * kBlock + 4 * group);
-          for (int n = 0; n < N; ++n) dot[m][n] = dot4<wide>(dot[m][n], weights[n], in);
+          const Inputs in = splat_inputs(x.q + m * kBlock + 4 * group);
+          for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], in);
         }
       });
-      Floats d[N];
-      for (int n = 0; n < N; ++n) d[n] = load(w.d[n] + static_cast<size_t>(halves * b + h) * kPanel);
+      Floats scale[N];
+      for (int n = 0; n < N; ++n) scale[n] = load(d[n] + h * kPanel);
       for (int m = 0; m < M; ++m) {
-        const Floats s = splat(x.scale[b * M + m]);
-        for (int n = 0; n < N; ++n) acc[m][n] = fma(to_floats(dot[m][n]), mul(d[n], s), acc[m][n]);
+        const Floats s = splat(x.scale[m]);
+        for (int n = 0; n < N; ++n) acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], s), acc[m][n]);
       }
     });
     if constexpr (has_min(K)) {
-      Floats minimum[N];
-      for (int n = 0; n < N; ++n) minimum[n] = load(w.m[n] + static_cast<size_t>(b) * kPanel);
+      Floats low[N];
+      for (int n = 0; n < N; ++n) low[n] = load(minimum[n]);
       for (int m = 0; m < M; ++m) {
-        const Floats s = splat(x.scaled_sum[b * M + m]);
-        for (int n = 0; n < N; ++n) acc[m][n] = fma(minimum[n], s, acc[m][n]);
+        const Floats s = splat(x.scaled_sum[m]);
+        for (int n = 0; n < N; ++n) acc[m][n] = fma(low[n], s, acc[m][n]);
       }
+      x.scaled_sum += M;
+      for (int n = 0; n < N; ++n) minimum[n] += kPanel;
+    }
+    x.q += M * kBlock;
+    x.scale += M;
+    starts += halves * M;
+    for (int n = 0; n < N; ++n) {
+      bytes[n] += 512;
+      d[n] += halves * kPanel;
     }
   }
   for (int m = 0; m < M; ++m)
@@ -219,15 +245,24 @@ void linear_quantised(const Matrix& w, const QuantRows& x, int panel, int count,
       });
     return;
   }
-  Expanded expanded{};
-  for (int n = 0; n < count; ++n) expand_panel<K>(w, panel + n, n, scratch + n * expanded_bytes(w), expanded);
-  for (int t = tile; t < tile_end; ++t) {
-    float* to = out + static_cast<size_t>(t - tile) * x.tile * out_stride;
-    with_count<kTileRows>(x.rows_in(t), [&](auto m) {
-      constexpr int rows = decltype(m)::value;
-      if (count == 2) wide_tile<K, rows, 2>(expanded, w.blocks, TileRows(x, t), to, out_stride);
-      else wide_tile<K, rows, 1>(expanded, w.blocks, TileRows(x, t), to, out_stride);
-    });
+  auto& chunk = *reinterpret_cast<ChunkScratch*>(scratch);
+  auto* starts = reinterpret_cast<int32_t*>(scratch + sizeof(ChunkScratch));
+  if constexpr (zero_shift(K) >= 0) make_starts<K>(x, tile, tile_end, starts);
+  const int chunks = (w.blocks + kChunk - 1) / kChunk, even = (w.blocks + chunks - 1) / chunks;
+  for (int first = 0; first < w.blocks; first += even) {
+    const int blocks = std::min(even, w.blocks - first);
+    Expanded expanded{};
+    for (int n = 0; n < count; ++n) expand_panel<K>(w, panel + n, first, blocks, n, chunk, expanded);
+    for (int t = tile; t < tile_end; ++t) {
+      float* to = out + static_cast<size_t>(t - tile) * x.tile * out_stride;
+      const size_t at = (x.start(t) - x.start(tile) + static_cast<size_t>(first) * x.rows_in(t)) * (has_halves(K) ? 2 : 1);
+      with_count<kTileRows>(x.rows_in(t), [&](auto m) {
+        constexpr int rows = decltype(m)::value;
+        const TileRows in(x, t, first);
+        if (count == 2) wide_tile<K, rows, 2>(expanded, blocks, in, starts + at, first == 0, to, out_stride);
+        else wide_tile<K, rows, 1>(expanded, blocks, in, starts + at, first == 0, to, out_stride);
+      });
+    }
   }
 }
 
@@ -291,7 +326,10 @@ inline void with_kind(Kind kind, Body body) {
   }
 }
 
-inline size_t linear_scratch_bytes(const Matrix& w) { return is_quantised(w.kind) ? 2 * expanded_bytes(w) + 64 : 0; }
+inline size_t linear_scratch_bytes(const Matrix& w) {
+  if (!is_quantised(w.kind)) return 0;
+  return sizeof(ChunkScratch) + sizeof(int32_t) * 2 * kTilesPerCall * kTileRows * static_cast<size_t>(w.blocks);
+}
 
 inline void linear(const Matrix& w, const Rows& x, int panel, int count, int tile, int tile_end, float* out,
                    size_t out_stride, uint8_t* scratch) {

@@ -108,6 +108,10 @@ inline int32_t sum_lanes(Ints x) {
   four = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
 }
+inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
+  sum_a = sum_lanes(a);
+  sum_b = sum_lanes(b);
+}
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 
 inline Bytes load_bytes(const uint8_t* p) {

@@ -71,7 +71,17 @@ inline void store_i8(int8_t* p, Ints a) {
 
 inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
-inline int32_t sum_lanes(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+
+// lane sums of two registers whose numbers fit in a byte
+inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
+  const __m128i ones = _mm_set1_epi8(1), zero = _mm_setzero_si128();
+  const __m128i fours_a = _mm_dpbusd_epi32(zero, ones, _mm512_cvtepi32_epi8(a.v));
+  const __m128i fours_b = _mm_dpbusd_epi32(zero, ones, _mm512_cvtepi32_epi8(b.v));
+  const __m128i pairs = _mm_hadd_epi32(fours_a, fours_b);
+  const __m128i both = _mm_hadd_epi32(pairs, pairs);
+  sum_a = _mm_cvtsi128_si32(both);
+  sum_b = _mm_extract_epi32(both, 1);
+}
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }

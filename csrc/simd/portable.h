@@ -125,6 +125,10 @@ inline int32_t sum_lanes(Ints a) {
   for (int i = 0; i < 16; ++i) total += a.v[i];
   return total;
 }
+inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
+  sum_a = sum_lanes(a);
+  sum_b = sum_lanes(b);
+}
 inline Floats to_floats(Ints a) {
   return each([&](int i) { return static_cast<float>(a.v[i]); });
 }

@@ -1,0 +1,129 @@
+"""Matrix products on packed weights against float64, for every format, row count and instruction set; and the promise
+that a row's bits do not depend on its neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tokenmill.ops.cpu import PACKED_QUANTS, instruction_sets, is_available
+from tokenmill.ops.cpu.availability import native
+from tokenmill.ops.cpu.packing import quantized_q8
+
+pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+
+SETS = instruction_sets() if is_available()[0] else []
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HALVES_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+MOST_ROWS = 29
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(values float64, bytes as a file holds them)"""
+    rng = np.random.default_rng(seed)
+    if kind in PLAIN:
+        plain = torch.from_numpy(rng.standard_normal((rows, columns))).to(PLAIN[kind])
+        return plain.double().numpy(), plain.view(torch.uint8).numpy()
+    quant = gguf.GGMLQuantizationType[kind]
+    values, size = gguf.GGML_QUANT_SIZES[quant]
+    blocks = rng.integers(0, 256, (rows, columns // values, size), np.uint8)
+    for at in HALVES_AT.get(kind, (0,)):
+        scales = rng.uniform(0.001, 0.01, (rows, columns // values, 1)).astype(np.float16)
+        blocks[:, :, at : at + 2] = scales.view(np.uint8)
+    source = blocks.reshape(rows, -1)
+    return gguf.quants.dequantize(source, quant).astype(np.float64), source
+
+
+def rounded_inputs(x: np.ndarray, kind: str) -> np.ndarray:
+    """What the kernel multiplies: int8 per block of 32, where weights are quantised."""
+    if kind in PLAIN:
+        return x.astype(np.float64)
+    blocks = x.reshape(len(x), -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    numbers = np.rint(blocks * (np.float32(127) / np.where(largest == 0, 1, largest)))
+    return (numbers.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+
+
+def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    out = np.empty((len(x), matrix.rows), np.float32)
+    bench.linear(matrix, bias, x, out)
+    return out
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
+@pytest.mark.parametrize("shape", [(37, 256), (96, 768)])
+def test_product_is_right_and_rows_keep_their_bits(isa: str, kind: str, shape: tuple[int, int]) -> None:
+    values, source = random_blocks(kind, *shape)
+    matrix = native().pack(kind, *shape, source)
+    x = np.random.default_rng(1).standard_normal((MOST_ROWS, shape[1])).astype(np.float32)
+    bench = native().Bench(2, isa)
+    together = product(bench, matrix, x)
+    expected = rounded_inputs(x, kind) @ values.T
+    assert np.abs(together - expected).max() < 2e-4 * np.abs(expected).max()
+    for rows in (1, 2, 3, 5, 7, 8, 9, 12, 16, 17):
+        assert np.array_equal(product(bench, matrix, x[:rows]), together[:rows])
+        assert np.array_equal(product(bench, matrix, x[-rows:]), together[-rows:])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "F32"])
+def test_hundreds_of_rows_equal_single_ones(kind: str) -> None:
+    _, source = random_blocks(kind, 80, 1024)
+    matrix = native().pack(kind, 80, 1024, source)
+    x = np.random.default_rng(2).standard_normal((211, 1024)).astype(np.float32)
+    bench = native().Bench(2)
+    together = product(bench, matrix, x)
+    for row in (0, 5, 95, 96, 97, 210):
+        assert np.array_equal(product(bench, matrix, x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
+def test_lookup_gives_the_files_own_values(isa: str, kind: str) -> None:
+    values, source = random_blocks(kind, 50, 512)
+    matrix = native().pack(kind, 50, 512, source)
+    ids = np.array([0, 17, 49, 17])
+    out = np.empty((4, 512), np.float32)
+    native().embed_rows(matrix, ids, 2.0, out, isa)
+    assert np.allclose(out, 2.0 * values[ids], rtol=1e-6, atol=1e-6)
+
+
+def test_bias_is_added() -> None:
+    _, source = random_blocks("Q8_0", 40, 64)
+    x = np.zeros((3, 64), np.float32)
+    bias = np.arange(40, dtype=np.float32)
+    matrix = native().pack("Q8_0", 40, 64, source)
+    assert np.array_equal(product(native().Bench(1), matrix, x, bias), np.tile(bias, (3, 1)))
+
+
+def test_zeros_and_huge_inputs_stay_finite() -> None:
+    _, source = random_blocks("Q4_0", 16, 64)
+    x = np.zeros((2, 64), np.float32)
+    x[1, 3] = 1e30
+    out = product(native().Bench(1), native().pack("Q4_0", 16, 64, source), x)
+    assert np.array_equal(out[0], np.zeros(16, np.float32))
+    assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"), [("Q8_0", 4, 33), ("Q4_K", 4, 32), ("Q8_0", 0, 32), ("IQ2_XXS", 4, 256)]
+)
+def test_impossible_matrices_are_refused(kind: str, rows: int, columns: int) -> None:
+    with pytest.raises(ValueError, match="kind"):
+        native().pack(kind, rows, columns, np.zeros((rows, 34), np.uint8))
+
+
+def test_bytes_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 34 bytes"):
+        native().pack("Q8_0", 4, 32, np.zeros((4, 33), np.uint8))
+
+
+def test_int8_quantisation_is_q8_0() -> None:
+    values = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
+    blocks = quantized_q8(values).numpy()
+    back = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+    assert np.abs(back - values.numpy()).max() < values.abs().max().item() / 127 * 0.51

@@ -12,7 +12,7 @@ from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core import EngineCore
+from tokenmill.engine.core import EngineCore, Runner
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
@@ -60,6 +60,9 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
     if config.model.load_format == "dummy":
+        if config.ops.device == "cuda":  # drawn where they are used, in the precision they are used in
+            dtype = TORCH_DTYPES[config.model.dtype]
+            return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=torch.device("cuda"))
         return dummy_weights(spec, seed=config.model.seed)
     source = open_weights(path, spec)
     source.check()
@@ -123,11 +126,26 @@ def assemble(config: EngineConfig, model: Model, storage: KVStorage) -> EngineCo
         block_size=storage.block_size,
         prefix_caching=config.cache.prefix_caching,
     )
-    scheduler = Scheduler(config=config.scheduler, cache=cache, max_rows=max_rows, clock=time.monotonic)
+    is_cuda = storage.device.type == "cuda"
+    scheduler = Scheduler(
+        config=config.scheduler,
+        cache=cache,
+        max_rows=max_rows,
+        clock=time.monotonic,
+        lookahead_tokens=1 if is_cuda else 0,
+    )
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
-    runner = ModelRunner(model, storage, sampler, max_rows, config.model.max_context)
+    runner = make_runner(model, storage, sampler, max_rows, config.model.max_context)
     info = CoreInfo(max_context=config.model.max_context, num_blocks=storage.num_blocks, block_size=storage.block_size)
     return EngineCore(scheduler, runner, info)
+
+
+def make_runner(model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int) -> Runner:
+    if storage.device.type != "cuda":
+        return ModelRunner(model, storage, sampler, max_rows, max_context)
+    from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
+
+    return CudaRunner(model, storage, sampler, max_rows, max_context)
 
 
 def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineFacts:

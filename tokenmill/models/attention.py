@@ -8,6 +8,7 @@ from tokenmill.arch.spec import AttentionSpec
 from tokenmill.kv.layout import KVLayout
 from tokenmill.models.loading import Loader
 from tokenmill.models.step import Step
+from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 
 
@@ -28,13 +29,22 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]"""
+        cache, slots = step.storage.layer(self.layer), step.batch.groups[self.group].slots
+        queries = self._placed(x, cache, slots, step)
+        mixed = self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
+        return self.ops.linear(mixed, self.out)
+
+    def _placed(self, x: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → queries [T, heads, D]; keys and values are in the cache."""
+        if self.ops.place_qkv is not None:
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+            angles = None if self.spec.rope is None else step.angles[self.spec.rope]
+            return self.ops.place_qkv(self.ops.linear(x, self.qkv), cache, slots, norms, self.norm_eps, angles)
         queries, keys, values = self._project(x)
         queries = self._place(queries, self.q_norm, step)
         keys = self._place(keys, self.k_norm, step)
-        cache = step.storage.layer(self.layer)
-        self.ops.write_kv(cache, keys, values, step.batch.groups[self.group].slots)
-        mixed = self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
-        return self.ops.linear(mixed, self.out)
+        self.ops.write_kv(cache, keys, values, slots)
+        return queries
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] → [T, heads, D], and [T, kv_heads, D] twice"""

@@ -34,6 +34,8 @@ class ForwardBatch:
     block_size: int
     max_query_len: int
     max_context_len: int
+    num_single: int = 0  # rows [0, num_single) have one query each; the others may
+    lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
 
 
 @dataclass(frozen=True)

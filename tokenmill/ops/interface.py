@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -49,6 +49,21 @@ class AttentionArgs:
     sinks: torch.Tensor | None = None  # float32 [heads]
 
 
+class PlaceQkv(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """qkv [T, (heads + 2 kv_heads) * D], norms of q and k [D] each, (cos, sin): q and k are normed and rotated,
+        keys and values written into the cache; returns queries [T, heads, D]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Ops:
     name: str
@@ -85,6 +100,8 @@ class Ops:
     """(x [T, H], weights, ids, packed, activation) → weighted sum of the chosen experts [T, H]"""
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
     """cap * tanh(x / cap)"""
+    # ── several of the above in one pass, where a backend can ──
+    place_qkv: PlaceQkv | None = None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.interface import Backend, Ops, OpsWanted
 from tokenmill.ops.reference import REFERENCE
+from tokenmill.ops.triton import TRITON
 
-BACKENDS: tuple[Backend, ...] = (REFERENCE,)
+BACKENDS: tuple[Backend, ...] = (TRITON, REFERENCE)
 
 
 def choose_ops(wanted: OpsWanted) -> tuple[Ops, list[str]]:

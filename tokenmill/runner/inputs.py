@@ -36,7 +36,9 @@ def build_batch(
     contexts = starts + counts
 
     def on_device(values: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
+        tensor = torch.from_numpy(values)
+        # From pinned memory the copy is one more entry of the device's queue; otherwise the host would wait for it.
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     return ForwardBatch(
         token_ids=on_device(_concatenated([row.token_ids for row in rows])),
@@ -51,6 +53,8 @@ def build_batch(
         block_size=block_size,
         max_query_len=int(counts.max()),
         max_context_len=int(contexts.max()),
+        num_single=int(np.argmax(np.append(counts, 0) != 1)),
+        lengths=tuple(zip(counts.tolist(), contexts.tolist(), strict=True)),
     )
 
 

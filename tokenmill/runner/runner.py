@@ -54,11 +54,11 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        self._apply_changes(plan)
-        rows = self._run_rows(plan.rows) if plan.rows else []
+        self.apply_changes(plan)
+        rows = self.run_rows(plan.rows) if plan.rows else []
         return StepResult(rows=rows, step_s=time.perf_counter() - began)
 
-    def _apply_changes(self, plan: StepPlan) -> None:
+    def apply_changes(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             if self.rows[row].pooler is None:
                 self.sampler.free_row(row)
@@ -71,7 +71,7 @@ class ModelRunner:
         for row_plan in plan.rows:
             self.rows.update_tables(row_plan.row, row_plan.table_updates)
 
-    def _run_rows(self, plans: Sequence[RowPlan]) -> list[RowResult]:
+    def run_rows(self, plans: Sequence[RowPlan]) -> list[RowResult]:
         tasks = [self._task(plan) for plan in plans]
         wanted = [task.wanted for task in tasks]
         batch = build_batch(plans, wanted, self.rows.tables, self.storage.block_size, self.storage.device)
@@ -105,7 +105,7 @@ class ModelRunner:
         scores = self._scores(task, hidden)
         if task.targets and scores is None:
             return RowResult(row=task.plan.row, error=NOT_FINITE)
-        return _row_result(task.plan.row, drawn.get(task.plan.row), scores)
+        return drawn_result(task.plan.row, drawn.get(task.plan.row), scores)
 
     def _scores(self, task: _Task, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
         """For the task's targets; None where nothing is asked for, or the logits are not finite."""
@@ -116,7 +116,7 @@ class ModelRunner:
         return score_prompt(scoring, task.targets, num, self.model.logits, self.model.vocab_size)
 
 
-def _row_result(row: int, drawn: Drawn | None, scores: list[TokenLogprobs] | None) -> RowResult:
+def drawn_result(row: int, drawn: Drawn | None, scores: list[TokenLogprobs] | None) -> RowResult:
     if drawn is None:
         return RowResult(row=row, prompt_logprobs=scores)
     if drawn.error is not None:

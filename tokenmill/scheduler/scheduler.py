@@ -28,8 +28,18 @@ from tokenmill.types import Request, RowResult, SequenceOutput, StepPlan, StepRe
 
 
 class Scheduler:
-    def __init__(self, *, config: SchedulerConfig, cache: KVCache, max_rows: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        cache: KVCache,
+        max_rows: int,
+        clock: Callable[[], float],
+        lookahead_tokens: int = 0,
+    ) -> None:
+        """`lookahead_tokens`: room beyond the planned tokens, where there is some, for a runner that works ahead."""
         self._config = config
+        self._lookahead_tokens = lookahead_tokens
         self._cache = cache
         self._clock = clock
         # Every running sequence is promised a token a step, so no more may run than the budget has tokens.
@@ -45,8 +55,10 @@ class Scheduler:
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request) -> None:
-        if len(self._waiting) >= self._config.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting already", hint="try again a little later")
+        # Those that the next step lets in are not waiting yet.
+        num_stuck = len(self._waiting) - self._floor.seats.num_free
+        if num_stuck >= self._config.max_waiting:
+            raise Overloaded(f"{num_stuck} requests are waiting already", hint="try again a little later")
         if request.request_id in self._jobs:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
         refuse_impossible(request, self._cache, self._num_rows, self._config.token_budget)
@@ -150,7 +162,12 @@ class Scheduler:
             self._preempt(victim, draft)
             if victim is gang:
                 return None
-        return copies
+        return copies + self._look_ahead(sequence, end)
+
+    def _look_ahead(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+        if not self._lookahead_tokens:
+            return []
+        return self._cache.reserve(sequence.held_table, end, end + self._lookahead_tokens) or []
 
     def _preempt(self, gang: Gang, draft: Draft) -> None:
         draft.num_preempted += 1
@@ -181,7 +198,8 @@ class Scheduler:
         granted = draft.budget.spend(gang.wants(gang.leader))
         copies = self._cache.reserve(gang.leader.held_table, gang.leader.computed, gang.leader.computed + granted)
         assert copies is not None, "room for the whole sequence was checked"
-        draft.add(gang.leader, granted, copies)
+        end = gang.leader.computed + granted
+        draft.add(gang.leader, granted, copies + self._look_ahead(gang.leader, end))
         return True
 
     def _enter_with_room(self, gang: Gang) -> bool:

@@ -38,6 +38,7 @@ class DummyWeights:
     seed: int
     dtype: torch.dtype
     quant: str | None
+    device: torch.device  # where values are drawn; each kind of device has its own
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -50,21 +51,25 @@ class DummyWeights:
         if tensor.kind == "vector":
             fill = 1.0 if "norm" in name else 0.0
             return RawTensor(name, tensor.shape, torch.full(tensor.shape, fill))
-        generator = torch.Generator().manual_seed(_seed(self.seed, name))
+        generator = torch.Generator(self.device).manual_seed(_seed(self.seed, name))
         if self.quant is not None and tensor.shape[-1] % GGML_TYPE_BY_NAME[self.quant].block_size == 0:
             return RawTensor(name, tensor.shape, random_blocks(tensor.shape, self.quant, generator), self.quant)
-        values = torch.empty(tensor.shape, dtype=self.dtype)
+        values = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
         return RawTensor(name, tensor.shape, values.normal_(std=DEVIATION, generator=generator))
 
 
 def dummy_weights(
-    spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, quant: str | None = None
+    spec: ModelSpec,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    quant: str | None = None,
+    device: torch.device | None = None,
 ) -> DummyWeights:
     """With `quant`, matrices are random blocks of that format where its block length fits their rows."""
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
-    return DummyWeights(tensors_of(spec), seed, dtype, quant)
+    return DummyWeights(tensors_of(spec), seed, dtype, quant, device or torch.device("cpu"))
 
 
 def _seed(seed: int, name: str) -> int:

@@ -11,13 +11,13 @@ from tokenmill.arch.spec import Activation
 _BLOCK = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def tanh(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def tanh(x):
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def activate(gate, KIND: tl.constexpr):
     if KIND == "silu":
         return gate * tl.sigmoid(gate)
     if KIND == "gelu_tanh":
@@ -25,7 +25,7 @@ def activate(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

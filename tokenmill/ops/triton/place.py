@@ -13,10 +13,10 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _placed(
     source, d, inside, norm, cos, sin, half, dim, eps, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Heads [HEADS, D] at `source`, normed and rotated, float32."""
     values = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
     inverse = values * 0 + 1.0
@@ -36,7 +36,7 @@ def _placed(
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _place(
     qkv, queries, keys, values, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -97,10 +97,3 @@ def place_qkv(
             num_warps=4,
         )  # fmt: skip
     return queries
-
-
-def write_kv(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """keys, values [T, kv_heads, D], already placed."""
-    blocks, offsets = slots // cache.keys.shape[2], slots % cache.keys.shape[2]
-    cache.keys[blocks, :, offsets] = keys.to(cache.keys.dtype)
-    cache.values[blocks, :, offsets] = values.to(cache.values.dtype)

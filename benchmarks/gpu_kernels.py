@@ -1,0 +1,195 @@
+"""Times the GPU kernels of one layer of Llama-3.1-8B, variant by variant, against cuBLAS, cuDNN and the memory's speed.
+
+    python benchmarks/gpu_kernels.py [skinny] [decode] [chunk]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tokenmill.ops.triton import chunk_attention as chunk
+from tokenmill.ops.triton import decode_attention as decode
+from tokenmill.ops.triton.skinny import skinny_linear
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+
+
+def graph_ms(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median time of one replay of `work` captured as a graph."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def bench_skinny() -> None:
+    one_row = [*itertools.product((4, 8, 16), (512, 1024), (4, 8), (3,)), (2, 2048, 4, 3), (1, 4096, 4, 3)]
+    few = [*itertools.product((16, 32, 64), (128, 256, 512), (4,), (3, 5)), (32, 256, 8, 4)]
+    for num_rows, variants in ((1, one_row), (8, few)):
+        for name, (num_out, num_in) in SHAPES.items():
+            copies = max(2, 700_000_000 // (num_out * num_in * 2))
+            weights = torch.randn(copies, num_out, num_in, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
+            expected = functional.linear(x.float(), weights[0].float())
+            floor = weights.nbytes / 4.38e9
+            found = [(graph_ms(lambda w=weights, x=x: [functional.linear(x, part) for part in w]), "cublas")]
+            for strip, stride, warps, stages in variants:
+                if strip * stride * (1 if num_rows == 1 else 2 * stages) > 200_000 or strip * stride < 1024:
+                    continue
+
+                def work(w=weights, x=x, s=strip, t=stride, n=warps, g=stages) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+                    return [skinny_linear(x, part, None, strip=s, stride=t, warps=n, stages=g) for part in w]
+
+                try:
+                    got = skinny_linear(x, weights[0], None, strip=strip, stride=stride, warps=warps, stages=stages)
+                    error = float((got.float() - expected).norm() / expected.norm())
+                    assert error < 1e-2, f"error {error}"
+                    found.append((graph_ms(work), f"strip {strip} stride {stride} warps {warps} stages {stages}"))
+                except Exception as problem:
+                    print("failed", strip, stride, warps, stages, str(problem)[:80])
+            best = sorted(found)[:4]
+            print(f"rows {num_rows} {name:8} cublas {found[0][0] / floor:.3f} of floor^-1; best", flush=True)
+            for ms, what in best:
+                print(f"     {floor / ms:.3f} of peak   {what}", flush=True)
+            del weights
+
+
+def paged(num_rows: int, context: int, layers: int) -> tuple[list[decode.LayerCache], torch.Tensor, torch.Tensor]:
+    per_row = -(-context // BLOCK)
+    num_blocks = num_rows * per_row + 1
+    storage = torch.randn(2, layers, num_blocks, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
+    tables = (torch.randperm(num_blocks - 1, device="cuda")[: num_rows * per_row] + 1).int().view(num_rows, per_row)
+    contexts = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
+    return [decode.LayerCache(storage[0, i], storage[1, i]) for i in range(layers)], tables, contexts
+
+
+def dense_of(cache: torch.Tensor, table: torch.Tensor, context: int) -> torch.Tensor:
+    """[kv_heads, context, D]"""
+    return cache[table.long()].permute(1, 0, 2, 3).reshape(KV_HEADS, -1, DIM)[:, :context]
+
+
+def decode_variants() -> Iterator[tuple[int, int, int, int]]:
+    yield from itertools.product((64, 128), (1024, 2048), (4,), (2, 3))
+    yield from ((32, 1024, 4, 3), (64, 1024, 2, 3), (64, 1024, 8, 3), (64, 512, 4, 3), (64, 1024, 4, 4))
+
+
+def bench_decode() -> None:
+    args = decode.AttentionArgs(DIM**-0.5)
+    for num_rows, context in ((1, 512), (8, 512), (32, 512), (128, 512), (512, 640)):
+        layers = 32 if num_rows < 256 else 8
+        caches, tables, contexts = paged(num_rows, context, layers)
+        q = torch.randn(num_rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.full_like(q, float("nan"))
+        keys, values = (dense_of(part, tables[0], context) for part in (caches[0].keys, caches[0].values))
+        expected = functional.scaled_dot_product_attention(
+            q[0].float().unsqueeze(1), keys.float().repeat_interleave(4, 0), values.float().repeat_interleave(4, 0)
+        )
+        floor = layers * num_rows * context * KV_HEADS * DIM * 4 / 4.38e9
+        found = []
+        for tile, programs, warps, stages in decode_variants():
+            splits = max(1, min(programs // (num_rows * KV_HEADS), 64, triton.cdiv(context, tile)))
+
+            def work(t=tile, s=splits, w=warps, g=stages, o=out, q=q, c=caches, tb=tables, cx=contexts) -> None:  # type: ignore[no-untyped-def]
+                for cache in c:
+                    decode.decode_attention(q, cache, tb, cx, args, o, s, tile=t, warps=w, stages=g)
+
+            try:
+                decode.decode_attention(q, caches[0], tables, contexts, args, out, splits, tile=tile, warps=warps, stages=stages)
+                error = float((out[0].float() - expected.squeeze(1)).norm() / expected.norm())
+                assert error < 1e-2, f"error {error}"
+                found.append((graph_ms(work), f"tile {tile} splits {splits} warps {warps} stages {stages}"))
+            except Exception as problem:
+                print("failed", tile, programs, warps, stages, str(problem)[:80])
+        print(f"decode rows {num_rows} context {context}: floor {floor:.3f} ms for {layers} layers", flush=True)
+        for ms, what in sorted(found)[:5]:
+            print(f"     {ms:.3f} ms   {what}", flush=True)
+        del caches
+
+
+def bench_chunk() -> None:
+    args = chunk.AttentionArgs(DIM**-0.5)
+    for num_rows, length in ((2, 4096), (16, 512)):
+        caches, tables, contexts = paged(num_rows, length, 4)
+        q = torch.randn(num_rows * length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * length
+        out = torch.full_like(q, float("nan"))
+        k, v = (
+            torch.stack([dense_of(part, table, length) for table in tables])
+            for part in (caches[0].keys, caches[0].values)
+        )
+        batched = q.view(num_rows, length, HEADS, DIM).transpose(1, 2)
+        expected = functional.scaled_dot_product_attention(batched, k, v, is_causal=True, enable_gqa=True)
+        expected = expected.transpose(1, 2).reshape_as(q)
+        flops = 2 * num_rows * length * length * HEADS * DIM
+        found = []
+        for queries, tile, warps, stages in (
+            *itertools.product((128,), (64, 128), (8,), (2, 3)), (128, 32, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2),
+            (64, 64, 4, 3), (128, 32, 4, 3),
+        ):
+
+            def work(m=queries, t=tile, w=warps, g=stages, c=caches, q=q, o=out, tb=tables, s=starts, cx=contexts) -> None:  # type: ignore[no-untyped-def]
+                for cache in c:
+                    chunk.chunk_attention(q, cache, tb, s, cx, range(len(cx)), len(q), args, o, queries_tile=m, tile=t, warps=w, stages=g)
+
+            try:
+                work()
+                chunk.chunk_attention(q, caches[0], tables, starts, contexts, range(num_rows), len(q), args, out, queries_tile=queries, tile=tile, warps=warps, stages=stages)
+                error = float((out.float() - expected.float()).norm() / expected.float().norm())
+                assert error < 1e-2, f"error {error}"
+                found.append((graph_ms(work) / len(caches), f"queries {queries} tile {tile} warps {warps} stages {stages}"))
+            except Exception as problem:
+                print("failed", queries, tile, warps, stages, str(problem)[:80])
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            try:
+                with sdpa_kernel(backend):
+                    ms = graph_ms(lambda b=batched, k=k, v=v: functional.scaled_dot_product_attention(b, k, v, is_causal=True, enable_gqa=True))
+                found.append((ms, str(backend)))
+            except Exception as problem:
+                print("failed", backend, str(problem)[:80])
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+
+            kk, vv = (part.transpose(1, 2).reshape(-1, KV_HEADS, DIM).repeat_interleave(4, 1) for part in (k, v))
+            ms = graph_ms(lambda q=q, kk=kk, vv=vv, s=starts, n=length: varlen_attn(q, kk, vv, s, s, n, n, is_causal=True))
+            found.append((ms, "varlen_attn"))
+        except Exception as problem:
+            print("failed varlen", str(problem)[:200])
+        print(f"chunk rows {num_rows} length {length}", flush=True)
+        for ms, what in sorted(found)[:8]:
+            print(f"     {ms:.3f} ms  {flops / ms / 1e9:.0f} TFLOP/s  {what}", flush=True)
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["skinny", "decode", "chunk"]
+    print(torch.__version__, triton.__version__, torch.cuda.get_device_name())
+    for name in wanted:
+        began = time.perf_counter()
+        {"skinny": bench_skinny, "decode": bench_decode, "chunk": bench_chunk}[name]()
+        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

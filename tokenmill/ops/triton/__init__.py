@@ -1,0 +1,38 @@
+"""Ops for NVIDIA GPUs in Triton, with cuBLAS for large products. Triton itself is imported when a model is built."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from tokenmill.ops.interface import Backend, Ops, OpsWanted
+
+MAX_HEADS_A_KEY = 16
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _refuse(wanted: OpsWanted) -> str | None:
+    if wanted.device.type != "cuda":
+        return f"it computes on a GPU, not on {wanted.device}"
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install 'tokenmill[gpu]')"
+    for purpose, dtype in (("activations", wanted.dtype), ("the KV cache", wanted.kv_dtype)):
+        if dtype not in DTYPES:
+            return f"{dtype} for {purpose}"
+    for layer in wanted.spec.layers:
+        if layer.attention.num_heads > MAX_HEADS_A_KEY * layer.attention.num_kv_heads:
+            return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
+        if layer.attention.head_dim > MAX_HEAD_DIM:
+            return f"heads of {layer.attention.head_dim} dimensions"
+    return None
+
+
+def _build(_wanted: OpsWanted) -> Ops:
+    from tokenmill.ops.triton.build import build_ops
+
+    return build_ops()
+
+
+TRITON = Backend("triton", _refuse, _build)

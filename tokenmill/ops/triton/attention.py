@@ -1,0 +1,70 @@
+"""Attention of a whole step, by kinds of rows, in this order:
+
+[ one query each: decoding kernel | chunks: chunk kernel | whole long prompts: dense attention ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.ops.batch import ForwardBatch, LayerCache
+from tokenmill.ops.interface import AttentionArgs
+from tokenmill.ops.triton.chunk_attention import chunk_attention
+from tokenmill.ops.triton.decode_attention import TILE, decode_attention, num_splits_for
+from tokenmill.ops.triton.prompt_attention import can_be_dense, is_whole_prompt, prompt_attention
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    tables: torch.Tensor  # int32 [R, max_blocks]
+    query_starts: torch.Tensor  # int32 [R + 1]
+    contexts: torch.Tensor  # int32 [R]
+    num_single: int  # the first so many rows have one query each
+    prompts: tuple[int, ...]  # lengths of the last rows, which are whole long prompts
+    max_context: int  # as far as a query looks back
+
+
+def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> AttentionPlan:
+    num_rows = batch.context_lens.shape[0]
+    visible = batch.max_context_len if window is None else min(batch.max_context_len, window + TILE)
+    return AttentionPlan(
+        tables=batch.groups[group].block_tables,
+        query_starts=batch.query_starts,
+        contexts=batch.context_lens,
+        num_single=num_rows if batch.max_query_len == 1 else batch.num_single,
+        prompts=_trailing_prompts(batch.lengths or ()),
+        max_context=visible,
+    )
+
+
+def _trailing_prompts(lengths: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    found: list[int] = []
+    for queries, context in reversed(lengths):
+        if not is_whole_prompt(queries, context):
+            break
+        found.insert(0, queries)
+    return tuple(found)
+
+
+def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
+    """queries [T, heads, D] → [T, heads * D]"""
+    queries = queries.contiguous()
+    out = torch.empty_like(queries)
+    single, num_rows = plan.num_single, plan.contexts.shape[0]
+    prompts = plan.prompts if can_be_dense(queries, args) else ()
+    end = queries.shape[0]
+    for row, length in zip(reversed(range(num_rows)), reversed(prompts), strict=False):
+        tokens = slice(end - length, end)
+        prompt_attention(queries[tokens], cache, plan.tables[row], args, out[tokens])
+        end -= length
+    if single:
+        splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, TILE)
+        decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
+    chunks = range(single, num_rows - len(prompts))
+    if chunks:
+        chunk_attention(
+            queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out
+        )  # fmt: skip
+    return out.flatten(1)

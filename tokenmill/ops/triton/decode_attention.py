@@ -1,0 +1,160 @@
+"""One query a row over its paged context: the memory-bound half of attention.
+
+The heads that share a key head are one tile of queries, so every cached key is read once. A context is cut into
+splits that run side by side; each leaves its weighted values and the logarithm of its softmax sum, which are joined:
+
+    context of a row:   [ split 0 | split 1 | ... ]      out = Σ exp(lse_s - max) * out_s / Σ exp(lse_s - max)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.interface import AttentionArgs
+from tokenmill.ops.triton.activation import tanh
+
+LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of two
+TILE = 64  # keys looked at together
+NO_WINDOW = 1 << 30
+MAX_SPLITS = 32
+PROGRAMS_WANTED = 1024  # enough to keep every multiprocessor's memory pipes full
+
+
+@triton.jit
+def _decode(
+    queries, keys, values, out, part_out, part_lse, tables, contexts, sinks,
+    scale, softcap, window, table_stride,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(contexts + row)
+    oldest = tl.maximum(context - window, 0)
+    first = oldest // TILE * TILE
+    per_split = (tl.cdiv(context - first, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, context)
+
+    member = tl.arange(0, 16)
+    heads = kv_head * GROUP + member
+    d = tl.arange(0, DIM_PADDED)
+    is_head = member < GROUP
+    q_inside = is_head[:, None] & (d < DIM)[None, :]
+    query = tl.load(queries + (row * NUM_HEADS + heads)[:, None] * DIM + d[None, :], mask=q_inside, other=0.0)
+    highest = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    mixed = tl.zeros((16, DIM_PADDED), tl.float32)
+    table = tables + row * table_stride
+    for start in range(low, high, TILE):
+        places = start + tl.arange(0, TILE)
+        seen = (places < high) & (places >= oldest)
+        blocks = tl.load(table + places // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        lines = ((blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE) * DIM
+        kv_inside = seen[:, None] & (d < DIM)[None, :]
+        key = tl.load(keys + lines[:, None] + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+        value = tl.load(values + lines[:, None] + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            scores = softcap * tanh(scores / softcap)
+        scores = tl.where(seen[None, :], scores * LOG2E, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, axis=1)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        highest = new_highest
+    if NUM_SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + heads, mask=is_head, other=0.0) * LOG2E
+            total += tl.exp2(sink - highest)
+        mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+        target = out + (row * NUM_HEADS + heads)[:, None] * DIM + d[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=q_inside)
+    else:
+        mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+        lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
+        place = (row * NUM_HEADS + heads) * NUM_SPLITS + split
+        tl.store(part_out + place[:, None] * DIM + d[None, :], mixed, mask=q_inside)
+        tl.store(part_lse + place, lse, mask=is_head)
+
+
+@triton.jit
+def _join(
+    part_out, part_lse, sinks, out,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
+) -> None:  # fmt: skip
+    place = tl.program_id(0).to(tl.int64)  # row * heads + head
+    splits = tl.arange(0, SPLITS_PADDED)
+    d = tl.arange(0, DIM_PADDED)
+    is_split = splits < NUM_SPLITS
+    lse = tl.load(part_lse + place * NUM_SPLITS + splits, mask=is_split, other=float("-inf"))
+    highest = tl.maximum(tl.max(lse, axis=0), -1e30)
+    if HAS_SINKS:
+        sink = tl.load(sinks + place % NUM_HEADS) * LOG2E
+        highest = tl.maximum(highest, sink)
+    weights = tl.exp2(lse - highest)
+    total = tl.sum(weights, axis=0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - highest)
+    # An empty split has weight 0 and was never written: it is not read either.
+    inside = (weights > 0)[:, None] & (d < DIM)[None, :]
+    parts = tl.load(part_out + (place * NUM_SPLITS + splits)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    mixed = tl.sum(parts * weights[:, None], axis=0) / tl.maximum(total, 1e-30)
+    tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
+
+
+def num_splits_for(num_rows: int, kv_heads: int, max_context: int, tile: int) -> int:
+    """So many that all programs together fill the device, but none without a tile of its own."""
+    wanted = PROGRAMS_WANTED // max(1, num_rows * kv_heads)
+    return max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, tile)))
+
+
+def decode_attention(
+    queries: torch.Tensor,
+    cache: LayerCache,
+    tables: torch.Tensor,
+    contexts: torch.Tensor,
+    args: AttentionArgs,
+    out: torch.Tensor,
+    num_splits: int,
+    *,
+    tile: int = TILE,
+    warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """queries, out [R, heads, D]; contexts [R], 0 for rows that only fill up a batch."""
+    num_rows, num_heads, dim = queries.shape
+    _, kv_heads, block_size, _ = cache.keys.shape
+    group = num_heads // kv_heads
+    assert group <= 16, "a key head serves at most 16 query heads"
+    part_out = part_lse = out
+    if num_splits > 1:
+        part_out = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=out.device)
+        part_lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=out.device)
+    sinks = args.sinks if args.sinks is not None else queries
+    padded = max(16, triton.next_power_of_2(dim))
+    _decode[(num_rows, kv_heads, num_splits)](
+        queries, cache.keys, cache.values, out, part_out, part_lse, tables, contexts, sinks,
+        args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
+        num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
+        args.softcap is not None, args.sinks is not None, precision_of(queries),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _join[(num_rows * num_heads,)](
+            part_out, part_lse, sinks, out,
+            num_heads, dim, padded, num_splits, triton.next_power_of_2(num_splits), args.sinks is not None,
+            num_warps=2,
+        )  # fmt: skip
+
+
+def precision_of(x: torch.Tensor) -> str:
+    """float32 models are computed in float32, not in the matrix units' shortened form of it."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

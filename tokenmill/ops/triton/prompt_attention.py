@@ -1,0 +1,67 @@
+"""Whole long prompts: their keys are exactly this step's, so the fastest dense attention at hand (cuDNN's) computes it.
+
+Keys and values are gathered from the paged cache once a layer, which costs a few per cent of the attention itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.interface import AttentionArgs
+
+MIN_LENGTH = 1024  # below it the chunk kernel, which takes all rows in one launch, is as fast
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def is_whole_prompt(num_queries: int, context: int) -> bool:
+    return num_queries == context >= MIN_LENGTH
+
+
+def can_be_dense(queries: torch.Tensor, args: AttentionArgs) -> bool:
+    is_plain = args.window is None and args.softcap is None and args.sinks is None
+    return is_plain and queries.dtype != torch.float32 and queries.shape[2] in (64, 96, 128)
+
+
+@triton.jit
+def _gather(
+    keys, values, table, out, length,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    number, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.load(table + number).to(tl.int64)
+    offsets = tl.arange(0, BLOCK_SIZE)
+    d = tl.arange(0, DIM_PADDED)
+    places = number * BLOCK_SIZE + offsets
+    inside = (places < length)[:, None] & (d < DIM)[None, :]
+    lines = ((block * KV_HEADS + head) * BLOCK_SIZE + offsets)[:, None] * DIM + d[None, :]
+    source = values if part else keys
+    found = tl.load(source + lines, mask=inside, other=0.0)
+    target = out + ((part * KV_HEADS + head).to(tl.int64) * length + places)[:, None] * DIM + d[None, :]
+    tl.store(target, found.to(out.dtype.element_ty), mask=inside)
+
+
+def prompt_attention(
+    queries: torch.Tensor, cache: LayerCache, table: torch.Tensor, args: AttentionArgs, out: torch.Tensor
+) -> None:
+    """queries, out [L, heads, D] of one row whose context they are; table int32 [max_blocks]"""
+    length, num_heads, dim = queries.shape
+    _, kv_heads, block_size, _ = cache.keys.shape
+    dense = queries.new_empty(2, 1, kv_heads, length, dim)
+    grid = (triton.cdiv(length, block_size), kv_heads, 2)
+    padded = triton.next_power_of_2(dim)
+    _gather[grid](cache.keys, cache.values, table, dense, length, kv_heads, dim, padded, block_size, num_warps=4)
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        mixed = functional.scaled_dot_product_attention(
+            queries.transpose(0, 1).unsqueeze(0),
+            dense[0],
+            dense[1],
+            is_causal=True,
+            scale=args.scale,
+            enable_gqa=num_heads != kv_heads,
+        )
+    out.copy_(mixed[0].transpose(0, 1))

@@ -1,0 +1,223 @@
+"""The runner on a GPU: the host works on step k while the device is already at step k + 1.
+
+Most rows of a server decode: next step they will feed the token they draw in this one. So as soon as a step is on the
+stream, the runner starts the next one for all its decoding rows, with tokens that only the device knows yet. When the
+scheduler's next plan arrives, rows that are in it as expected find their token computed or on its way; a row that has
+ended meanwhile was computed once in vain; everything else (prompt chunks, rows just admitted) runs on its own:
+
+    stream:   | rows A, step k | prompts, step k | rows A + those prompts, step k+1 (ahead) | prompts, step k+1 | ...
+    host:       plan k ────────► start ahead ─► wait for k ─► apply k, emit, plan k+1 ──────►
+
+What a row computed in vain wrote lies behind the end of its sequence: no full block is ever touched, and whoever gets
+the block writes it first, later on the same stream.
+
+Rows that need more than the most likely token (drawing, penalties, logprobs, vectors) go through the plain runner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.protocol import Model
+from tokenmill.runner.decode_graphs import DecodeGraphs, pick_best
+from tokenmill.runner.inputs import build_batch
+from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
+from tokenmill.sampling.steps import steps_used
+from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Tokens on their way from the device: line i belongs to the row with lines[row] == i."""
+
+    lines: dict[int, int]
+    tokens: torch.Tensor  # int64, pinned
+    is_there: torch.cuda.Event
+
+    def wait(self) -> list[int]:
+        self.is_there.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step that was started before it was planned."""
+
+    drawing: Drawing
+    positions: dict[int, int] = field(default_factory=dict)  # of the token fed, by row; rows that changed are dropped
+
+
+class CudaRunner:
+    def __init__(
+        self,
+        model: Model,
+        storage: KVStorage,
+        sampler: RowSampler,
+        max_rows: int,
+        max_context: int,
+        *,
+        runs_ahead: bool = True,
+    ) -> None:
+        # One block more than the longest context has: where the scheduler looks ahead.
+        self._plain = ModelRunner(model, storage, sampler, max_rows, max_context + storage.block_size)
+        self._model = model
+        self._storage = storage
+        self._rows = self._plain.rows
+        self._is_greedy = [False] * max_rows
+        self._held = [0] * max_rows  # blocks in each row's tables
+        self._max_context = max_context
+        self._graphs = DecodeGraphs(model, storage, max_rows, self._rows.tables.shape[2], max_context)
+        self._runs_ahead = runs_ahead
+        self._ahead: Ahead | None = None
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        self._apply_changes(plan)
+        expected, fresh, other = self._sort(plan.rows)
+        drawings = [self._ahead.drawing] if self._ahead is not None and expected else []
+        if fresh:
+            drawings.append(self._start(fresh))
+        found = {row.row: row for row in self._run_others(other)} if other else {}
+        self._ahead = self._start_ahead([*expected, *fresh]) if self._runs_ahead else None
+        for drawing, plans in zip(drawings, [part for part in (expected, fresh) if part], strict=True):
+            tokens = drawing.wait()
+            found |= {row.row: _result(row, tokens, drawing.lines) for row in plans}
+        return StepResult(rows=[found[row.row] for row in plan.rows], step_s=time.perf_counter() - began)
+
+    # ── what the plan changes ──────────────────────────────────────────────────────────────────────────
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        expected = self._ahead.positions if self._ahead is not None else {}
+        for freed in plan.freed_rows:
+            expected.pop(freed, None)
+        for new in plan.new_rows:
+            expected.pop(new.row, None)
+            self._is_greedy[new.row] = _is_plain(new)
+            self._held[new.row] = 0
+        changes: list[tuple[int, int, int, list[int]]] = []
+        for row in plan.rows:
+            for update in row.table_updates:
+                changes.append((update.group, row.row, update.start, update.blocks))
+                self._held[row.row] = max(self._held[row.row], update.start + len(update.blocks))
+                position = expected.get(row.row)
+                if position is not None and self._moves(row.row, position, update.start, len(update.blocks)):
+                    expected.pop(row.row)
+        self._plain.apply_changes(plan)
+        self._send_tables(changes)
+
+    def _moves(self, row: int, position: int, start: int, count: int) -> bool:
+        """The block that the token ahead was written to gets another number."""
+        return start <= position // self._storage.block_size < start + count
+
+    def _send_tables(self, changes: Sequence[tuple[int, int, int, list[int]]]) -> None:
+        if not changes:
+            return
+        _, max_rows, max_blocks = self._rows.tables.shape
+        counts = [len(blocks) for *_, blocks in changes]
+        firsts = [(group * max_rows + row) * max_blocks + start for group, row, start, _ in changes]
+        total = sum(counts)
+        packed = torch.empty(2, total, dtype=torch.int64, pin_memory=True)
+        lines = packed.numpy()
+        offsets = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        lines[0] = np.repeat(firsts, counts) + offsets
+        lines[1] = np.concatenate([blocks for *_, blocks in changes]) if len(changes) > 1 else changes[0][3]
+        places, blocks = packed.to(self._storage.device, non_blocking=True)
+        self._graphs.tables.view(-1).index_copy_(0, places, blocks.int())
+
+    # ── who computes what ──────────────────────────────────────────────────────────────────────────────
+
+    def _sort(self, plans: Sequence[RowPlan]) -> tuple[list[RowPlan], list[RowPlan], list[RowPlan]]:
+        """Rows that were computed ahead; rows to compute now; rows for the plain runner."""
+        expected: list[RowPlan] = []
+        fresh: list[RowPlan] = []
+        other: list[RowPlan] = []
+        positions = self._ahead.positions if self._ahead is not None else {}
+        for plan in plans:
+            if positions.get(plan.row) == plan.start and len(plan.token_ids) == 1:
+                expected.append(plan)
+            elif self._is_simple(plan):
+                fresh.append(plan)
+            else:
+                other.append(plan)
+        return expected, fresh, other
+
+    def _is_simple(self, plan: RowPlan) -> bool:
+        return self._is_greedy[plan.row] and plan.num_logprobs is None and plan.num_prompt_logprobs is None
+
+    def _run_others(self, plans: list[RowPlan]) -> list[RowResult]:
+        """With the host in between. Rows that feed one token still go through a graph, up to the logits."""
+        if not all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans):
+            return self._plain.run_rows(plans)
+        rows, positions = [plan.row for plan in plans], [plan.start for plan in plans]
+        graph = self._graphs.start(np.array(rows), np.array(positions), np.array([p.token_ids[0] for p in plans]))
+        drawn = self._plain.sampler.sample(graph.logits[: len(plans)], plans)
+        return [drawn_result(plan.row, one, None) for plan, one in zip(plans, drawn, strict=True)]
+
+    def _only_draws(self, plan: RowPlan) -> bool:
+        return plan.sample and plan.num_prompt_logprobs is None and self._rows[plan.row].pooler is None
+
+    # ── onto the stream ────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, plans: list[RowPlan]) -> Drawing:
+        if all(len(plan.token_ids) == 1 and plan.sample for plan in plans):
+            tokens = [plan.token_ids[0] for plan in plans]
+            return self._start_graph([plan.row for plan in plans], [plan.start for plan in plans], tokens)
+        # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
+        plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
+        drawing = [plan for plan in plans if plan.sample]
+        wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
+        batch = build_batch(plans, wanted, self._rows.tables, self._storage.block_size, self._storage.device)
+        hidden = self._model.forward(batch, self._storage)
+        if not drawing:
+            return self._on_its_way(hidden.new_empty(0, dtype=torch.int64), [])
+        drawn = pick_best(self._model.logits(hidden))
+        rows = [plan.row for plan in drawing]
+        seats = torch.tensor(rows, pin_memory=True).to(self._storage.device, non_blocking=True)
+        self._graphs.newest.index_copy_(0, seats, drawn)
+        return self._on_its_way(drawn, rows)
+
+    def _start_ahead(self, plans: list[RowPlan]) -> Ahead | None:
+        """The step after this one, for rows that draw now and have room for one more token."""
+        ends = [(plan.row, plan.start + len(plan.token_ids)) for plan in plans if plan.sample]
+        ready = [(row, end) for row, end in ends if self._has_room(row, end)]
+        if not ready:
+            return None
+        drawing = self._start_graph([row for row, _ in ready], [end for _, end in ready], None)
+        return Ahead(drawing, dict(ready))
+
+    def _has_room(self, row: int, position: int) -> bool:
+        return position < self._max_context and self._held[row] > position // self._storage.block_size
+
+    def _start_graph(self, rows: list[int], positions: list[int], tokens: list[int] | None) -> Drawing:
+        fed = None if tokens is None else np.array(tokens)
+        graph = self._graphs.start(np.array(rows), np.array(positions), fed)
+        return self._on_its_way(graph.drawn, rows)
+
+    def _on_its_way(self, drawn: torch.Tensor, rows: list[int]) -> Drawing:
+        tokens = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
+        tokens.copy_(drawn, non_blocking=True)
+        is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_there.record()
+        return Drawing({row: line for line, row in enumerate(rows)}, tokens, is_there)
+
+
+def _is_plain(new: NewRow) -> bool:
+    """Wants the most likely token as the model has it."""
+    return new.pooling is None and new.params.is_greedy and not steps_used(new.params)
+
+
+def _result(plan: RowPlan, tokens: list[int], lines: dict[int, int]) -> RowResult:
+    if not plan.sample:
+        return RowResult(row=plan.row)
+    token = tokens[lines[plan.row]]
+    if token < 0:
+        return RowResult(row=plan.row, error=NOT_FINITE)
+    return RowResult(row=plan.row, token_ids=[token])

@@ -93,3 +93,9 @@ class UnsupportedModel(ModelError):
 
 class DamagedFile(ModelError):
     code = "damaged_file"
+
+
+def error_with_code(code: str | None, message: str) -> TokenmillError:
+    """The error that another process named by its code; RequestFailed for one that has no better name."""
+    kinds: dict[str, type[TokenmillError]] = {kind.code: kind for kind in (InvalidRequest, Overloaded, RequestFailed)}
+    return kinds.get(code or "", RequestFailed)(message)

@@ -176,6 +176,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     embedding: list[float] | None = None
     error: str | None = None  # with finish_reason "error"
+    error_code: str | None = None  # which error of `errors.py` it was, where that is known
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
 
 

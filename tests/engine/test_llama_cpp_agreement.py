@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from models_for_tests import model_path
+
 from tokenmill import LLM, SamplingParams
 
 RECORDINGS = Path(__file__).parents[1] / "goldens"
@@ -19,7 +19,9 @@ SURE = 0.3
     "name",
     ["smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen-coder", "tinyllama"))],
 )
-def test_top_token_agrees_where_llama_cpp_is_sure(name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_token_agrees_where_llama_cpp_is_sure(
+    name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recording = json.loads((RECORDINGS / f"{name}.json").read_text())
     llm = LLM(str(model_path(shared_dir, name)), max_context=512, num_blocks=600)
     agreed = sure = total = 0

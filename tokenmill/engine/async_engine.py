@@ -20,7 +20,15 @@ from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, S
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.process import ProcessLink
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo
-from tokenmill.errors import Draining, EngineDead, InvalidRequest, Overloaded, RequestFailed, TokenmillError
+from tokenmill.errors import (
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    TokenmillError,
+    error_with_code,
+)
 from tokenmill.types import ChatRequest, Event, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -37,6 +45,7 @@ class AsyncEngine:
         self._link: CoreLink | None = None
         self._core: CoreInfo | None = None
         self._intake: Intake | None = None
+        self._info: ModelInfo | None = None
         self._streams: dict[str, EventStream] = {}
         self._stats = EngineStats()
         self._health = Health("loading")
@@ -98,7 +107,9 @@ class AsyncEngine:
 
     @property
     def info(self) -> ModelInfo:
-        return self._front.info(self._loaded_intake().max_context)
+        if self._info is None:
+            self._info = self._front.info(self._loaded_intake().max_context)
+        return self._info
 
     @property
     def core(self) -> CoreInfo:
@@ -147,7 +158,7 @@ class AsyncEngine:
             return
         if output.finish_reason == "error":
             self._forget(stream, tell_core=False)
-            stream.fail(RequestFailed(output.error or "the request failed"))
+            stream.fail(error_with_code(output.error_code, output.error or "the request failed"))
             return
         for event in stream.outlet.push(output):
             stream.put(event)

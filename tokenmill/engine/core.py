@@ -52,7 +52,7 @@ class EngineCore:
         try:
             self._scheduler.add(request)
         except TokenmillError as error:
-            self._refusals.append(refusal(request.request_id, str(error)))
+            self._refusals.append(refusal(request.request_id, error))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -100,8 +100,8 @@ class EngineCore:
         return result
 
 
-def refusal(request_id: str, message: str) -> SequenceOutput:
-    return SequenceOutput(request_id=request_id, finish_reason="error", error=message)
+def refusal(request_id: str, error: TokenmillError) -> SequenceOutput:
+    return SequenceOutput(request_id=request_id, finish_reason="error", error=str(error), error_code=error.code)
 
 
 def failed_step(plan: StepPlan, message: str) -> StepResult:

@@ -43,7 +43,7 @@ class Intake:
         if isinstance(asked, EmbedRequest):
             return self._take_embedding(asked)
         prompt_ids = self.prompt_ids(asked)
-        self._require_fit(prompt_ids)
+        self._require_fit(prompt_ids, "messages" if isinstance(asked, ChatRequest) else "prompt")
         params = self._settle(asked.params)
         return Request(
             request_id=asked.request_id or new_request_id(),
@@ -110,11 +110,11 @@ class Intake:
                     param=param,
                 )
 
-    def _require_fit(self, prompt_ids: list[int]) -> None:
+    def _require_fit(self, prompt_ids: list[int], param: str) -> None:
         if len(prompt_ids) >= self.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
-                param="messages",
+                param=param,
                 hint="shorten the prompt",
             )
 

@@ -5,6 +5,7 @@ The same core as in serving, in this process, stepped by whoever waits for the a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenmill.engine.intake import ClientRequest
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
-from tokenmill.errors import InvalidConfig, InvalidRequest, RequestFailed
+from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Message, Pooling, PromptRequest, SequenceOutput
 
@@ -30,7 +31,8 @@ class LLM:
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
         """`settings` are fields of the config dataclasses by name: `max_context=2048`, `threads=2`, ..."""
         config = model if isinstance(model, EngineConfig) else EngineConfig(ModelConfig(model=str(model)))
-        self.config = with_settings(config, settings)
+        # A list of prompts is as long as it is: nothing is refused for waiting.
+        self.config = with_settings(config, {"max_waiting": sys.maxsize, **settings})
         self._front: Front = load_front(self.config)
         self._core: EngineCore = build_core(self.config, self._front.model_path)
         self._intake = self._front.intake(self._core.info.max_context)
@@ -121,7 +123,7 @@ class LLM:
                 try:
                     for event in self._deliver(output):
                         answers[event.request_id].add(event)
-                except RequestFailed as error:
+                except TokenmillError as error:
                     answers[output.request_id].error = error.message
                 report(done=len(answers) - len(self._outlets), new_tokens=len(output.token_ids))
 
@@ -146,7 +148,7 @@ class LLM:
             return []
         if output.finish_reason == "error":
             del self._outlets[output.request_id]
-            raise RequestFailed(output.error or "the request failed")
+            raise error_with_code(output.error_code, output.error or "the request failed")
         events = outlet.push(output)
         for index in outlet.take_stopped():
             self._core.abort(output.request_id, index)

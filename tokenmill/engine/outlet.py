@@ -146,6 +146,7 @@ class Outlet:
             cumulative_logprob=self._cumulative(choice, output),
             usage=self._usage() if finish else None,
             embedding=output.embedding,
+            queue_s=output.queue_s or None,
         )
 
     def _released_infos(self, choice: Choice, matched: str | None) -> list[TokenInfo]:

@@ -1,6 +1,6 @@
-"""The core in a process of its own, behind a unix socket that only this user can reach.
+"""The core in a process of its own, behind unix sockets that only this user can reach.
 
-    front: ProcessLink ──(zmq PAIR, msgpack)──► child: `python -m tokenmill.engine.process SOCKET`
+    front: ProcessLink ══(two zmq pipes, msgpack)══ child: `python -m tokenmill.engine.process FOLDER PARENT`
 
 Nothing is pickled. The child ends when it is told to, when its parent is gone, and on SIGTERM; the front learns of a
 child's death from its exit, not from silence.
@@ -39,7 +39,9 @@ class ProcessLink:
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         self._start = Start(config, str(model_path))
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        # Two pipes, since a plain send on a socket that asyncio reads from can swallow its wake-up.
+        self._outbox: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -47,14 +49,14 @@ class ProcessLink:
 
     async def start(self, receive: Receive) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-")  # mode 0700
-        address = f"ipc://{self._folder.name}/core"
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._socket.connect(address)  # the side that connects may send before the other one is there
+        for pipe, address in ((self._outbox, to_core(self._folder.name)), (self._inbox, from_core(self._folder.name))):
+            pipe.setsockopt(zmq.LINGER, 0)
+            pipe.set_hwm(0)
+            pipe.setsockopt(zmq.RECONNECT_IVL, 10)
+            pipe.connect(address)  # the side that connects may send before the other one is there
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tokenmill.engine.process", address, str(os.getpid())],
+            [sys.executable, "-m", "tokenmill.engine.process", self._folder.name, str(os.getpid())],
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
@@ -62,8 +64,8 @@ class ProcessLink:
         self._tasks = [asyncio.create_task(self._listen(receive)), asyncio.create_task(self._watch(receive))]
 
     def send(self, message: ToCore) -> None:
-        # PAIR with no high-water mark never blocks; what a dead child leaves unread is dropped with the socket.
-        zmq.Socket.shadow(self._socket.underlying).send(_encoder.encode(message), zmq.DONTWAIT)
+        # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
+        self._outbox.send(_encoder.encode(message), zmq.DONTWAIT)
 
     async def close(self) -> None:
         self._is_closing = True
@@ -74,14 +76,15 @@ class ProcessLink:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close(linger=0)
+        self._outbox.close(linger=0)
+        self._inbox.close(linger=0)
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
 
     async def _listen(self, receive: Receive) -> None:
         while True:
-            receive(_from_core.decode(await self._socket.recv()))
+            receive(_from_core.decode(await self._inbox.recv()))
 
     async def _watch(self, receive: Receive) -> None:
         assert self._child is not None
@@ -106,39 +109,51 @@ def describe_exit(code: int) -> str:
 
 
 class SocketMailbox:
-    """The child's end of the socket. Waiting, it looks up now and then whether its parent still lives."""
+    """The child's end of the pipes. Waiting, it looks up now and then whether its parent still lives."""
 
-    def __init__(self, address: str, parent_pid: int) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
+    def __init__(self, folder: str, parent_pid: int) -> None:
+        self._inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        pipes: dict[str, zmq.Socket[bytes]] = {to_core(folder): self._inbox, from_core(folder): self._outbox}
+        for address, pipe in pipes.items():
+            pipe.set_hwm(0)
+            pipe.bind(address)
         self._parent_pid = parent_pid
 
     def take(self, *, wait: bool) -> list[ToCore]:
-        if wait:
-            while not self._socket.poll(ORPHAN_CHECK_MS):
-                if os.getppid() != self._parent_pid:
-                    return [Shutdown()]
-        elif os.getppid() != self._parent_pid:
-            return [Shutdown()]
+        patience_ms = ORPHAN_CHECK_MS if wait else 0
+        while not self._inbox.poll(patience_ms):
+            if os.getppid() != self._parent_pid:
+                return [Shutdown()]
+            if not wait:
+                return []
         messages: list[ToCore] = []
-        while self._socket.poll(0):
-            messages.append(_to_core.decode(self._socket.recv()))
+        while self._inbox.poll(0):
+            messages.append(_to_core.decode(self._inbox.recv()))
         return messages
 
     def send(self, message: FromCore) -> None:
-        self._socket.send(_encoder.encode(message))
+        self._outbox.send(_encoder.encode(message))
 
     def close(self) -> None:
-        self._socket.close(linger=1000)
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=1000)
         zmq.Context.instance().term()
 
 
+def to_core(folder: str) -> str:
+    return f"ipc://{folder}/to-core"
+
+
+def from_core(folder: str) -> str:
+    return f"ipc://{folder}/from-core"
+
+
 def main() -> int:
-    address, parent_pid = sys.argv[1], int(sys.argv[2])
+    folder, parent_pid = sys.argv[1], int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    mailbox = SocketMailbox(address, parent_pid)
+    mailbox = SocketMailbox(folder, parent_pid)
     try:
         return _serve(mailbox)
     finally:

@@ -1,0 +1,299 @@
+"""The native decoder computes the same function as the torch one, for everything a ModelSpec can say; and a token's
+logits keep their bits however the prompt is cut and whoever else is in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.loading import Loader
+from tokenmill.models.protocol import WeightSource
+from tokenmill.models.rope import make_rope_table
+from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.ops.cpu import NativeDecoder, instruction_sets, is_available, refusal
+from tokenmill.ops.cpu.packing import quantized_q8
+from tokenmill.ops.interface import OpsWanted
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.table import choose_ops
+from tokenmill.text.gguf_vocab import tokenizer_from_gguf
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.source import open_weights
+
+pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+
+CPU = torch.device("cpu")
+BLOCK = 16
+BLOCKS_PER_ROW = 24
+MAX_CONTEXT = 384
+SETS = instruction_sets() if is_available()[0] else []
+
+ATTENTION = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeSpec(10000.0, 32))
+LAYER = LayerSpec(ATTENTION, MlpSpec(96))
+LLAMA = ModelSpec("llama", 80, 64, (LAYER, LAYER), 1e-5, MAX_CONTEXT, tied_head=True)
+
+
+def with_attention(**changes: object) -> ModelSpec:
+    layer = replace(LAYER, attention=replace(ATTENTION, **changes))  # type: ignore[arg-type]
+    return replace(LLAMA, layers=(layer, LAYER))
+
+
+VARIANTS = {
+    "llama": LLAMA,
+    "window": with_attention(window=20),
+    "softcaps": replace(with_attention(softcap=5.0), logit_softcap=3.0),
+    "qk_norm": with_attention(qk_norm=True),
+    "biases": with_attention(qkv_bias=True, out_bias=True),
+    "sinks": with_attention(has_sinks=True),
+    "odd_heads": with_attention(num_heads=5, num_kv_heads=1, head_dim=8, rope=RopeSpec(10000.0, 4)),
+    "no_rope": with_attention(rope=None),
+    "many_heads": with_attention(num_heads=30, num_kv_heads=1, head_dim=16, rope=RopeSpec(500.0, 16)),
+    "post_norms": replace(LLAMA, layers=(replace(LAYER, post_norms=True), LAYER), embedding_scale=8.0),
+    "gelu": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(96, "gelu_tanh", bias=True)),)),
+    "gelu_exact": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(50, "gelu")),)),
+    "experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(5, 2, MlpSpec(48), renormalize=True)), LAYER)),
+    "own_head": replace(LLAMA, tied_head=False),
+}
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    tensors: dict[str, RawTensor]
+
+    def get(self, name: str) -> RawTensor:
+        return self.tensors[name]
+
+
+def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in tensors_of(spec).items():
+        values = torch.randn(tensor.shape, generator=generator)
+        if tensor.kind == "vector":
+            tensors[name] = RawTensor(name, tensor.shape, 1 + 0.1 * values)
+            continue
+        values *= 1.5 * tensor.shape[-1] ** -0.5
+        if quantised and tensor.shape[-1] % 32 == 0:
+            blocks = quantized_q8(values.flatten(0, -2)).view(*tensor.shape[:-1], -1)
+            tensors[name] = RawTensor(name, tensor.shape, blocks, "Q8_0")
+        else:
+            tensors[name] = RawTensor(name, tensor.shape, values)
+    return RandomWeights(tensors)
+
+
+def one_shape(spec: ModelSpec) -> ModelSpec:
+    """Layers of one KV shape, as the cache needs: the first layer's attention everywhere."""
+    shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    return spec if len(shapes) == 1 else replace(spec, layers=spec.layers[:1])
+
+
+def native_model(spec: ModelSpec, weights: WeightSource, isa: str = "", threads: int = 2) -> NativeDecoder:
+    tables = {
+        rope: make_rope_table(rope, MAX_CONTEXT, CPU)
+        for rope in {layer.attention.rope for layer in spec.layers}
+        if rope
+    }
+    ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
+    layout = KVLayout.from_spec(spec)
+    return NativeDecoder(spec, weights, layout, ropes, dequantize, threads, instruction_set=isa)
+
+
+def torch_model(spec: ModelSpec, weights: WeightSource) -> Decoder:
+    ops, _ = choose_ops(OpsWanted(spec, CPU, torch.float32, torch.float32, "reference"))
+    return Decoder(spec, Loader(weights, ops, torch.float32, CPU), MAX_CONTEXT)
+
+
+def storage_for(spec: ModelSpec, rows: int, dtype: torch.dtype = torch.float32) -> KVStorage:
+    layout = KVLayout.from_spec(spec)
+    return KVStorage(layout, 1 + len(layout.groups) * rows * BLOCKS_PER_ROW, BLOCK, dtype, CPU)
+
+
+def batch_of(spec: ModelSpec, rows: list[tuple[int, list[int], int]]) -> ForwardBatch:
+    """rows: (which sequence, new tokens, tokens already in the cache); logits of every token are wanted."""
+    groups = len(KVLayout.from_spec(spec).groups)
+    ids = [token for _, tokens, _ in rows for token in tokens]
+    positions = [start + i for _, tokens, start in rows for i in range(len(tokens))]
+    counts = [len(tokens) for _, tokens, _ in rows]
+    contexts = [start + len(tokens) for _, tokens, start in rows]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    tables = tuple(_group(rows, group, groups) for group in range(groups))
+    return ForwardBatch(
+        torch.tensor(ids),
+        torch.tensor(positions),
+        starts,
+        torch.tensor(contexts, dtype=torch.int32),
+        tables,
+        torch.arange(len(ids)),
+        BLOCK,
+        max(counts),
+        max(contexts),
+    )
+
+
+def _group(rows: list[tuple[int, list[int], int]], group: int, groups: int) -> GroupTables:
+    first = [1 + (row * groups + group) * BLOCKS_PER_ROW for row, _, _ in rows]
+    # blocks of a row are handed out backwards, so that a table that is ignored shows
+    tables = [[base + BLOCKS_PER_ROW - 1 - i for i in range(BLOCKS_PER_ROW)] for base in first]
+    slots = [
+        table[(start + i) // BLOCK] * BLOCK + (start + i) % BLOCK
+        for table, (_, tokens, start) in zip(tables, rows, strict=True)
+        for i in range(len(tokens))
+    ]
+    return GroupTables(torch.tensor(tables, dtype=torch.int32), torch.tensor(slots))
+
+
+def tokens_for(spec: ModelSpec, count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def all_logits(model: NativeDecoder | Decoder, spec: ModelSpec, tokens: list[int], cuts: list[int]) -> torch.Tensor:
+    """Logits of all tokens, fed in chunks of the given sizes."""
+    storage, start, parts = storage_for(spec, 1), 0, []
+    for size in cuts:
+        batch = batch_of(spec, [(0, tokens[start : start + size], start)])
+        parts.append(model.logits(model.forward(batch, storage)))
+        start += size
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_equals_the_torch_model(name: str) -> None:
+    spec = one_shape(VARIANTS[name])
+    weights = random_weights(spec)
+    tokens = tokens_for(spec, 50)
+    expected = all_logits(torch_model(spec, weights), spec, tokens, [33, 17])
+    found = all_logits(native_model(spec, weights), spec, tokens, [33, 17])
+    assert torch.allclose(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_every_instruction_set_computes_the_same_model(isa: str) -> None:
+    spec = VARIANTS["window"]
+    weights = random_weights(spec)
+    tokens = tokens_for(spec, 40)
+    expected = all_logits(torch_model(spec, weights), spec, tokens, [40])
+    assert torch.allclose(all_logits(native_model(spec, weights, isa), spec, tokens, [40]), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", ["llama", "window", "experts", "sinks"])
+def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool) -> None:
+    spec = VARIANTS[name]
+    model = native_model(spec, random_weights(spec, quantised))
+    tokens = tokens_for(spec, 330)
+    whole = all_logits(model, spec, tokens, [330])
+    assert torch.equal(all_logits(model, spec, tokens, [100, 1, 29, 199, 1]), whole)
+    assert torch.equal(all_logits(model, spec, tokens[:40], [1] * 40), whole[:40])
+
+
+def test_neighbours_change_no_bit() -> None:
+    spec = VARIANTS["llama"]
+    model = native_model(spec, random_weights(spec, quantised=True))
+    rows = [tokens_for(spec, length, seed) for seed, length in enumerate((5, 31, 1, 64, 17))]
+    alone = [all_logits(model, spec, tokens, [len(tokens)]) for tokens in rows]
+    storage = storage_for(spec, len(rows))
+    together = model.logits(model.forward(batch_of(spec, [(i, row, 0) for i, row in enumerate(rows)]), storage))
+    for expected, found in zip(alone, together.split([len(row) for row in rows]), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_long_contexts_shared_by_threads_change_no_bit() -> None:
+    """One sequence of more than two segments is split between threads; many sequences are not."""
+    spec = replace(VARIANTS["llama"], max_context=1024)
+    weights = random_weights(spec, quantised=True)
+    tables = make_rope_table(RopeSpec(10000.0, 32), 1024, CPU)
+    ropes = {RopeSpec(10000.0, 32): (tables.cos, tables.sin)}
+    tokens = tokens_for(spec, 700)
+    found = []
+    for threads in (1, 3):
+        model = NativeDecoder(spec, weights, KVLayout.from_spec(spec), ropes, dequantize, threads)
+        storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, torch.float32, CPU)
+        batches = [_long_batch(tokens[:699], 0), _long_batch(tokens[699:], 699)]
+        found.append([model.logits(model.forward(batch, storage))[-1] for batch in batches][-1])
+        storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, torch.float32, CPU)
+        found.append(model.logits(model.forward(_long_batch(tokens, 0), storage))[-1])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def _long_batch(tokens: list[int], start: int) -> ForwardBatch:
+    positions = torch.arange(start, start + len(tokens))
+    table = torch.arange(1, 64, dtype=torch.int32).unsqueeze(0)
+    groups = (GroupTables(table, positions + BLOCK),)
+    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    context = torch.tensor([start + len(tokens)], dtype=torch.int32)
+    ids = torch.tensor(tokens)
+    return ForwardBatch(ids, positions, ends, context, groups, torch.arange(len(tokens)), BLOCK, len(tokens), 700)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 4e-2)])
+def test_smaller_caches_stay_close(dtype: torch.dtype, tolerance: float) -> None:
+    spec = VARIANTS["llama"]
+    weights = random_weights(spec)
+    tokens = tokens_for(spec, 60)
+    expected = all_logits(torch_model(spec, weights), spec, tokens, [60])
+    model = native_model(spec, weights)
+    found = model.logits(model.forward(batch_of(spec, [(0, tokens, 0)]), storage_for(spec, 1, dtype)))
+    assert 0 < (found - expected).norm() / expected.norm() < tolerance
+
+
+def test_inconsistent_batches_are_refused() -> None:
+    spec = VARIANTS["llama"]
+    model = native_model(spec, random_weights(spec))
+    good = batch_of(spec, [(0, [1, 2, 3], 0)])
+    wrong = [
+        replace(good, token_ids=torch.tensor([1, 2, spec.vocab_size])),
+        replace(good, positions=torch.tensor([0, 1, MAX_CONTEXT])),
+        replace(good, context_lens=torch.tensor([2], dtype=torch.int32)),
+        replace(good, groups=(replace(good.groups[0], slots=torch.tensor([0, 1, 10**9])),)),
+        replace(good, groups=(replace(good.groups[0], block_tables=good.groups[0].block_tables + 10**6),)),
+        replace(good, groups=()),
+        replace(good, logit_rows=torch.tensor([3])),
+    ]
+    for batch in wrong:
+        with pytest.raises(ValueError, match="batch"):
+            model.forward(batch, storage_for(spec, 1))
+
+
+def test_what_the_kernels_cannot_do_is_said() -> None:
+    assert refusal(LLAMA, 16, torch.float32) is None
+    assert "multiple of 16" in str(refusal(LLAMA, 8, torch.float32))
+    assert "float16" in str(refusal(LLAMA, 16, torch.int8))
+    assert "256" in str(refusal(with_attention(head_dim=512), 16, torch.float32))
+
+
+TEXT = """The harbour lay quiet in the early morning. Boats that had come in during the night were tied up along the
+quay, and the fishermen were carrying their boxes to the market hall, where buyers from the town were already waiting.
+By noon everything would be sold, the nets would be mended, and the crews would sleep until the evening tide."""
+
+
+def _compare_real(path: Path, limit: float) -> None:
+    """On plain English: the distributions nearly agree, and the text is as likely as to the torch model."""
+    spec = read_spec(path)
+    weights = open_weights(path, spec)
+    tokens = tokenizer_from_gguf(read_gguf_model(path).metadata).encode(TEXT)
+    expected = all_logits(torch_model(spec, weights), spec, tokens, [len(tokens)]).log_softmax(-1)
+    found = all_logits(native_model(spec, weights), spec, tokens, [20, len(tokens) - 20]).log_softmax(-1)
+    divergence = (expected.exp() * (expected - found)).sum(-1)
+    assert divergence.mean() < limit
+    text = torch.tensor(tokens[1:]).unsqueeze(1)
+    losses = [-logprobs[:-1].gather(1, text).mean() for logprobs in (expected, found)]
+    assert abs(losses[0] - losses[1]) < 0.03
+
+
+def test_smollm2_agrees_with_the_torch_model(smollm2_path: Path) -> None:
+    _compare_real(smollm2_path, 0.01)
+
+
+@pytest.mark.slow
+def test_gemma3_agrees_with_the_torch_model(gemma3_path: Path) -> None:
+    """Windows, q/k norms, post norms, two ropes; Q4_K, Q5_0, Q6_K and Q8_0 in one file."""
+    _compare_real(gemma3_path, 0.02)

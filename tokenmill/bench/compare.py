@@ -33,7 +33,7 @@ class Engine:
     def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
         script = Path(__file__).parent / "peers" / PEERS[name]
         self.name, self.version = name, ""
-        self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")
+        self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  lives on
         self._process = subprocess.Popen(
             [python, str(script), str(model), str(threads)],
             stdin=subprocess.PIPE,

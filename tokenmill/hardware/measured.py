@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenmill.hardware.cpu import Cpu, probe_cpu
 
-BUFFER_BYTES = 256 << 20
+BUFFER_BYTES = 128 << 20
 WINDOW_BYTES = 32 << 20
 MATRIX = 64
 PRODUCTS = 10
@@ -32,7 +32,7 @@ class MeasuredPeaks:
     threads: int
 
 
-def measure_cpu(threads: int | None = None, seconds: float = 0.4) -> MeasuredPeaks:
+def measure_cpu(threads: int | None = None, seconds: float = 0.2) -> MeasuredPeaks:
     cpu = probe_cpu()
     num = threads or cpu.usable_cores
     fp32 = num * core_flops(seconds / 2)

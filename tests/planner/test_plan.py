@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.traffic import decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
+from tokenmill.cli import main
+from tokenmill.config import EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.engine.resolve import MachineFacts, resolve
+from tokenmill.errors import InvalidConfig
+from tokenmill.hardware.peaks import DEVICES
+from tokenmill.kv.layout import KVLayout
+from tokenmill.planner.calibrate import fit_speeds
+from tokenmill.planner.capacity import Slo, largest_load, steady_load
+from tokenmill.planner.device import plan_device
+from tokenmill.planner.fit import grid, smallest_split
+from tokenmill.planner.memory import Limits, Split, plan_memory
+from tokenmill.planner.model import PlannedModel
+from tokenmill.planner.plan import Question, make_plan
+from tokenmill.planner.report import html_page
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+MODEL = PlannedModel("llama-8b", spec_from_hf(LLAMA_8B), "bfloat16")
+MIXTURE = spec_from_hf({**LLAMA_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+H200 = plan_device("H200")
+
+
+def test_pool_is_what_the_engine_would_allocate() -> None:
+    """The same machine, model and settings through the planner and through the engine's own settling."""
+    limits = Limits(context=4096, max_running=64, token_budget=512)
+    plan = plan_memory(MODEL.spec, MODEL.weights("auto"), "bfloat16", H200, Split(), limits)
+    free = H200.available_bytes - plan.activations - plan.runtime - plan.graphs
+    facts = MachineFacts(cores=8, available_bytes=free, weight_bytes=plan.weights, has_cuda=True)
+    asked = EngineConfig(ModelConfig(max_context=4096), scheduler=SchedulerConfig(max_running=64, token_budget=512))
+    settled = resolve(asked, MODEL.spec, KVLayout.from_spec(MODEL.spec), facts).config
+    assert settled.cache.num_blocks == plan.num_blocks
+    assert plan.kv_pool == plan.num_blocks * KVLayout.from_spec(MODEL.spec).block_bytes(16, 2)
+
+
+def test_a_small_device_holds_fewer_blocks() -> None:
+    small = replace(H200, available_bytes=24 << 30)
+    limits = Limits(context=4096, max_running=64)
+    plan = plan_memory(MODEL.spec, MODEL.weights("auto"), "bfloat16", small, Split(), limits)
+    assert 0 < plan.max_concurrency < 64 and plan.total <= small.available_bytes
+    halved = plan_memory(MODEL.spec, MODEL.weights("auto"), "fp8", small, Split(), limits)
+    assert halved.num_blocks == pytest.approx(2 * plan.num_blocks, abs=2)
+
+
+def test_splits_share_weights_and_heads() -> None:
+    parts, limits = MODEL.weights("auto"), Limits(context=4096)
+    whole = plan_memory(MODEL.spec, parts, "bfloat16", H200, Split(), limits)
+    four = plan_memory(MODEL.spec, parts, "bfloat16", H200, Split(4), limits)
+    sixteen = plan_memory(MODEL.spec, parts, "bfloat16", H200, Split(16), limits)
+    assert four.weights == pytest.approx(whole.weights / 4, rel=1e-6)
+    assert four.kv_per_request == whole.kv_per_request // 4
+    assert sixteen.kv_per_request == whole.kv_per_request // 8  # eight KV heads: no device has less than one
+    with pytest.raises(InvalidConfig, match="heads"):
+        Split(5).check(MODEL.spec)
+
+
+def test_experts_are_read_as_tokens_choose_them() -> None:
+    parts = weight_parts(MIXTURE, "bfloat16")
+    assert share_of_experts(MIXTURE, 1) == pytest.approx(0.25)
+    assert share_of_experts(MIXTURE, 64) == pytest.approx(1.0, abs=1e-6)
+    one, many = (decode_step_bytes(MIXTURE, parts, "bfloat16", batch, 1) for batch in (1, 64))
+    assert many - one == pytest.approx(0.75 * parts.experts, rel=0.001)
+
+
+def test_largest_load_is_the_edge_of_the_slo() -> None:
+    roofline = make_plan(MODEL, H200, Question()).roofline
+    slo = Slo(ttft_s=0.2, tpot_s=0.02)
+    best = largest_load(roofline, slo, 4096, 1024, 1024)
+    assert best is not None and slo.holds(best)
+    assert not slo.holds(steady_load(roofline, best.concurrency + 1, 1024, 1024))
+    assert largest_load(roofline, Slo(ttft_s=1e-4), 4096, 1024, 1024) is None
+
+
+def test_calibration_predicts_steps_it_has_not_seen() -> None:
+    """Steps of a made-up machine: 2 ms fixed, 9 GB/s, 300 GFLOP/s; fitted at 1, 4 and 16, asked at 2, 8 and 32."""
+    roofline = make_plan(MODEL, H200, Question()).roofline
+    true = replace(roofline.speeds, bandwidth_bytes_s=9e9, decode_flops_s=3e11, step_s=2e-3, overlap=False)
+    machine = replace(roofline, speeds=true)
+    rows = []
+    for batch in (1, 4, 16):
+        seconds = machine.decode_s(batch, 128)
+        moved = decode_step_bytes(MODEL.spec, roofline.parts, "bfloat16", batch, 128)
+        flops = decode_step_flops(MODEL.spec, batch, 128)
+        rows.append({"decode_step_ms": seconds * 1e3, "decode_step_bytes": moved, "decode_flops_s": flops / seconds,
+                     "prefill_flops_s": 2e11})  # fmt: skip
+    fitted = replace(roofline, speeds=fit_speeds(rows))
+    for batch in (2, 8, 32):
+        assert fitted.decode_s(batch, 128) == pytest.approx(machine.decode_s(batch, 128), rel=0.02)
+    assert fitted.speeds.prefill_flops_s == 2e11
+
+
+def test_grid_and_smallest_split() -> None:
+    big = PlannedModel("70b", spec_from_hf({**LLAMA_8B, "hidden_size": 8192, "num_hidden_layers": 80,
+                       "num_attention_heads": 64, "intermediate_size": 28672}), "bfloat16")  # fmt: skip
+    assert smallest_split(big, plan_device("H100"), Question()) == Split(2)
+    assert smallest_split(MODEL, H200, Question()) == Split()
+    plans = grid(big, plan_device("H100"), Question())
+    fits = {(p.weight_dtype, p.question.split.tensor) for p in plans if p.memory.fits}
+    assert ("int4", 1) in fits and ("bfloat16", 1) not in fits
+
+
+def test_page_draws_and_escapes() -> None:
+    plan = make_plan(replace(MODEL, name="<b>&"), H200, Question())
+    text = html_page([plan, make_plan(MODEL, plan_device("L4"), Question())])
+    assert text.count("<svg") == 3 and "<polyline" in text and "<script" not in text and "http" not in text.replace(
+        "http://www.w3.org/2000/svg", "")  # fmt: skip
+    assert "<b>&" not in text and "NaN" not in text and "inf" not in text.lower().replace("inference", "")
+
+
+def test_json_has_the_promised_keys_without_torch_in_under_a_second(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_8B))
+    code = (
+        "import sys, time; began = time.perf_counter(); from tokenmill.cli import main; "
+        f"code = main(['plan', {str(file)!r}, '--device', 'H100', '--json']); "
+        "print(code, 'torch' in sys.modules, time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    plan, last = done.stdout.strip().splitlines()
+    keys = ("params_total", "params_active", "weight_bytes", "kv_bytes_per_token", "prefill_tflops",
+            "decode_tflops_per_token", "ttft_s", "tpot_s", "max_concurrency")  # fmt: skip
+    assert all(isinstance(json.loads(plan)[key], int | float) for key in keys)
+    code_text, has_torch, seconds = last.split()
+    assert (code_text, has_torch) == ("0", "False") and float(seconds) < 1.0
+
+
+def test_every_device_of_the_table_can_be_planned_with() -> None:
+    assert len(DEVICES) >= 40
+    for device in DEVICES:
+        flat = make_plan(MODEL, plan_device(device.name), Question(batch=4)).flat()
+        assert flat["ttft_s"] > 0 and flat["tpot_s"] > 0, device.name
+
+
+def test_wrong_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_8B))
+    for arguments in (["--device", "H1000"], ["--slo", "speed=3"], ["--mfu", "2"], ["--tp", "5"], ["--batch", "0"],
+                      ["--weight-dtype", "q9"], ["--slo", "ttft=soon"]):  # fmt: skip
+        assert main(["plan", str(file), "--device", "H100", *arguments]) == 2, arguments
+        assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,39 @@
+"""Parameter counts and KV bytes equal to torch's own, for a random instance of every family."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tokenmill.arch.cost import kv_bytes, num_parameters
+from tokenmill.planner.model import find_model
+
+
+def tiny_models() -> ModuleType:
+    path = Path(__file__).parents[1] / "models" / "tiny.py"
+    found = importlib.util.spec_from_file_location("tiny_models", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+TINY = tiny_models()
+
+
+@pytest.mark.parametrize("family", TINY.FAMILIES)
+def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
+    reference = TINY.make_reference(family)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(reference.config.to_dict(), default=str))
+    spec = find_model(str(file)).spec
+    assert num_parameters(spec) == sum(p.numel() for p in reference.parameters())
+    with torch.inference_mode():
+        cache = reference(torch.arange(3, 10)[None], use_cache=True).past_key_values
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert kv_bytes(spec, "float32", 7) == kept

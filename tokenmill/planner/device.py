@@ -1,0 +1,97 @@
+"""The device of a plan: its memory and peaks, from the table or from this machine, and what a program reaches of them.
+
+MFU is the share of peak arithmetic a prefill reaches, MBU the share of peak bandwidth a decode step reaches. The
+defaults are what good engines reach on large models; `calibrate.py` replaces them by what was measured.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from tokenmill.errors import InvalidConfig
+from tokenmill.hardware.machine import Machine, probe_machine
+from tokenmill.hardware.measured import measure_cpu
+from tokenmill.hardware.peaks import DevicePeaks, PeakDType, device_names, find_device
+
+DEFAULT_MFU = {"gpu": 0.5, "accelerator": 0.4, "cpu": 0.5}
+DEFAULT_MBU = {"gpu": 0.7, "accelerator": 0.6, "cpu": 0.8}
+FAST_LINK_BYTES_S = 300e9  # one direction, what collectives reach over NVLink or Infinity Fabric
+SLOW_LINK_BYTES_S = 20e9  # over PCIe 4 x16
+FAST_LINKED = ("SXM", "NVL", "H20", "GH200", "B200", "B300", "MI300", "MI325", "MI35", "MI250", "TPU", "Gaudi")
+
+
+@dataclass(frozen=True)
+class PlanDevice:
+    peaks: DevicePeaks
+    available_bytes: int  # for weights, KV cache and everything else
+    mfu: float
+    mbu: float
+    source: str  # "listed" or "measured"
+
+    @property
+    def name(self) -> str:
+        return self.peaks.name
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.peaks.kind == "cpu"
+
+    @property
+    def link_bytes_s(self) -> float:
+        return FAST_LINK_BYTES_S if any(mark in self.name for mark in FAST_LINKED) else SLOW_LINK_BYTES_S
+
+    def peak_flops(self, weight_dtype: str) -> float:
+        return self.peaks.flops_for(compute_dtype(weight_dtype, on_cpu=self.is_cpu))
+
+
+def compute_dtype(weight_dtype: str, *, on_cpu: bool) -> PeakDType:
+    """What products are computed in: GPUs expand small integers to 16 bits, CPUs quantise the activations instead."""
+    if weight_dtype == "float32":
+        return "fp32"
+    if weight_dtype in ("bfloat16", "float16", "BF16", "F16"):
+        return "bf16"
+    if weight_dtype == "fp8":
+        return "fp8"
+    return "int8" if on_cpu or weight_dtype == "int8" else "bf16"
+
+
+def plan_device(name: str, *, mfu: float | None = None, mbu: float | None = None) -> PlanDevice:
+    if name == "auto":
+        return this_machine(mfu=mfu, mbu=mbu)
+    peaks = find_device(name)
+    if peaks is None:
+        near = difflib.get_close_matches(name, device_names(), n=3, cutoff=0.3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"some are {', '.join(device_names()[:8])}"
+        raise InvalidConfig(f"no device is called {name!r}", param="device", hint=hint)
+    return _device(peaks, peaks.memory_bytes, mfu, mbu, "listed")
+
+
+def this_machine(*, mfu: float | None = None, mbu: float | None = None) -> PlanDevice:
+    """A known GPU by its listed peaks and its real memory; otherwise the processor, measured."""
+    machine = probe_machine()
+    if machine.gpus:
+        gpu = machine.gpus[0]
+        peaks = find_device(gpu.name)
+        if peaks is not None:
+            return _device(peaks, gpu.memory_bytes, mfu, mbu, "listed")
+    return _device(measured_cpu(machine), machine.memory.available_bytes, mfu, mbu, "measured")
+
+
+def measured_cpu(machine: Machine) -> DevicePeaks:
+    found = measure_cpu(machine.cpu.usable_cores)
+    flops = {"fp32": found.fp32_flops}
+    if found.int8_flops is not None:
+        flops["int8"] = found.int8_flops
+    name = f"{machine.cpu.name}, {found.threads} cores"
+    vendor = "arm" if machine.cpu.architecture in ("aarch64", "arm64") else "intel"
+    memory = machine.memory.total_bytes
+    return DevicePeaks(name, vendor, "cpu", memory, found.bandwidth_bytes_s, flops, 0.0)  # type: ignore[arg-type]
+
+
+def _device(peaks: DevicePeaks, available: int, mfu: float | None, mbu: float | None, source: str) -> PlanDevice:
+    used_mfu, used_mbu = mfu or DEFAULT_MFU[peaks.kind], mbu or DEFAULT_MBU[peaks.kind]
+    for label, value in (("mfu", used_mfu), ("mbu", used_mbu)):
+        if not 0 < value <= 1:
+            raise InvalidConfig(f"{label} {value} is not a share between 0 and 1", param=label)
+    return PlanDevice(peaks, available, used_mfu, used_mbu, source)

@@ -1,0 +1,159 @@
+"""What a model takes on each device: weights, KV pool, activations, and what the runtime itself costs.
+
+The KV pool is sized by the functions the engine allocates with (`runner/memory.py` over `kv/layout.py`), so the
+estimate is the allocation. A split over devices cuts it like this:
+
+    tensor split t    every matrix and the KV heads in t parts (KV heads can't be cut further than one a device)
+    pipeline split p  the layers in p runs; the largest run is what must fit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from tokenmill.arch.cost import bytes_per_value
+from tokenmill.arch.spec import ModelSpec, MoeSpec
+from tokenmill.arch.traffic import WeightParts
+from tokenmill.errors import InvalidConfig
+from tokenmill.kv.layout import KVLayout
+from tokenmill.planner.device import PlanDevice
+from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
+
+MIB = 1 << 20
+GPU_RUNTIME_BYTES = 600 * MIB  # driver context, loaded kernels, library workspaces
+CPU_RUNTIME_BYTES = 320 * MIB  # interpreter and torch
+GRAPH_BYTES = 6 * MIB  # one captured decode batch size
+NUM_GRAPHS = 12
+POOL_SHARE = {True: 0.25, False: 0.9}  # of what is left after the weights: on a CPU, on a GPU
+
+
+@dataclass(frozen=True)
+class Split:
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.pipeline
+
+    def layers(self, spec: ModelSpec) -> float:
+        """Share of the layers that the fullest stage holds."""
+        return ceil(spec.num_layers / self.pipeline) / spec.num_layers
+
+    def kv_share(self, spec: ModelSpec) -> float:
+        heads = max(layer.attention.num_kv_heads for layer in spec.layers)
+        return ceil(heads / self.tensor) / heads * self.layers(spec)
+
+    def check(self, spec: ModelSpec) -> None:
+        heads = spec.layers[0].attention.num_heads
+        if self.tensor < 1 or heads % self.tensor:
+            raise InvalidConfig(f"{heads} heads can't be split over {self.tensor} devices", param="tp")
+        if not 1 <= self.pipeline <= spec.num_layers:
+            raise InvalidConfig(f"{spec.num_layers} layers can't be split into {self.pipeline} stages", param="pp")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine is told: see the config fields of the same names."""
+
+    context: int
+    max_running: int = 256
+    token_budget: int = 2048
+    block_size: int = 16
+    memory_fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the fullest device."""
+
+    weights: int
+    activations: int
+    runtime: int
+    graphs: int
+    kv_pool: int
+    kv_per_request: int  # at the planned context, on one device
+    num_blocks: int
+    available: int
+    max_concurrency: int  # requests of full context that the pool holds
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.runtime + self.graphs + self.kv_pool
+
+    @property
+    def fits(self) -> bool:
+        return self.max_concurrency >= 1
+
+
+def plan_memory(
+    spec: ModelSpec, parts: WeightParts, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits
+) -> MemoryPlan:
+    weights = device_weight_bytes(spec, parts, split)
+    activations = activation_bytes(spec, limits, device, split)
+    runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_RUNTIME_BYTES
+    graphs = 0 if device.is_cpu else GRAPH_BYTES * NUM_GRAPHS
+    free = device.available_bytes - weights - activations - runtime - graphs
+    blocks, block_bytes, per_request = _pool(spec, kv_dtype, device, split, limits, free)
+    held = 0 if blocks < 2 else (blocks - 1) // per_request
+    return MemoryPlan(
+        weights, activations, runtime, graphs, blocks * block_bytes, per_request * block_bytes, blocks,
+        device.available_bytes, held,
+    )  # fmt: skip
+
+
+def device_weight_bytes(spec: ModelSpec, parts: WeightParts, split: Split) -> int:
+    """On the fullest stage: its share of the layers, and the embedding of the first one (or the head of the last)."""
+    return int((parts.embedding + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
+
+
+def activation_bytes(spec: ModelSpec, limits: Limits, device: PlanDevice, split: Split) -> int:
+    """The widest moment of the largest step: residual, its norm, and the projections of one layer; then the logits."""
+    value = 4 if device.is_cpu else 2
+    widest = max(_layer_width(spec, index) for index in range(spec.num_layers)) / split.tensor
+    step = limits.token_budget * (2 * spec.hidden_size + widest) * value
+    logits = min(limits.max_running, limits.token_budget) * spec.vocab_size / split.tensor * 4
+    return int(step + logits)
+
+
+def _layer_width(spec: ModelSpec, index: int) -> int:
+    layer = spec.layers[index]
+    attention = layer.attention.q_size * 2 + 2 * layer.attention.kv_size
+    mlp = layer.mlp
+    inter = mlp.num_active * mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size
+    return max(attention, 3 * inter)
+
+
+def _pool(
+    spec: ModelSpec, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
+) -> tuple[int, int, int]:
+    """(blocks, bytes of one on a device, blocks of one request)"""
+    layout = KVLayout.from_spec(spec)
+    dtype_bytes = bytes_per_value(kv_dtype)
+    share = split.kv_share(spec)
+    block_bytes = ceil(layout.block_bytes(limits.block_size, 1) * dtype_bytes * share)
+    per_request = blocks_for_context(layout, limits.context, limits.block_size, limits.token_budget)
+    fraction = limits.memory_fraction or POOL_SHARE[device.is_cpu]
+    try:
+        blocks = num_blocks_that_fit(
+            layout,
+            free_bytes=max(0, int(free / (dtype_bytes * share))),  # in units of one-byte blocks of the whole model
+            memory_fraction=fraction,
+            block_size=limits.block_size,
+            dtype_bytes=1,
+            max_context=limits.context,
+            max_rows=limits.max_running,
+            max_chunk=limits.token_budget,
+        )
+    except InvalidConfig:
+        blocks = 0
+    return blocks, block_bytes, per_request
+
+
+# ── rules of thumb, for comparison ─────────────────────────────────────────────────────────────────────
+
+
+def rule_of_thumb_bytes(num_parameters: float, bits: float, overhead: float = 0.2) -> float:
+    """Weights plus a fifth: the estimate that forums use."""
+    return num_parameters * bits / 8 * (1 + overhead)

@@ -1,0 +1,91 @@
+"""The model of a plan: what it is and what its weights take, from a config, a GGUF file or a name. No weights needed.
+
+A config that says its weights are quantised is planned all the same: its shape is that of the unquantised model, its
+precision is what the config says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmill.arch.cost import DTYPE_BYTES
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.read import read_json, read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
+from tokenmill.errors import InvalidConfig
+from tokenmill.store import resolve_model
+
+FOUR_BIT_METHODS = {"gptq", "awq", "nvfp4", "mxfp4", "bitsandbytes", "modelopt_fp4"}
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    name: str
+    spec: ModelSpec
+    stored_dtype: str  # of most weights
+    stored: WeightParts | None = None  # as a file really has them; None for a bare config
+
+    def weights(self, dtype: str) -> WeightParts:
+        """In `dtype`; `auto` is as stored."""
+        if dtype == "auto":
+            return self.stored or weight_parts(self.spec, self.stored_dtype, vector_dtype=_vector(self.stored_dtype))
+        if dtype not in DTYPE_BYTES and dtype not in GGML_TYPE_BY_NAME:
+            known = ", ".join([*DTYPE_BYTES, "Q8_0", "Q4_K"])
+            raise InvalidConfig(f"no weight type is called {dtype}; some are {known}", param="weight_dtype")
+        return weight_parts(self.spec, dtype, vector_dtype=_vector(dtype))
+
+    def dtype(self, asked: str) -> str:
+        return self.stored_dtype if asked == "auto" else asked
+
+
+def _vector(dtype: str) -> str | None:
+    """Norms and biases are never quantised: they stay in the precision around them."""
+    if dtype in ("fp8", "int8", "int4"):
+        return "bfloat16"
+    return "float32" if dtype in GGML_TYPE_BY_NAME else None
+
+
+def find_model(name: str) -> PlannedModel:
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        return model_from_config(path, path.stem.removesuffix("_config"))
+    resolved = resolve_model(name, allow_pull=False)
+    return model_at(resolved.path, resolved.name)
+
+
+def model_at(path: Path, name: str) -> PlannedModel:
+    if path.is_dir() and (path / "config.json").is_file():
+        return model_from_config(path / "config.json", name)
+    if path.suffix != ".gguf":
+        path = next(iter(sorted(path.glob("*.gguf"))), path)
+    gguf = read_gguf_model(path)
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        sizes[tensor.type] += tensor.num_bytes
+    return PlannedModel(name, read_spec(path), sizes.most_common(1)[0][0], gguf_weight_parts(gguf))
+
+
+def model_from_config(path: Path, name: str) -> PlannedModel:
+    config = read_json(path)
+    quantisation = config.pop("quantization_config", None)
+    spec = spec_from_hf(config)
+    dtype = quantised_dtype(quantisation) if isinstance(quantisation, dict) else plain_dtype(spec)
+    return PlannedModel(name, spec, dtype)
+
+
+def plain_dtype(spec: ModelSpec) -> str:
+    return spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16"
+
+
+def quantised_dtype(config: dict[str, Any]) -> str:
+    method = str(config.get("quant_method", config.get("quant_algo", ""))).lower()
+    algorithm = str(config.get("quant_algo", "")).lower()
+    if "fp4" in method or "fp4" in algorithm or method in FOUR_BIT_METHODS or config.get("bits") == 4:
+        return "int4"
+    return "fp8" if "fp8" in method or "fp8" in algorithm or method == "modelopt" else "int8"

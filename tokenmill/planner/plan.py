@@ -1,0 +1,231 @@
+"""One plan: a model on a device under a load, every figure in one flat record.
+
+FLOPs are reported as the literature counts them: the layers' matrix products with the full square of attention, the
+head apart (`head_tflops`). Times are computed with the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.arch.cost import (
+    decode_flops,
+    kv_bytes,
+    kv_bytes_per_token,
+    num_active_parameters,
+    num_parameters,
+    prefill_flops,
+)
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
+from tokenmill.planner.device import PlanDevice
+from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
+from tokenmill.planner.model import PlannedModel
+from tokenmill.planner.price import Price, price
+from tokenmill.planner.reading import readers_kept_up_with
+from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
+
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Question:
+    input_len: int = 1024
+    output_len: int = 1024
+    batch: int = 1
+    weight_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    split: Split = field(default_factory=Split)
+    max_context: int | None = None
+    max_running: int = 256
+    token_budget: int = 2048
+    memory_fraction: float | None = None
+    slo: Slo = field(default_factory=Slo)
+    usd_per_hour: float | None = None
+    speeds: Speeds | None = None  # measured; None: from the device's peaks
+
+    @property
+    def context(self) -> int:
+        return self.max_context or self.input_len + self.output_len
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.context, self.max_running, self.token_budget, memory_fraction=self.memory_fraction)
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: PlannedModel
+    device: PlanDevice
+    question: Question
+    weight_dtype: str
+    kv_dtype: str
+    memory: MemoryPlan
+    roofline: Roofline
+    best: Load | None  # the largest load within memory and limits
+    price: Price | None
+
+    @property
+    def at_batch(self) -> Load:
+        q = self.question
+        return steady_load(self.roofline, q.batch, q.input_len, q.output_len)
+
+    @property
+    def tpot_s(self) -> float:
+        q = self.question
+        return self.roofline.decode_s(q.batch, q.input_len + q.output_len // 2)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.roofline.prefill_s(self.question.input_len)
+
+    def curve(self) -> list[Load]:
+        """Loads from one request to as many as memory holds."""
+        q, most = self.question, max(1, self.memory.max_concurrency)
+        batches = sorted({1, *[b for b in (2**n for n in range(13)) if b <= most], most})
+        return [steady_load(self.roofline, batch, q.input_len, q.output_len) for batch in batches]
+
+    def warnings(self) -> list[str]:
+        return list(_warnings(self))
+
+    def flat(self) -> dict[str, Any]:
+        return {**_model_facts(self), **_memory_facts(self), **_speed_facts(self), **_price_facts(self)}
+
+
+def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
+    question.split.check(model.spec)
+    weight_dtype = model.dtype(question.weight_dtype)
+    parts = model.weights(question.weight_dtype)
+    kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else ("float32" if device.is_cpu else "bfloat16")
+    memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, question.limits)
+    speeds = question.speeds or Speeds.of_device(device, weight_dtype)
+    roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)
+    most = min(memory.max_concurrency, question.max_running)
+    best = largest_load(roofline, question.slo, most, question.input_len, question.output_len) if most else None
+    return Plan(
+        model, device, question, weight_dtype, kv_dtype, memory, roofline, best, _price(roofline, question, best)
+    )
+
+
+def _price(roofline: Roofline, question: Question, best: Load | None) -> Price | None:
+    hourly, listed = question.usd_per_hour, roofline.device.peaks.price_usd_h
+    if hourly is None and listed is not None:
+        hourly = listed * question.split.num_devices
+    if hourly is None or best is None:
+        return None
+    return price(
+        hourly,
+        prefill_s=roofline.prefill_s(question.input_len),
+        input_len=question.input_len,
+        decode_tok_s=roofline.decode_tok_s(best.concurrency, question.input_len + question.output_len // 2),
+        output_len=question.output_len,
+    )
+
+
+def embedding_once_parameters(spec: ModelSpec) -> int:
+    """The count of many tables: layer matrices and the embedding once, no norms or biases, whether tied or not."""
+    layers = prefill_flops(spec, 1, num_logits=0, causal=True) - 4 * sum(x.attention.q_size for x in spec.layers)
+    idle = num_parameters(spec) - num_active_parameters(spec)
+    return layers // 2 + idle + spec.vocab_size * spec.hidden_size
+
+
+def _model_facts(plan: Plan) -> dict[str, Any]:
+    spec, q = plan.model.spec, plan.question
+    active = num_active_parameters(spec)
+    middle = q.input_len + q.output_len // 2
+    head = 2 * spec.vocab_size * spec.hidden_size
+    return {
+        "model": plan.model.name,
+        "family": spec.family,
+        "params_total": num_parameters(spec),
+        "params_active": active,
+        "params_embedding_once": embedding_once_parameters(spec),
+        "weight_dtype": plan.weight_dtype,
+        "weight_bytes": plan.roofline.parts.total,
+        "kv_dtype": plan.kv_dtype,
+        "kv_bytes_per_token": kv_bytes_per_token(spec, plan.kv_dtype),
+        "kv_bytes_per_request": kv_bytes(spec, plan.kv_dtype, q.context),
+        "max_context": spec.max_context,
+        "input_len": q.input_len,
+        "output_len": q.output_len,
+        "prefill_tflops": prefill_flops(spec, q.input_len, num_logits=0, causal=False) / TERA,
+        "prefill_tflops_causal": prefill_flops(spec, q.input_len, num_logits=0) / TERA,
+        "prefill_tflops_quick": quick_flops(active, q.input_len) / TERA,
+        "decode_tflops_per_token": (decode_flops(spec, middle) - head) / TERA,
+        "decode_tflops_per_token_quick": quick_flops(active, 1) / TERA,
+        "head_tflops": head / TERA,
+    }
+
+
+def _memory_facts(plan: Plan) -> dict[str, Any]:
+    memory, split = plan.memory, plan.question.split
+    return {
+        "device": plan.device.name,
+        "device_source": plan.device.source,
+        "num_devices": split.num_devices,
+        "tensor_split": split.tensor,
+        "pipeline_split": split.pipeline,
+        "device_bytes": memory.available,
+        "device_weight_bytes": memory.weights,
+        "activation_bytes": memory.activations,
+        "runtime_bytes": memory.runtime,
+        "graph_bytes": memory.graphs,
+        "kv_pool_bytes": memory.kv_pool,
+        "kv_pool_blocks": memory.num_blocks,
+        "total_bytes": memory.total,
+        "rule_of_thumb_bytes": rule_of_thumb_bytes(
+            num_parameters(plan.model.spec), 8 * plan.roofline.parts.total / num_parameters(plan.model.spec)
+        ),
+        "fits": memory.fits,
+        "max_concurrency_memory": memory.max_concurrency,
+    }
+
+
+def _speed_facts(plan: Plan) -> dict[str, Any]:
+    best, q = plan.best, plan.question
+    return {
+        "mfu": plan.device.mfu,
+        "mbu": plan.device.mbu,
+        "is_calibrated": q.speeds is not None,
+        "batch": q.batch,
+        "ttft_s": plan.ttft_s,
+        "tpot_s": plan.tpot_s,
+        "e2e_s": plan.ttft_s + (q.output_len - 1) * plan.tpot_s,
+        "decode_tok_s": plan.roofline.decode_tok_s(q.batch, q.input_len + q.output_len // 2),
+        "slo_ttft_s": q.slo.ttft_s,
+        "slo_tpot_s": q.slo.tpot_s,
+        "max_concurrency": best.concurrency if best else 0,
+        "max_requests_s": best.requests_s if best else 0.0,
+        "max_output_tok_s": best.output_tok_s if best else 0.0,
+        "ttft_s_at_max": best.ttft_s if best else None,
+        "tpot_s_at_max": best.tpot_s if best else None,
+        "keeps_up_with": readers_kept_up_with(plan.tpot_s),
+        "warnings": plan.warnings(),
+    }
+
+
+def _price_facts(plan: Plan) -> dict[str, Any]:
+    p = plan.price
+    return {
+        "usd_per_hour": p.usd_per_hour if p else None,
+        "usd_per_million_input": p.usd_per_million_input if p else None,
+        "usd_per_million_output": p.usd_per_million_output if p else None,
+        "usd_per_request": p.usd_per_request if p else None,
+    }
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    q, memory, spec = plan.question, plan.memory, plan.model.spec
+    if q.context > spec.max_context:
+        yield f"a context of {q.context:,} tokens is more than the model's {spec.max_context:,}"
+    if not memory.fits:
+        yield f"does not fit: {memory.total / 1e9:.1f} GB are needed, {memory.available / 1e9:.1f} GB are there"
+    elif plan.best is None:
+        yield "the limits on TTFT and TPOT can't be held, not even for one request"
+    elif memory.max_concurrency < q.max_running:
+        yield (
+            f"memory holds {memory.max_concurrency} requests of {q.context:,} tokens, fewer than the {q.max_running} "
+            "that may run; more will wait or be preempted"
+        )

@@ -9,7 +9,7 @@ end of the context".
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,7 +20,28 @@ MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 4096
+MAX_GUIDED_BYTES = 128 << 10
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+
+
+class Guided(msgspec.Struct, frozen=True):
+    """The answer must follow this: a JSON schema, any JSON object, a regex, one of several texts, a grammar.
+
+    `text` is the schema, the regex or the grammar as it is written; for `choice` a JSON list of strings.
+    """
+
+    kind: GuidedKind
+    text: str = ""
+
+    @classmethod
+    def schema(cls, schema: dict[str, Any] | bool) -> Guided:
+        return cls("json_schema", msgspec.json.encode(schema).decode())
+
+    @classmethod
+    def choice(cls, texts: list[str]) -> Guided:
+        return cls("choice", msgspec.json.encode(texts).decode())
 
 
 class BeamParams(msgspec.Struct, frozen=True):
@@ -62,11 +83,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     beam: BeamParams | None = None
+    guided: Guided | None = None  # what the answer must follow
 
     def __post_init__(self) -> None:
         _check_ranges(self)
         _check_lists(self)
         _check_combinations(self)
+        _check_guided(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -156,3 +179,20 @@ def _check_combinations(params: SamplingParams) -> None:
             _refuse("n", f"must not exceed the beam width ({params.beam.width})")
         if params.best_of is not None:
             _refuse("best_of", "does not combine with beam search")
+
+
+def _check_guided(params: SamplingParams) -> None:
+    guided = params.guided
+    if guided is None:
+        return
+    if guided.kind not in get_args(GuidedKind):
+        _refuse("guided.kind", f"must be one of {', '.join(get_args(GuidedKind))}, got {guided.kind!r}")
+    if not isinstance(guided.text, str) or (not guided.text) is not (guided.kind == "json_object"):
+        _refuse("guided.text", f"must be {'empty' if guided.kind == 'json_object' else 'given'} for {guided.kind}")
+    if len(guided.text.encode("utf-8", "replace")) > MAX_GUIDED_BYTES:
+        _refuse("guided.text", f"must be at most {MAX_GUIDED_BYTES >> 10} KiB long")
+    # A finished grammar leaves nothing to draw but the end; these two would forbid it.
+    if params.ignore_eos:
+        _refuse("ignore_eos", "does not combine with a schema or grammar: it is the grammar that says where to end")
+    if params.min_tokens:
+        _refuse("min_tokens", "does not combine with a schema or grammar: write the least length into it")

@@ -1,0 +1,176 @@
+"""Grammars are compiled in worker threads (llguidance works without Python's lock) and kept in a bounded cache.
+
+A compilation can't be interrupted, so its size is bounded: the text, the grammar, the lexer's states, the fuel of each
+phase. It ends with a trial: the first mask, which shows grammars that no text satisfies or that only blow up later.
+The workers yield to the engine: they run at a lower priority than its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import llguidance
+import numpy as np
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.guided.grammar import explain, grammar_text
+from tokenmill.guided.matcher import Matcher
+from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.params import Guided
+
+CACHE_BYTES = 64 << 20
+MAX_COMPILE_S = 1.5
+NUM_WORKERS = 2
+WORKER_NICENESS = 10
+LIMITS = llguidance.LLParserLimits(
+    max_lexer_states=50_000, max_grammar_size=100_000, step_lexer_fuel=200_000, verbose_errors=False
+)
+
+
+class Compiled:
+    """A grammar ready to be matched: a matcher at its beginning, which sequences fork."""
+
+    def __init__(self, matcher: Matcher, num_bytes: int) -> None:
+        self.matcher = matcher
+        self.num_bytes = num_bytes
+
+
+@dataclass
+class Compilation:
+    """One that is under way; `begun_s` is set once a worker has taken it up."""
+
+    future: Future[Compiled]
+    clock: Callable[[], float]
+    begun_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.future.done() or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        return not self.future.done() and bool(self.begun_s) and self.clock() - self.begun_s[0] > MAX_COMPILE_S
+
+    def result(self) -> Compiled:
+        """Of one that is over; raises InvalidRequest with the reason."""
+        if self.is_late:
+            raise InvalidRequest(f"the grammar takes more than {MAX_COMPILE_S:g} s to compile", param="guided")
+        return self.future.result()
+
+
+class Compiler:
+    """Used from one thread; only the work itself happens in others."""
+
+    def __init__(
+        self,
+        load_vocabulary: Callable[[], Vocabulary],
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load_vocabulary = load_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
+        self._cache_bytes = cache_bytes
+        self._clock = clock
+        self._workers: ThreadPoolExecutor | None = None
+        self._under_way: dict[Guided, Compilation] = {}
+        self._cache: OrderedDict[Guided, Compiled] = OrderedDict()  # least recently asked for first
+        self._alive: WeakValueDictionary[Guided, Compiled] = WeakValueDictionary()  # cached, or held by a request
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in self._cache.values())
+
+    def known(self, guided: Guided) -> Compiled | None:
+        compiled = self._alive.get(guided)
+        if compiled is not None:
+            self._keep(guided, compiled)
+        return compiled
+
+    def start(self, guided: Guided) -> Compilation:
+        """Several requests for one grammar wait for one compilation."""
+        under_way = self._under_way.get(guided)
+        if under_way is None or under_way.is_late:
+            under_way = self._under_way[guided] = self._new_compilation(guided)
+        return under_way
+
+    def finish(self, guided: Guided, compilation: Compilation) -> Compiled:
+        """Takes a result in; raises InvalidRequest where there is none."""
+        if self._under_way.get(guided) is compilation:
+            del self._under_way[guided]
+        compiled = compilation.result()
+        self._keep(guided, compiled)
+        return compiled
+
+    def _keep(self, guided: Guided, compiled: Compiled) -> None:
+        self._alive[guided] = self._cache[guided] = compiled
+        self._cache.move_to_end(guided)
+        while self.cached_bytes > self._cache_bytes and len(self._cache) > 1:
+            self._cache.popitem(last=False)
+
+    def _new_compilation(self, guided: Guided) -> Compilation:
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(NUM_WORKERS, "grammar", initializer=_step_back)
+        compilation = Compilation(Future(), self._clock)
+        self._workers.submit(self._work, guided, compilation)
+        return compilation
+
+    # ── in a worker ────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self, guided: Guided, compilation: Compilation) -> None:
+        try:
+            vocabulary = self.vocabulary()
+            compilation.begun_s.append(self._clock())
+            compilation.future.set_result(compile_grammar(guided, vocabulary))
+        except BaseException as error:  # a panic in Rust is no Exception; whatever it is, the request must hear of it
+            compilation.future.set_exception(as_refusal(error))
+
+    def vocabulary(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._load_vocabulary()
+            return self._vocabulary
+
+
+def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
+    ll = llguidance.LLMatcher(vocabulary.ll, grammar_text(guided), log_level=0, limits=LIMITS)
+    if ll.is_error():
+        explain(guided, ll.get_error())
+    if warnings := ll.get_grammar_warnings():
+        explain(guided, warnings[0])
+    matcher = Matcher(ll, vocabulary.eos_token_ids)
+    _try_out(guided, matcher, vocabulary.vocab_size)
+    return Compiled(matcher, 64 * 1024 + 64 * len(guided.text))
+
+
+def _try_out(guided: Guided, matcher: Matcher, vocab_size: int) -> None:
+    trial = matcher.fork()
+    trial.forced()
+    line = np.zeros(-(-vocab_size // 32), np.int32)
+    if trial.error is None:
+        trial.fill(line)
+    if trial.error is not None or not line.any():
+        explain(guided, f"no text satisfies it, or it is too complex ({trial.error or 'nothing is allowed at first'})")
+
+
+def as_refusal(error: BaseException) -> InvalidRequest:
+    if isinstance(error, InvalidRequest):
+        return error
+    return InvalidRequest(f"the grammar could not be compiled: {error}", param="guided")
+
+
+def _step_back() -> None:
+    """On Linux a thread has a priority of its own; elsewhere the workers just run."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICENESS)

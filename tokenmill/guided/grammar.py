@@ -1,0 +1,136 @@
+"""Every kind of constraint into the one form that the grammar engine compiles.
+
+JSON is written on one line as Python's `json.dumps` does: ", " and ": " between things, no other white space. So the
+text between values is known beforehand, need not be drawn, and an answer can't lose itself in white space.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.guided import schema as json_schema
+from tokenmill.guided.matcher import first_line
+from tokenmill.guided.regex_size import MAX_EXPANDED, expanded_size
+from tokenmill.params import Guided
+
+LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STRICT: Any = {"lenient": False, "coerce_one_of": False}
+ANY_OBJECT = {"type": "object"}
+MAX_CHOICES = 10_000
+MAX_NESTING = 100
+_REGEX_TERMINAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
+
+
+def grammar_text(guided: Guided) -> str:
+    """What `LLMatcher` takes. Raises InvalidRequest for what is wrong before any compiling."""
+    match guided.kind:
+        case "json_schema":
+            return _schema_grammar(read_schema(guided.text))
+        case "json_object":
+            return _schema_grammar(ANY_OBJECT)
+        case "regex":
+            _require_small_regex(guided.text)
+            return str(LLMatcher.grammar_from_regex(guided.text))
+        case "choice":
+            return str(LLMatcher.grammar_from_lark(_choice_lark(guided.text)))
+        case "lark":
+            return _lark_grammar(guided.text)
+        case "gbnf":
+            return _lark_grammar(_translated(guided.text))
+
+
+def explain(guided: Guided, message: str) -> NoReturn:
+    """The grammar engine refused: say so in the words of the kind."""
+    if guided.kind == "json_schema":
+        json_schema.explain(read_schema(guided.text), message)
+    _refuse(guided.kind, _about_regex(message) if guided.kind == "regex" else first_line(message))
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the schema is not JSON that can be read: {error}", param="guided") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("the schema must be an object (or true), at #", param="guided")
+    return schema
+
+
+def is_gbnf(text: str) -> bool:
+    """llama.cpp writes `root ::= ...`, Lark `start: ...`."""
+    return re.search(r"^\s*[A-Za-z][\w-]*\s*::=", text, re.MULTILINE) is not None
+
+
+def _refuse(kind: str, problem: str) -> NoReturn:
+    raise InvalidRequest(f"the {kind} can't be followed: {problem}", param="guided")
+
+
+# ── JSON ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _schema_grammar(schema: dict[str, Any]) -> str:
+    json_schema.check(schema)
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, defaults=LAYOUT, overrides=STRICT))
+    except (ValueError, RecursionError) as error:
+        json_schema.refuse(first_line(str(error)), "#")
+
+
+# ── regex and choice ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _require_small_regex(regex: str) -> None:
+    if expanded_size(regex) > MAX_EXPANDED:
+        _refuse("regex", f"its repeats written out are more than {MAX_EXPANDED} characters")
+
+
+def _about_regex(message: str) -> str:
+    """The line that says what is wrong; around it stand pictures of the regex."""
+    lines = [line.strip() for line in message.splitlines()]
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), first_line(message))
+
+
+def _choice_lark(text: str) -> str:
+    """One terminal of all texts: thousands of them cost no more than one rule."""
+    try:
+        texts = msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the choice is not a list of strings: {error}", param="guided") from None
+    if not texts or "" in texts or len(texts) > MAX_CHOICES:
+        _refuse("choice", f"it takes 1 to {MAX_CHOICES} texts, none of them empty")
+    quoted = " | ".join(msgspec.json.encode(one).decode() for one in dict.fromkeys(texts))
+    return f"start: CHOICE\nCHOICE: {quoted}"
+
+
+# ── grammars ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _lark_grammar(text: str) -> str:
+    for regex in _REGEX_TERMINAL.findall(text):
+        _require_small_regex(regex)
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+def _translated(text: str) -> str:
+    if _nesting(text) > MAX_NESTING:
+        _refuse("gbnf", f"parentheses are nested deeper than {MAX_NESTING}")
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # the translator raises bare Exception
+        raise InvalidRequest(f"the gbnf can't be followed: {first_line(str(error))}", param="guided") from None
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        deepest = max(deepest, depth)
+    return deepest

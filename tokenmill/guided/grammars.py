@@ -1,0 +1,149 @@
+"""The engine's grammars: requests that wait for theirs, and the rows of the runner that follow one.
+
+    hold(request) ──► settled()          a request waits for its grammar; others are not delayed
+    masks(plan) ──► advance(plan, result)    one step: what may be drawn, then what was drawn and what that forces
+
+Forced tokens are not drawn: where a grammar admits one continuation, it is appended to what was drawn, and the next
+step computes all of it as a chunk. A row that wants logprobs (or is a beam) draws the same tokens one by one, each as
+the only one allowed, so that asking for logprobs changes no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+
+import msgspec
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.guided.compile import Compilation, Compiled, Compiler
+from tokenmill.guided.masks import MaskTable, StepMasks
+from tokenmill.guided.matcher import Matcher
+from tokenmill.types import NewRow, Request, RowPlan, RowResult, StepPlan, StepResult
+
+
+class RowGrammar:
+    """A row's matcher, and forced tokens that it has not taken yet."""
+
+    def __init__(self, matcher: Matcher, outputs: list[int]) -> None:
+        self.matcher = matcher
+        self.matcher.advance(outputs)
+        self.forced = matcher.forced()
+
+    def take(self, token_id: int) -> None:
+        self.matcher.advance([token_id])
+        self.forced = self.forced[1:] or self.matcher.forced()
+
+    def jump(self) -> list[int]:
+        """Takes all that is forced."""
+        taken: list[int] = []
+        while self.forced and self.matcher.advance(self.forced):
+            taken += self.forced
+            self.forced = self.matcher.forced()
+        return taken
+
+
+class Grammars:
+    def __init__(self, compiler: Compiler, num_rows: int, vocab_size: int) -> None:
+        self._compiler = compiler
+        self._table = MaskTable(num_rows, vocab_size)
+        self._rows: dict[int, RowGrammar] = {}
+        self._waiting: dict[str, tuple[Request, Compilation]] = {}
+        self._held: dict[str, Compiled] = {}  # by request: what must stay while it runs
+
+    # ── requests ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def hold(self, request: Request) -> None:
+        """Until its grammar is there."""
+        assert request.params.guided is not None
+        self._waiting[request.request_id] = request, self._compiler.start(request.params.guided)
+
+    def is_ready(self, request: Request) -> bool:
+        """The grammar is known already (and stays); the request need not wait."""
+        assert request.params.guided is not None
+        compiled = self._compiler.known(request.params.guided)
+        if compiled is not None:
+            self._held[request.request_id] = compiled
+        return compiled is not None
+
+    def prepare(self, request: Request) -> None:
+        """Compiles now, for a caller who has nothing else to do; raises InvalidRequest."""
+        guided = request.params.guided
+        if guided is not None and self._compiler.known(guided) is None:
+            compilation = self._compiler.start(guided)
+            while not compilation.is_over:
+                wait([compilation.future], timeout=0.05)
+            self._compiler.finish(guided, compilation)
+
+    def settled(self) -> Iterator[tuple[Request, InvalidRequest | None]]:
+        """Requests whose waiting is over: with a grammar, or with the reason why there is none."""
+        for request, compilation in list(self._waiting.values()):
+            if compilation.is_over:
+                del self._waiting[request.request_id]
+                yield request, self._outcome(request, compilation)
+
+    def _outcome(self, request: Request, compilation: Compilation) -> InvalidRequest | None:
+        assert request.params.guided is not None
+        try:
+            self._held[request.request_id] = self._compiler.finish(request.params.guided, compilation)
+        except InvalidRequest as error:
+            return error
+        return None
+
+    def wait(self, timeout_s: float) -> None:
+        """For one of the waiting, with nothing else to do."""
+        wait([compilation.future for _, compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
+
+    def forget(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._held.pop(request_id, None)
+
+    def release(self, is_open: Callable[[str], bool]) -> None:
+        """Requests that are over need their grammars no longer."""
+        for request_id in [held for held in self._held if not is_open(held)]:
+            del self._held[request_id]
+
+    # ── one step ───────────────────────────────────────────────────────────────────────────────────────
+
+    def masks(self, plan: StepPlan) -> StepMasks | None:
+        """What the drawing rows of this step may draw; computed while the model computes."""
+        for row in plan.freed_rows:
+            self._rows.pop(row, None)
+        for new in plan.new_rows:
+            if new.params.guided is not None:
+                self._rows[new.row] = self._opened(new)
+        drawing = {row.row: self._rows[row.row] for row in plan.rows if row.sample and row.row in self._rows}
+        if not drawing:
+            return None
+        free = {row: grammar.matcher for row, grammar in drawing.items() if not grammar.forced}
+        return self._table.start(free, {row: grammar.forced[0] for row, grammar in drawing.items() if grammar.forced})
+
+    def advance(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Takes what was drawn into the grammars; adds what that forces."""
+        if not self._rows:
+            return result
+        plans = {row.row: row for row in plan.rows}
+        return msgspec.structs.replace(result, rows=[self._advanced(plans[row.row], row) for row in result.rows])
+
+    def _advanced(self, plan: RowPlan, result: RowResult) -> RowResult:
+        grammar = self._rows.get(plan.row)
+        if grammar is None or not plan.sample:
+            return result
+        if grammar.matcher.error is not None:
+            return RowResult(row=plan.row, error=f"the grammar can't be followed further: {grammar.matcher.error}")
+        if not result.token_ids:
+            return result
+        grammar.take(result.token_ids[0])
+        if plan.num_logprobs is not None:
+            return result
+        return msgspec.structs.replace(result, token_ids=result.token_ids + grammar.jump())
+
+    def _opened(self, new: NewRow) -> RowGrammar:
+        assert new.params.guided is not None
+        compiled = self._compiler.known(new.params.guided)
+        assert compiled is not None, "a request's grammar is held as long as the request"
+        return RowGrammar(compiled.matcher.fork(), new.output_token_ids)

@@ -1,0 +1,162 @@
+"""What of a JSON schema can be enforced token by token. What can't is refused by keyword and path, never ignored.
+
+llguidance refuses most such keywords itself but does not say where they stand, and lets a few pass that JSON Schema's
+older drafts or its value semantics know. Unknown keys are annotations, as the standard has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import llguidance
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.guided.matcher import first_line
+from tokenmill.guided.regex_size import MAX_EXPANDED, expanded_size
+
+MAX_SCHEMAS = 10_000
+MAX_PROPERTIES = 1_000  # of one object: compiling takes time with their square
+
+# Keys under which schemas stand: one schema, a list of them, names with one each. Definitions come last, so that a
+# keyword is found where it acts before it is found where it may never be used.
+SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
+LISTED = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
+NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "definitions", "$defs")
+FORGOTTEN = ("extends", "disallow", "divisibleBy")  # keywords of draft 3, which llguidance takes for annotations
+
+
+class Place(NamedTuple):
+    path: str  # a JSON pointer
+    schema: dict[str, Any]
+
+
+def places(schema: Any) -> Iterator[Place]:
+    """Every schema inside a schema, outermost first."""
+    waiting, num_seen = [("#", schema)], 0
+    while waiting:
+        path, found = waiting.pop(0)
+        if not isinstance(found, dict):
+            continue
+        num_seen += 1
+        if num_seen > MAX_SCHEMAS:
+            refuse("more than 10,000 schemas in one", "#")
+        yield Place(path, found)
+        waiting += list(_inside(path, found))
+
+
+def _inside(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in SINGLE:
+        if isinstance(schema.get(key), dict):
+            yield f"{path}/{key}", schema[key]
+    for key in LISTED:
+        if isinstance(schema.get(key), list):
+            yield from ((f"{path}/{key}/{i}", item) for i, item in enumerate(schema[key]))
+    for key in NAMED:
+        if isinstance(schema.get(key), dict):
+            yield from ((f"{path}/{key}/{_escaped(name)}", item) for name, item in schema[key].items())
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def refuse(problem: str, path: str) -> NoReturn:
+    raise InvalidRequest(f"the schema can't be enforced: {problem}, at {path}", param="guided")
+
+
+# ── before compiling ───────────────────────────────────────────────────────────────────────────────────
+
+
+def check(schema: dict[str, Any]) -> None:
+    """Refuses what llguidance would let pass."""
+    if "x-guidance" in schema:
+        refuse('the key "x-guidance" is not supported', "#")
+    for path, found in places(schema):
+        _check_forgotten(path, found)
+        _check_sizes(path, found)
+        _check_num_properties(path, found)
+
+
+def _check_forgotten(path: str, schema: dict[str, Any]) -> None:
+    for key in FORGOTTEN:
+        if key in schema:
+            refuse(f'the keyword "{key}" is not supported', f"{path}/{key}")
+    if isinstance(schema.get("required"), bool):
+        refuse('"required" must be a list of names', f"{path}/required")
+    if schema.get("format") == "unknown":
+        refuse('the format "unknown" is not supported', f"{path}/format")
+
+
+def _check_sizes(path: str, schema: dict[str, Any]) -> None:
+    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        refuse(f"{len(properties)} properties in one object; at most {MAX_PROPERTIES} are", f"{path}/properties")
+    named = {f"{path}/patternProperties": list(patterns) if isinstance(patterns, dict) else []}
+    for where, regexes in {f"{path}/pattern": [schema.get("pattern")], **named}.items():
+        for regex in regexes:
+            if isinstance(regex, str) and expanded_size(regex) > MAX_EXPANDED:
+                refuse("a regex whose repeats written out are too large", where)
+
+
+def _check_num_properties(path: str, schema: dict[str, Any]) -> None:
+    """Names that are not listed may come twice, and then count once: more than one of them can't be demanded."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if not isinstance(least, int) or not isinstance(required, list) or schema.get("additionalProperties") is False:
+        return
+    if least > len(required) + 1:
+        refuse('"minProperties" beyond the required ones counts names that may repeat', f"{path}/minProperties")
+
+
+# ── after llguidance has refused ───────────────────────────────────────────────────────────────────────
+
+
+def explain(schema: dict[str, Any], message: str) -> NoReturn:
+    """Refuses with the keyword and the path that llguidance's message is about."""
+    if keys := re.match(r"Unimplemented keys: \[(.*)\]", message):
+        key = re.findall(r'"([^"]+)"', keys.group(1))[0]
+        refuse(f'the keyword "{key}" is not supported', _path_of(schema, key))
+    if unknown := re.match(r"Unknown format: (.*)", message):
+        name = unknown.group(1)
+        refuse(f'the format "{name}" is not supported', _path_of(schema, "format", name))
+    if message.startswith("oneOf"):
+        where = _path_of(schema, "oneOf")
+        refuse('the branches of "oneOf" are not known to exclude each other; "anyOf" is supported', where)
+    if "regex parse error" in message or "invalid regex" in message:
+        refuse(f"a regex is wrong or not regular: {_last_line(message)}", _path_of_wrong_regex(schema))
+    for key in ("patternProperties", "minProperties", "multipleOf", "$ref"):
+        if _is_about(key, message):
+            refuse(first_line(message), _path_of(schema, key))
+    refuse(first_line(message), "#")
+
+
+def _is_about(key: str, message: str) -> bool:
+    words = {"patternProperties": "patternProperty", "minProperties": "maxProperties", "$ref": "Pointer"}
+    return words.get(key, key) in message
+
+
+def _path_of(schema: dict[str, Any], key: str, value: Any = None) -> str:
+    for path, found in places(schema):
+        if key in found and value in (None, found[key]):
+            return f"{path}/{key}"
+    return "#"
+
+
+def _path_of_wrong_regex(schema: dict[str, Any]) -> str:
+    for path, found in places(schema):
+        if isinstance(found.get("pattern"), str) and _is_wrong(found["pattern"]):
+            return f"{path}/pattern"
+        named = found.get("patternProperties")
+        if isinstance(named, dict) and any(_is_wrong(regex) for regex in named):
+            return f"{path}/patternProperties"
+    return "#"
+
+
+def _is_wrong(regex: str) -> bool:
+    grammar = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "pattern": regex})
+    return bool(llguidance.LLMatcher.validate_grammar(grammar))
+
+
+def _last_line(message: str) -> str:
+    return message.strip().splitlines()[-1].removeprefix("error: ").strip()

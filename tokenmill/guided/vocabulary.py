@@ -1,0 +1,81 @@
+"""Our tokenizer as llguidance wants it: the bytes of every token, which tokens are special, and how text is cut.
+
+Only vocabularies whose tokens are fixed runs of bytes can be masked; others are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import llguidance
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.text.tokenizer import Tokenizer
+
+_MARK = "\x02"  # a character that no merge of any vocabulary crosses
+
+
+class Vocabulary:
+    """`ll` is handed to every matcher; any of `eos_token_ids` ends a text, the first where nothing else can follow."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        if tokenizer.spelling is None:
+            raise InvalidRequest("this model's tokenizer has no fixed spelling of its tokens, which a grammar needs")
+        if not eos_token_ids:
+            raise InvalidRequest("this model has no end token, which a grammar needs")
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        cutter = cast(llguidance.TokenizerWrapper, _Cutter(tokenizer, vocab_size, self.eos_token_ids[0]))
+        self.ll = llguidance.LLTokenizer(cutter, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+class _Cutter:
+    """The shape that `llguidance.LLTokenizer` reads: these attributes, and text → ids when called."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        # Embeddings are often padded beyond the vocabulary: such ids spell nothing and are never allowed.
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
+        special = set(self.special_token_ids)
+        self._ids = {raw: i for i, raw in reversed(list(enumerate(self.tokens))) if raw and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids that spell exactly this text, cut as the model's tokenizer cuts it inside a longer one."""
+        raw = text if isinstance(text, bytes) else text.encode()
+        ids = self._inside(raw)
+        return ids if ids is not None else self._greedy(raw)
+
+    def _inside(self, raw: bytes) -> list[int] | None:
+        """After a mark, so that what a tokenizer does at the beginning of a text (a space) happens before it."""
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            return None
+        ids = self._tokenizer.encode(_MARK + text, add_special_tokens=False, parse_special=False)
+        tail_len = 0
+        for start in range(len(ids) - 1, -1, -1):
+            if tail_len == len(raw):
+                tail = ids[start + 1 :]
+                return tail if b"".join(self.tokens[i] for i in tail) == raw else None
+            tail_len += len(self.tokens[ids[start]])
+        return None
+
+    def _greedy(self, raw: bytes) -> list[int]:
+        ids, place = [], 0
+        while place < len(raw):
+            for length in range(min(self._longest, len(raw) - place), 0, -1):
+                token_id = self._ids.get(raw[place : place + length])
+                if token_id is not None:
+                    ids.append(token_id)
+                    place += length
+                    break
+            else:
+                return []  # a byte that no token spells: nothing can be said about this text
+        return ids

@@ -1,0 +1,53 @@
+"""A core over a model without weights: everything around the model is real, a step takes microseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.engine.build import assemble
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.intake import Intake
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.protocol import Model
+from tokenmill.runner.scripted import ContextModel
+from tokenmill.text.bytes import byte_tokenizer
+from tokenmill.types import PromptRequest, SequenceOutput
+
+VOCAB = 258
+MAX_CONTEXT = 256
+CONFIG = EngineConfig(
+    ModelConfig(max_context=MAX_CONTEXT, dtype="float32"),
+    CacheConfig(num_blocks=65, block_size=4, kv_dtype="float32"),
+    SchedulerConfig(max_running=8, token_budget=32),
+    OpsConfig(device="cpu", backend="reference", threads=1),
+)
+
+
+def scripted_core(model: Model | None = None, *, num_blocks: int = 65, prefix_caching: bool = True) -> EngineCore:
+    model = model or ContextModel(VOCAB)
+    config = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=num_blocks, prefix_caching=prefix_caching))
+    layout = model.layout  # type: ignore[attr-defined]  # scripted models know their own
+    storage = KVStorage(layout, num_blocks, CONFIG.cache.block_size, torch.float64, torch.device("cpu"))
+    return assemble(config, model, storage)
+
+
+def byte_intake() -> Intake:
+    return Intake(tokenizer=byte_tokenizer(), vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=(257,))
+
+
+def run(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[SequenceOutput]]:
+    """All outputs by request id, once everything has ended."""
+    for one in asked:
+        core.add(byte_intake().take(one))
+    outputs: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in asked}
+    while core.has_work:
+        for output in core.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens_of(outputs: list[SequenceOutput], index: int = 0) -> list[int]:
+    return [token for output in outputs if output.index == index for token in output.token_ids]

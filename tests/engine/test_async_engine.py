@@ -1,0 +1,160 @@
+"""The serving front over a thread and over a process of its own: streams, aborts, draining, death and return."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import AsyncEngine, SamplingParams
+from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.errors import Draining, EngineDead, InvalidRequest, TokenmillError
+from tokenmill.types import Event, PromptRequest
+
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["thread", "process"])
+
+
+@asynccontextmanager
+async def running(stories: Path, in_process: bool, **scheduler: Any) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(
+        ModelConfig(model=str(stories)), scheduler=SchedulerConfig(**scheduler), ops=OpsConfig(threads=1)
+    )
+    engine = await AsyncEngine.start(config, in_process=in_process)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def story(params: SamplingParams, request_id: str = "") -> PromptRequest:
+    return PromptRequest(prompt="Once upon a time", params=params, request_id=request_id)
+
+
+async def text_of(engine: AsyncEngine, asked: PromptRequest) -> str:
+    return "".join([event.text async for event in engine.submit(asked)])
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, "waited too long"
+        await asyncio.sleep(0.02)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 120))
+
+
+@BOTH
+def test_many_at_once_answer_as_one_alone(stories_dir: Path, in_process: bool) -> None:
+    async def scenario() -> None:
+        async with running(stories_dir, in_process) as engine:
+            params = SamplingParams(temperature=0.8, seed=5, max_tokens=30)
+            alone = await text_of(engine, story(params))
+            assert await asyncio.gather(*(text_of(engine, story(params)) for _ in range(12))) == [alone] * 12
+            assert engine.health().state == "ready"
+
+    run(scenario())
+
+
+@BOTH
+def test_leaving_early_frees_everything(stories_dir: Path, in_process: bool) -> None:
+    async def scenario() -> None:
+        async with running(stories_dir, in_process) as engine:
+            streams = [engine.submit(story(LONG)) for _ in range(4)]
+            for stream in streams[:3]:
+                await anext(stream)
+            await streams[0].aclose()
+            task = asyncio.create_task(collect(streams[1]))
+            await asyncio.sleep(0)
+            task.cancel()
+            await engine.abort(streams[2].outlet.request_id)
+            await streams[3].aclose()  # never read from
+            await text_of(engine, story(SamplingParams(max_tokens=2)))
+            await until(lambda: engine.stats().running == 0 and engine.stats().kv_blocks_used == 0)
+            with pytest.raises(TokenmillError, match="aborted"):
+                await collect(streams[2])
+
+    run(scenario())
+
+
+async def collect(stream: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in stream]
+
+
+@BOTH
+def test_draining_finishes_what_runs_and_refuses_the_rest(stories_dir: Path, in_process: bool) -> None:
+    async def scenario() -> None:
+        async with running(stories_dir, in_process) as engine:
+            stream = engine.submit(story(SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)))
+            drained = asyncio.create_task(engine.drain(30))
+            await asyncio.sleep(0)
+            with pytest.raises(Draining):
+                engine.submit(story(LONG))
+            events = await collect(stream)
+            assert events[-1].finish_reason == "length" and events[-1].usage is not None
+            assert events[-1].usage.completion_tokens == 50
+            assert await drained
+
+    run(scenario())
+
+
+def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=False) as engine:
+            before = await text_of(engine, story(SamplingParams(temperature=0, max_tokens=20)))
+            stream = engine.submit(story(LONG))
+            await anext(stream)
+            os.kill(engine.core.pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                await collect(stream)
+            with pytest.raises(EngineDead):
+                engine.submit(story(LONG))
+            await until(lambda: engine.health().state == "ready")
+            assert await text_of(engine, story(SamplingParams(temperature=0, max_tokens=20))) == before
+
+    run(scenario())
+
+
+def test_a_core_ends_with_its_front(stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=False) as engine:
+            pid = engine.core.pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    run(scenario())
+
+
+def test_what_is_wrong_is_said_before_the_first_event(stories_dir: Path) -> None:
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=True) as engine:
+            with pytest.raises(InvalidRequest, match="not a token id"):
+                engine.submit(PromptRequest(prompt=[99_999]))
+            engine.submit(story(LONG, request_id="same"))
+            with pytest.raises(InvalidRequest, match="in use"):
+                engine.submit(story(LONG, request_id="same"))
+
+    run(scenario())
+
+
+def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path, stories_dir: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((stories_dir / name).read_bytes())
+    whole = (stories_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+    async def scenario() -> None:
+        with pytest.raises(EngineDead, match="model.safetensors"):
+            async with running(tmp_path, in_process=False):
+                pass
+
+    run(scenario())

@@ -1,0 +1,113 @@
+"""One request can never hurt or change another: whatever goes wrong with it, the pool is as before and the others'
+tokens are what they are without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripted_engine import MAX_CONTEXT, VOCAB, byte_intake, run, scripted_core, tokens_of
+
+from tokenmill import SamplingParams
+from tokenmill.engine.core import MAX_FAILED_STEPS_IN_A_ROW
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest
+from tokenmill.kv.storage import KVStorage
+from tokenmill.ops.batch import ForwardBatch
+from tokenmill.runner.scripted import ContextModel
+from tokenmill.types import PromptRequest
+
+POISON = 250
+GOOD = [
+    PromptRequest(prompt=f"prompt number {n}", request_id=f"good{n}", params=SamplingParams(max_tokens=20, seed=n))
+    for n in range(5)
+]
+
+
+def expected() -> dict[str, list[int]]:
+    return {name: tokens_of(outputs) for name, outputs in run(scripted_core(), GOOD).items()}
+
+
+def test_nan_logits_end_their_own_request_only() -> None:
+    core = scripted_core(ContextModel(VOCAB, nan_token=POISON))
+    bad = PromptRequest(prompt=[1, 2, POISON, 3], request_id="bad", params=SamplingParams(max_tokens=20))
+    outputs = run(core, [*GOOD[:3], bad, *GOOD[3:]])
+    assert outputs["bad"][-1].finish_reason == "error"
+    assert "NaN" in (outputs["bad"][-1].error or "")
+    reference = {name: tokens for name, tokens in expected().items() if POISON not in tokens}
+    assert len(reference) >= 3, "the script must leave something to compare"
+    assert {name: tokens_of(outputs[name]) for name in reference} == reference
+    assert core.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("after_steps", [0, 1, 3, 8])
+def test_an_abort_leaves_nothing_behind(after_steps: int) -> None:
+    core = scripted_core(num_blocks=40)
+    long = PromptRequest(prompt="x" * 60, request_id="gone", params=SamplingParams(max_tokens=60, n=3))
+    for one in [GOOD[0], long, *GOOD[1:]]:
+        core.add(byte_intake().take(one))
+    outputs: dict[str, list[int]] = {}
+    for step in range(10_000):
+        if step == after_steps:
+            core.abort("gone")
+            core.abort("gone")  # twice is once
+        for output in core.step():
+            assert step < after_steps or output.request_id != "gone"
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        if not core.has_work:
+            break
+    outputs.pop("gone", None)
+    assert outputs == expected()
+    assert core.stats().kv_blocks_used == 0
+
+
+def test_wrong_requests_never_reach_the_engine() -> None:
+    intake = byte_intake()
+    with pytest.raises(ContextLengthExceeded, match=str(MAX_CONTEXT)):
+        intake.take(PromptRequest(prompt=[5] * MAX_CONTEXT))
+    for prompt in ([VOCAB], [-1], [True], []):
+        with pytest.raises(InvalidRequest):
+            intake.take(PromptRequest(prompt=prompt))
+    for params in (SamplingParams(logit_bias={VOCAB: 1.0}), SamplingParams(allowed_token_ids=[-1])):
+        with pytest.raises(InvalidRequest, match="not a token id"):
+            intake.take(PromptRequest(prompt="hi", params=params))
+
+
+def test_a_request_that_never_fits_is_refused_and_the_others_run() -> None:
+    core = scripted_core(num_blocks=20)
+    huge = PromptRequest(prompt=[7] * 200, request_id="huge", params=SamplingParams(max_tokens=40))
+    outputs = run(core, [huge, *GOOD])
+    assert [output.finish_reason for output in outputs["huge"]] == ["error"]
+    assert {name: tokens_of(outputs[name]) for name in expected()} == expected()
+
+
+class FailingModel(ContextModel):
+    """Raises in chosen steps, as a driver or an allocator might."""
+
+    def __init__(self, failing_steps: set[int]) -> None:
+        super().__init__(VOCAB)
+        self.failing_steps = failing_steps
+        self.num_steps = 0
+
+    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        self.num_steps += 1
+        if self.num_steps in self.failing_steps:
+            raise RuntimeError("out of memory")
+        return super().forward(batch, storage)
+
+
+def test_a_failed_step_ends_its_requests_and_the_next_ones_run() -> None:
+    core = scripted_core(FailingModel({2}))
+    first = run(core, GOOD[:2])
+    assert {outputs[-1].finish_reason for outputs in first.values()} == {"error"}
+    assert core.stats().kv_blocks_used == 0
+    second = run(core, GOOD[2:])
+    assert {name: tokens_of(outputs) for name, outputs in second.items()} == {
+        name: tokens for name, tokens in expected().items() if name in second
+    }
+
+
+def test_an_engine_that_keeps_failing_gives_up() -> None:
+    core = scripted_core(FailingModel(set(range(1, 100))))
+    for _ in range(MAX_FAILED_STEPS_IN_A_ROW - 1):
+        run(core, GOOD[:1])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(core, GOOD[:1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,10 +13,14 @@ from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core import EngineCore, Runner
+from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
+from tokenmill.engine.front import eos_ids, tokenizer_of
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
+from tokenmill.guided.compile import Compiler
+from tokenmill.guided.grammars import Grammars
+from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.layout import KVLayout
@@ -33,6 +38,8 @@ from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.source import WeightSource, open_weights
 
+# What each backend can make of plain weights while it loads them.
+QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int4"), "reference": ("none",)}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,7 +53,7 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     torch.set_num_threads(settled.ops.threads)
     storage = kv_storage(settled, layout)
     model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
-    core = assemble(settled, model, storage)
+    core = assemble(settled, model, storage, lambda: vocabulary_of(model_path, spec))
     core.info = CoreInfo(
         max_context=settled.model.max_context,
         num_blocks=storage.num_blocks,
@@ -70,12 +77,18 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
 
 
 def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> tuple[Model, list[str]]:
+    if config.model.quantization not in QUANTIZATIONS[config.ops.backend]:
+        known = ", ".join(QUANTIZATIONS[config.ops.backend])
+        raise InvalidConfig(
+            f"quantization {config.model.quantization!r} is not known to the {config.ops.backend} kernels",
+            param="quantization",
+            hint=f"they know {known}",
+        )
     if config.ops.backend == "cpu":
         return native_model(config, spec, source), [f"ops: native kernels ({instruction_set()})"]
-    if config.model.quantization != "none":
-        raise InvalidConfig("quantising while loading needs the native kernels", param="quantization")
     device, dtype = torch.device(config.ops.device), TORCH_DTYPES[config.model.dtype]
-    wanted = OpsWanted(spec, device, dtype, TORCH_DTYPES[config.cache.kv_dtype], config.ops.backend)
+    kv_dtype = TORCH_DTYPES[config.cache.kv_dtype]
+    wanted = OpsWanted(spec, device, dtype, kv_dtype, config.ops.backend, config.model.quantization)
     ops, reasons = choose_ops(wanted)
     return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context), reasons
 
@@ -90,7 +103,7 @@ def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) ->
         {rope: (table.cos, table.sin) for rope, table in tables.items()},
         lambda raw: dequantize(raw, torch.float32),
         config.ops.threads,
-        config.model.quantization,
+        "int8" if config.model.quantization == "int8" else "none",
     )
 
 
@@ -116,8 +129,16 @@ def kv_storage(config: EngineConfig, layout: KVLayout) -> KVStorage:
     return KVStorage(layout, config.cache.num_blocks, config.cache.block_size, dtype, device)
 
 
-def assemble(config: EngineConfig, model: Model, storage: KVStorage) -> EngineCore:
-    """Scheduler and runner over a model that is already there (a real one or a scripted one)."""
+def assemble(
+    config: EngineConfig,
+    model: Model,
+    storage: KVStorage,
+    load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
+) -> EngineCore:
+    """Scheduler and runner over a model that is already there (a real one or a scripted one).
+
+    `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
+    """
     assert config.model.max_context is not None
     max_rows = config.scheduler.max_running
     cache = KVCache(
@@ -137,7 +158,15 @@ def assemble(config: EngineConfig, model: Model, storage: KVStorage) -> EngineCo
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
     runner = make_runner(model, storage, sampler, max_rows, config.model.max_context)
     info = CoreInfo(max_context=config.model.max_context, num_blocks=storage.num_blocks, block_size=storage.block_size)
-    return EngineCore(scheduler, runner, info)
+    grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
+    return EngineCore(scheduler, runner, info, grammars=grammars)
+
+
+def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
+    tokenizer = tokenizer_of(model_path)
+    if tokenizer is None:
+        return no_vocabulary()
+    return Vocabulary(tokenizer, spec.vocab_size, eos_ids(spec, tokenizer))
 
 
 def make_runner(model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int) -> Runner:

@@ -40,9 +40,7 @@ class Front:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end an answer: the model's and the tokenizer's (they differ for some chat models)."""
-        from_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return tuple(dict.fromkeys((*self.spec.eos_token_ids, *from_tokenizer)))
+        return eos_ids(self.spec, self.tokenizer)
 
     def outlet(self, asked: ChatRequest | PromptRequest | EmbedRequest, request: Request) -> Outlet:
         params = None if isinstance(asked, EmbedRequest) else asked.params
@@ -73,6 +71,12 @@ def load_front(config: EngineConfig) -> Front:
         tokenizer=tokenizer_of(model.path),
         created=int(time.time()),
     )
+
+
+def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """All ids that end an answer: the model's and the tokenizer's (they differ for some chat models)."""
+    from_tokenizer = tokenizer.eos_token_ids if tokenizer else ()
+    return tuple(dict.fromkeys((*spec.eos_token_ids, *from_tokenizer)))
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:

@@ -21,7 +21,7 @@ from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
 from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
-from tokenmill.types import ChatRequest, EmbedRequest, Event, Message, Pooling, PromptRequest, SequenceOutput
+from tokenmill.types import ChatRequest, EmbedRequest, Event, Message, Pooling, PromptRequest, Request, SequenceOutput
 
 Prompt = str | list[int]
 Conversation = Sequence[Message | dict[str, Any]]
@@ -105,7 +105,7 @@ class LLM:
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _answer(self, asked: Sequence[ChatRequest | PromptRequest], *, progress: bool) -> list[RequestOutput]:
-        requests = [self._intake.take(one) for one in asked]  # all are checked before any is run
+        requests = [self._taken(one) for one in asked]  # all are checked before any is run
         answers = {
             request.request_id: empty_output(request, prompt_text(one), one.params.n)
             for one, request in zip(asked, requests, strict=True)
@@ -136,8 +136,13 @@ class LLM:
         finally:
             self._abort(request.request_id)
 
-    def _submit(self, asked: ClientRequest) -> Any:
+    def _taken(self, asked: ClientRequest) -> Request:
         request = self._intake.take(asked)
+        self._core.prepare(request)
+        return request
+
+    def _submit(self, asked: ClientRequest) -> Request:
+        request = self._taken(asked)
         self._outlets[request.request_id] = self._front.outlet(asked, request)
         self._core.add(request)
         return request

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.runner.decode_graphs import DecodeGraphs, pick_best
@@ -78,19 +79,23 @@ class CudaRunner:
         self._ahead: Ahead | None = None
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         began = time.perf_counter()
         self._apply_changes(plan)
         expected, fresh, other = self._sort(plan.rows)
         drawings = [self._ahead.drawing] if self._ahead is not None and expected else []
         if fresh:
             drawings.append(self._start(fresh))
-        found = {row.row: row for row in self._run_others(other)} if other else {}
+        found = {row.row: row for row in self._run_others(other, masks)} if other else {}
         self._ahead = self._start_ahead([*expected, *fresh]) if self._runs_ahead else None
         for drawing, plans in zip(drawings, [part for part in (expected, fresh) if part], strict=True):
             tokens = drawing.wait()
             found |= {row.row: _result(row, tokens, drawing.lines) for row in plans}
         return StepResult(rows=[found[row.row] for row in plan.rows], step_s=time.perf_counter() - began)
+
+    def prepare(self) -> None:
+        """Spends a few seconds now that would otherwise be spent on the first batches of each size."""
+        self._graphs.prepare()
 
     # ── what the plan changes ──────────────────────────────────────────────────────────────────────────
 
@@ -152,13 +157,13 @@ class CudaRunner:
     def _is_simple(self, plan: RowPlan) -> bool:
         return self._is_greedy[plan.row] and plan.num_logprobs is None and plan.num_prompt_logprobs is None
 
-    def _run_others(self, plans: list[RowPlan]) -> list[RowResult]:
+    def _run_others(self, plans: list[RowPlan], masks: StepMasks | None) -> list[RowResult]:
         """With the host in between. Rows that feed one token still go through a graph, up to the logits."""
         if not all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans):
-            return self._plain.run_rows(plans)
+            return self._plain.run_rows(plans, masks)
         rows, positions = [plan.row for plan in plans], [plan.start for plan in plans]
         graph = self._graphs.start(np.array(rows), np.array(positions), np.array([p.token_ids[0] for p in plans]))
-        drawn = self._plain.sampler.sample(graph.logits[: len(plans)], plans)
+        drawn = self._plain.sampler.sample(self._model.logits(graph.hidden[: len(plans)]), plans)
         return [drawn_result(plan.row, one, None) for plan, one in zip(plans, drawn, strict=True)]
 
     def _only_draws(self, plan: RowPlan) -> bool:

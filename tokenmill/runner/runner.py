@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import Model
@@ -30,7 +31,9 @@ class RowSampler(Protocol):
 
     def free_row(self, row: int) -> None: ...
 
-    def sample(self, logits: torch.Tensor, rows: list[RowPlan]) -> list[Drawn]: ...
+    def observe(self, rows: Sequence[RowPlan]) -> None: ...
+
+    def sample(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]: ...
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,10 @@ class ModelRunner:
         self.rows = Rows(len(storage.layout.groups), max_rows, max_blocks)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         began = time.perf_counter()
         self.apply_changes(plan)
-        rows = self.run_rows(plan.rows) if plan.rows else []
+        rows = self.run_rows(plan.rows, masks) if plan.rows else []
         return StepResult(rows=rows, step_s=time.perf_counter() - began)
 
     def apply_changes(self, plan: StepPlan) -> None:
@@ -70,14 +73,15 @@ class ModelRunner:
         self.storage.copy_blocks(plan.copies)
         for row_plan in plan.rows:
             self.rows.update_tables(row_plan.row, row_plan.table_updates)
+        self.sampler.observe(plan.rows)
 
-    def run_rows(self, plans: Sequence[RowPlan]) -> list[RowResult]:
+    def run_rows(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> list[RowResult]:
         tasks = [self._task(plan) for plan in plans]
         wanted = [task.wanted for task in tasks]
         batch = build_batch(plans, wanted, self.rows.tables, self.storage.block_size, self.storage.device)
         hidden = self.model.forward(batch, self.storage)
         parts = torch.split(hidden, [len(offsets) for offsets in wanted])
-        drawn = self._draw(tasks, parts)
+        drawn = self._draw(tasks, parts, masks)
         return [self._result(task, part, drawn) for task, part in zip(tasks, parts, strict=True)]
 
     def _task(self, plan: RowPlan) -> _Task:
@@ -89,7 +93,7 @@ class ModelRunner:
         last = [fed - 1] if plan.sample else []  # never scores the prompt: what follows it is not known yet
         return _Task(plan, None, targets, [*range(len(targets)), *last])
 
-    def _draw(self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor]) -> dict[int, Drawn]:
+    def _draw(self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor], masks: StepMasks | None) -> dict[int, Drawn]:
         """The sampler's answer by row, for the rows that draw."""
         drawing = [(task.plan, part[-1:]) for task, part in zip(tasks, parts, strict=True) if task.plan.sample]
         drawing = [(plan, state) for plan, state in drawing if self.rows[plan.row].pooler is None]
@@ -97,7 +101,7 @@ class ModelRunner:
             return {}
         plans = [plan for plan, _ in drawing]
         logits = self.model.logits(torch.cat([state for _, state in drawing]))
-        return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.sample(logits, plans), strict=True)}
+        return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.sample(logits, plans, masks), strict=True)}
 
     def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, Drawn]) -> RowResult:
         if task.pooler is not None:

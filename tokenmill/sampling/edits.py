@@ -1,4 +1,4 @@
-"""Logits steps that change single tokens: penalties, bias, allowed and banned tokens, min_tokens, n-grams.
+"""Logits steps that change single tokens: penalties, bias, allowed and banned tokens, min_tokens, n-grams, grammars.
 
 Each is a pure function (logits float32 [U, V], rows) -> logits, called with the rows that use it only. Conventions:
 repetition penalty divides positive and multiplies negative logits of every token seen in prompt or output
@@ -6,6 +6,8 @@ repetition penalty divides positive and multiplies negative logits of every toke
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import torch
@@ -57,6 +59,21 @@ def remove_repeating(logits: Tensor, rows: RowsInUse) -> Tensor:
     vocab = logits.shape[-1]
     repeating = [state.ngrams.repeating() if state.ngrams else [] for state in rows.states]
     return _without(logits, rows, [[token for token in ids if 0 <= token < vocab] for ids in repeating])
+
+
+def keep_grammatical(logits: Tensor, rows: RowsInUse) -> Tensor:
+    """What each row's grammar allows next."""
+    assert rows.masks is not None, "a row with a grammar was run without masks"
+    packed = torch.from_numpy(rows.masks.bits(rows.rows)).to(rows.device)
+    allowed = _byte_bits(rows.device)[packed.int()].flatten(1)[:, : logits.shape[-1]]  # bool [U, V]
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+@cache
+def _byte_bits(device: torch.device) -> Tensor:
+    """bool [256, 8]: the bits of every byte, lowest first"""
+    values = torch.arange(256, device=device).unsqueeze(1)
+    return (values >> torch.arange(8, device=device) & 1).bool()
 
 
 def _without(logits: Tensor, rows: RowsInUse, ids: list[list[int]]) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenmill.guided.masks import StepMasks
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.counts import TokenCounts
 from tokenmill.sampling.ngrams import NgramIndex
@@ -52,8 +53,14 @@ class RowState:
     counts: TokenCounts | None = None  # where a penalty is set
     ngrams: NgramIndex | None = None  # where no_repeat_ngram_size is set
     refusal: str | None = None  # why no token can be drawn for this row at all
+    num_seen: int = 0  # tokens of prompt and output that the history holds
+
+    @property
+    def has_history(self) -> bool:
+        return self.counts is not None or self.ngrams is not None
 
     def record(self, token: int) -> None:
+        self.num_seen += 1
         if self.counts is not None:
             self.counts.record(token)
         if self.ngrams is not None:
@@ -68,6 +75,8 @@ class RowsInUse:
     output_indices: Sequence[int]
     knobs: Tensor  # float64 [U, len(KNOBS)]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rows: Sequence[int] = ()  # their numbers
+    masks: StepMasks | None = None  # what grammars allow, by row number
 
     def knob(self, name: str) -> Tensor:
         """float32 [U, 1]"""
@@ -92,6 +101,8 @@ class RowsInUse:
             output_indices=[self.output_indices[line] for line in lines],
             knobs=self.knobs.index_select(0, index),
             device=self.device,
+            rows=[self.rows[line] for line in lines] if self.rows else (),
+            masks=self.masks,
         )
 
     def pairs(self, ids: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -132,18 +143,29 @@ class Rows:
             counts=counts,
             ngrams=ngrams,
             refusal=refusal,
+            num_seen=len(new_row.prompt_token_ids) + len(new_row.output_token_ids),
         )
 
     def free(self, row: int) -> None:
         self._states[row] = None
 
-    def gather(self, plans: Sequence[RowPlan]) -> RowsInUse:
+    def observe(self, plans: Sequence[RowPlan]) -> None:
+        """Tokens that are fed and were not drawn here (a grammar forced them) belong to the history too."""
+        for plan in plans:
+            state = self._states[plan.row]
+            if state is not None and state.has_history:
+                for token in plan.token_ids[max(0, state.num_seen - plan.start) :]:
+                    state.record(token)
+
+    def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:
         index = torch.tensor([plan.row for plan in plans], device=self._device)
         return RowsInUse(
             states=[self._state(plan.row) for plan in plans],
             output_indices=[plan.output_index for plan in plans],
             knobs=self._knobs.index_select(0, index),
             device=self._device,
+            rows=[plan.row for plan in plans],
+            masks=masks,
         )
 
     def _state(self, row: int) -> RowState:

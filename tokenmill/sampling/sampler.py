@@ -4,19 +4,22 @@ A row's token is a pure function of its own logits, knobs, history, seed and out
 enters (see `fixed_point` and `stream`). A row whose logits are broken gets an error, and the others never notice.
 
     sampler.add_row(new_row)        take a row, or take it anew: replaces all it held (resume, fork, beam reorder)
+    sampler.observe(plans)          what a step feeds: tokens that were not drawn here enter their row's history
     sampler.sample(logits, plans)   draws, and records each drawn token in its row's history
     sampler.free_row(row)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tokenmill.guided.masks import StepMasks
 from tokenmill.sampling.draw import draw
+from tokenmill.sampling.edits import keep_grammatical
 from tokenmill.sampling.fixed_point import aligned_rows, weights
 from tokenmill.sampling.logprobs import token_logprobs
 from tokenmill.sampling.rows import Rows, RowsInUse
@@ -24,13 +27,15 @@ from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.stream import DRAW
 from tokenmill.types import NewRow, RowPlan, TokenLogprobs
 
+Alternatives = Callable[[Tensor, list[int], list[int], RowsInUse], list[TokenLogprobs]]
+
 _BROKEN = -1  # in place of a token: the model's logits are unusable
 _EMPTY = -2  # every token was excluded
 
 _ERRORS = {
     _BROKEN: "the model computed NaN or infinite logits for this sequence",
-    _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens and no_repeat_ngram_size "
-    "together exclude every one",
+    _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens, no_repeat_ngram_size and the "
+    "grammar together exclude every one",
 }
 
 
@@ -54,17 +59,24 @@ class Sampler:
     def free_row(self, row: int) -> None:
         self._rows.free(row)
 
+    def observe(self, rows: Sequence[RowPlan]) -> None:
+        """What is fed in this step; to be called before `sample`."""
+        self._rows.observe(rows)
+
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: list[RowPlan]) -> list[Drawn]:
-        """Draw for logits float32 [S, vocab], row i for rows[i]; the logits are left as they were."""
+    def sample(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
+        """Draw for logits float32 [S, vocab], row i for rows[i]; the logits are left as they were.
+
+        `masks`: what the grammars of rows with `params.guided` allow.
+        """
         assert logits.shape == (len(rows), self._vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         if not rows:
             return []
-        in_use = self._rows.gather(rows)
+        in_use = self._rows.gather(rows, masks)
         tokens = _choose(logits, in_use)
         errors = [state.refusal or _ERRORS.get(token) for state, token in zip(in_use.states, tokens, strict=True)]
         self._record(in_use, tokens, errors)
-        logprobs = _asked_logprobs(logits, rows, tokens, errors)
+        logprobs = _asked_logprobs(logits, rows, in_use, tokens, errors)
         return [Drawn(token, logprobs.get(line), errors[line]) for line, token in enumerate(tokens)]
 
     def _record(self, in_use: RowsInUse, tokens: list[int], errors: list[str | None]) -> None:
@@ -107,13 +119,40 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _asked_logprobs(
-    logits: Tensor, plans: Sequence[RowPlan], tokens: list[int], errors: list[str | None]
+    logits: Tensor, plans: Sequence[RowPlan], rows: RowsInUse, tokens: list[int], errors: list[str | None]
 ) -> dict[int, TokenLogprobs]:
     """By line, for exactly the rows that ask and have a token."""
     nums = {line: plan.num_logprobs for line, plan in enumerate(plans) if plan.num_logprobs is not None}
     asked = {line: num for line, num in nums.items() if errors[line] is None}
     if not asked:
         return {}
-    index = torch.tensor(list(asked), device=logits.device)
-    found = token_logprobs(logits.index_select(0, index), [tokens[line] for line in asked], list(asked.values()))
-    return dict(zip(asked, found, strict=True))
+    found: dict[int, TokenLogprobs] = {}
+    for part, alternatives_of in _told_apart(list(asked), rows):
+        chosen = logits.index_select(0, torch.tensor(part, device=logits.device))
+        drawn, counts = [tokens[line] for line in part], [asked[line] for line in part]
+        found |= zip(part, alternatives_of(chosen, drawn, counts, rows.select(part)), strict=True)
+    return found
+
+
+def _told_apart(lines: list[int], rows: RowsInUse) -> list[tuple[list[int], Alternatives]]:
+    """A beam chooses among the alternatives, so with a grammar they must be allowed ones; anyone else sees them all."""
+    constrained = [line for line in lines if rows.states[line].params.beam and rows.states[line].params.guided]
+    free = [line for line in lines if line not in constrained]
+    parts: list[tuple[list[int], Alternatives]] = [(free, _any_tokens), (constrained, _allowed_tokens)]
+    return [part for part in parts if part[0]]
+
+
+def _any_tokens(logits: Tensor, tokens: list[int], nums: list[int], rows: RowsInUse) -> list[TokenLogprobs]:
+    return token_logprobs(logits, tokens, nums)
+
+
+def _allowed_tokens(logits: Tensor, tokens: list[int], nums: list[int], rows: RowsInUse) -> list[TokenLogprobs]:
+    """The values are those of all tokens: log-softmax over the allowed ones, times what these weigh together."""
+    masked = keep_grammatical(aligned_rows(logits), rows)[:, : logits.shape[-1]]
+    shifts = (masked.logsumexp(-1) - logits.logsumexp(-1)).tolist()
+    return [
+        TokenLogprobs(
+            found.token_id, found.logprob + shift, found.rank, found.top_ids, [v + shift for v in found.top_logprobs]
+        )
+        for found, shift in zip(token_logprobs(masked, tokens, nums), shifts, strict=True)
+    ]

@@ -1,6 +1,6 @@
 """The two tables of steps, in the order they run. A new sampler is one pure function and one line here.
 
-    on logits    penalties -> bias -> allowed -> banned -> min_tokens -> no-repeat n-gram
+    on logits    penalties -> bias -> allowed -> banned -> min_tokens -> no-repeat n-gram -> grammar
                  -> top-n-sigma -> temperature -> top-k -> typical
     on mass      top-p -> min-p -> top-a -> epsilon -> XTC -> draw
 
@@ -43,6 +43,7 @@ LOGITS_STEPS: tuple[Step, ...] = (
     Step("banned", lambda p: bool(p.banned_token_ids), edits.remove_banned),
     Step("min_tokens", lambda p: p.min_tokens > 0, edits.hold_back_stops),
     Step("no_repeat_ngram", lambda p: p.no_repeat_ngram_size > 0, edits.remove_repeating),
+    Step("grammar", lambda p: p.guided is not None, edits.keep_grammatical),
     # ── sampled rows only ──
     Step("top_n_sigma", lambda p: p.top_n_sigma > 0.0, truncate.keep_top_n_sigma, for_greedy=False),
     Step("temperature", lambda p: p.temperature != 1.0, truncate.scale_temperature, for_greedy=False),

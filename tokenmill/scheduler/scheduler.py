@@ -68,6 +68,9 @@ class Scheduler:
         for gang in job.gangs:
             self._waiting.push(gang)
 
+    def has(self, request_id: str) -> bool:
+        return request_id in self._jobs
+
     def abort(self, request_id: str) -> None:
         """Drops a request; one that is unknown or already over is no error."""
         if job := self._jobs.get(request_id):

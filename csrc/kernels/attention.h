@@ -58,12 +58,11 @@ struct HeadCache {  // one kv head of the cache, seen through a block table
     const size_t block = static_cast<size_t>(table[position / cache.block_size]);
     return (block * cache.kv_heads + kv_head) * cache.block_size * static_cast<size_t>(cache.head_dim);
   }
-  size_t keys16(int position) const {  // position is a multiple of 16
+  // Where a token's value lies; for multiples of 16 also where the keys of its group of 16 tokens begin.
+  size_t group16(int position) const {
     return start(position) + static_cast<size_t>(position % cache.block_size) * cache.head_dim;
   }
-  size_t value(int position) const {
-    return start(position) + static_cast<size_t>(position % cache.block_size) * cache.head_dim;
-  }
+  size_t value(int position) const { return group16(position); }
 };
 
 struct Workspace {
@@ -85,14 +84,26 @@ struct Workspace {
   }
 };
 
+// Two groups of 16 keys, and what to fetch meanwhile: the next two groups, and the values that belong to these keys.
+template <class Cell>
+struct KeyPair {
+  const Cell* keys[2];
+  const Cell* next[2];
+  const Cell* values[2];
+};
+
 // ── scores: M queries x two groups of 16 keys ──
-template <Store S, int M>
-void score_tile(const typename Stored<S>::Type* k0, const typename Stored<S>::Type* k1, const float* q, int head_dim,
-                float* out) {
+template <Store S, int M, bool Fetch>
+void score_tile(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int head_dim, float* out) {
   Floats acc[M][2];
   for (int m = 0; m < M; ++m) acc[m][0] = acc[m][1] = zeros();
   for (int d = 0; d < head_dim; ++d) {
-    const Floats a = Stored<S>::load16(k0 + 16 * d), b = Stored<S>::load16(k1 + 16 * d);
+    if constexpr (Fetch)
+      for (int n = 0; n < 2; ++n) {
+        prefetch(pair.next[n] + 16 * d);
+        prefetch_far(pair.values[n] + 16 * d);
+      }
+    const Floats a = Stored<S>::load16(pair.keys[0] + 16 * d), b = Stored<S>::load16(pair.keys[1] + 16 * d);
     for (int m = 0; m < M; ++m) {
       const Floats in = splat(q[d * kScoreQueries + m]);
       acc[m][0] = fma(a, in, acc[m][0]);
@@ -106,16 +117,29 @@ void score_tile(const typename Stored<S>::Type* k0, const typename Stored<S>::Ty
 }
 
 template <Store S>
-void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo, int hi) {
   const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
+  const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
+  const auto group = [&](int position) {  // groups outside [lo, hi) stand for their neighbour: their lanes are masked
+    return head.group16(std::clamp(position, lo / 16 * 16, (hi - 1) / 16 * 16));
+  };
+  return {{keys + group(at), keys + group(at + 16)},
+          {keys + group(at + 32), keys + group(at + 48)},
+          {values + group(at), values + group(at + 16)}};
+}
+
+template <Store S>
+void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
   const int head_dim = head.cache.head_dim;
   for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never leave it
-    const auto* k0 = keys + head.keys16(std::max(at, lo / 16 * 16));
-    const auto* k1 = at + 16 < hi ? keys + head.keys16(at + 16) : k0;  // unused lanes are masked later
+    const auto pair = key_pair<S>(head, at, lo, hi);
+    float* out = work.scores + (at - segment);
     for (int first = 0; first < count; first += kScoreQueries)
       with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {
-        score_tile<S, decltype(m)::value>(k0, k1, work.q + static_cast<size_t>(first) * head_dim, head_dim,
-                                          work.scores + first * kSegment + (at - segment));
+        constexpr int rows = decltype(m)::value;
+        const float* q = work.q + static_cast<size_t>(first) * head_dim;
+        if (count <= kScoreQueries) score_tile<S, rows, true>(pair, q, head_dim, out);
+        else score_tile<S, rows, false>(pair, q, head_dim, out + first * kSegment);  // many queries: enough to do
       });
   }
 }

@@ -166,9 +166,15 @@ void make_starts(const QuantRows& x, int tile, int tile_end, int32_t* starts) {
   for (size_t i = begin; i < end; ++i) starts[i - begin] = sums[i] * (1 << std::max(0, zero_shift(K)));
 }
 
+// Memory that will be wanted next, asked for a few lines per block while the arithmetic goes on.
+struct Ahead {
+  const uint8_t* at = nullptr;
+  int lines_per_block = 0;
+};
+
 // M rows x N panels over `blocks` blocks. `out` holds the sums of the blocks before, unless these are the first.
 template <Kind K, int M, int N>
-void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts, bool is_first, float* out,
+void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts, Ahead& ahead, bool is_first, float* out,
                size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
   const uint8_t* bytes[N];
@@ -182,7 +188,9 @@ void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts,
   Floats acc[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) acc[m][n] = is_first ? zeros() : load(out + m * out_stride + n * kPanel);
+  const uint8_t* wanted = ahead.at;
   for (int b = 0; b < blocks; ++b) {
+    for (int line = 0; line < ahead.lines_per_block; ++line, wanted += 64) prefetch_far(wanted);
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M][N];
@@ -222,6 +230,7 @@ void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts,
       d[n] += halves * kPanel;
     }
   }
+  ahead.at = wanted;
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) store(out + m * out_stride + n * kPanel, acc[m][n]);
 }
@@ -233,6 +242,15 @@ inline void with_count(int count, Body body) {  // body(integral_constant) for c
     constexpr int value = decltype(step)::value + 1;
     if (count == value) body(std::integral_constant<int, value>{});
   });
+}
+
+// The part of the next panels that the tiles of this chunk should fetch: as large a share as the chunk is of all blocks.
+inline Ahead share_ahead(const Matrix& w, int next, int count, int first, int blocks, int tiles) {
+  if (next + count > w.panels) return {};
+  const size_t lines = static_cast<size_t>(count) * w.panel_bytes / 64;
+  const size_t from = lines * first / w.blocks, to = lines * (first + blocks) / w.blocks;
+  const size_t steps = static_cast<size_t>(tiles) * blocks;
+  return {w.panel(next) + 64 * from, static_cast<int>((to - from + steps - 1) / steps)};
 }
 
 template <Kind K>
@@ -253,14 +271,15 @@ void linear_quantised(const Matrix& w, const QuantRows& x, int panel, int count,
     const int blocks = std::min(even, w.blocks - first);
     Expanded expanded{};
     for (int n = 0; n < count; ++n) expand_panel<K>(w, panel + n, first, blocks, n, chunk, expanded);
+    Ahead ahead = share_ahead(w, panel + count, count, first, blocks, tile_end - tile);
     for (int t = tile; t < tile_end; ++t) {
       float* to = out + static_cast<size_t>(t - tile) * x.tile * out_stride;
       const size_t at = (x.start(t) - x.start(tile) + static_cast<size_t>(first) * x.rows_in(t)) * (has_halves(K) ? 2 : 1);
       with_count<kTileRows>(x.rows_in(t), [&](auto m) {
         constexpr int rows = decltype(m)::value;
         const TileRows in(x, t, first);
-        if (count == 2) wide_tile<K, rows, 2>(expanded, blocks, in, starts + at, first == 0, to, out_stride);
-        else wide_tile<K, rows, 1>(expanded, blocks, in, starts + at, first == 0, to, out_stride);
+        if (count == 2) wide_tile<K, rows, 2>(expanded, blocks, in, starts + at, ahead, first == 0, to, out_stride);
+        else wide_tile<K, rows, 1>(expanded, blocks, in, starts + at, ahead, first == 0, to, out_stride);
       });
     }
   }

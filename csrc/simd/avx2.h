@@ -182,6 +182,7 @@ template <bool Wide>
 inline Ints dot4(Ints sum, Bytes w, Inputs x) {
   return {dot4_half<Wide>(sum.a, w.a, x.v), dot4_half<Wide>(sum.b, w.b, x.v)};
 }
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 }  // namespace tokenmill::TM_ISA

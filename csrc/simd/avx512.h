@@ -121,6 +121,7 @@ template <bool Wide>
 inline Ints dot4(Ints sum, Bytes w, Inputs x) {
   return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)};
 }
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 }  // namespace tokenmill::TM_ISA

@@ -171,6 +171,7 @@ inline Ints dot4(Ints sum, Bytes w, Inputs x) {
     for (int k = 0; k < 4; ++k) sum.v[i] += static_cast<int32_t>(w.v[4 * i + k]) * x.v[k];
   return sum;
 }
+inline void prefetch_far(const void*) {}
 inline void prefetch(const void*) {}
 
 }  // namespace tokenmill::TM_ISA

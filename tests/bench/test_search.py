@@ -1,0 +1,124 @@
+"""The search for the edge: on made-up servers with noise, and on a real one whose capacity is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tokenmill.bench.records import Record
+from tokenmill.bench.search import (
+    SearchSettings,
+    Trial,
+    judge,
+    more_often_than_not,
+    queue_grows,
+    read_trials,
+    search,
+    write_trials,
+)
+from tokenmill.bench.slo import meets, parse_goodput, parse_limits
+from tokenmill.cli import main
+from tokenmill.errors import InvalidConfig
+
+
+def server(capacity: float, noise: float = 0.0, seed: int = 0) -> Callable[[float], Trial]:
+    drawing = random.Random(seed)
+
+    def attempt(level: float) -> Trial:
+        passed = level <= capacity + drawing.gauss(0, noise)
+        return Trial(level, passed, {"tpot_p95=100ms": level / 1000}, "" if passed else "slow")
+
+    return attempt
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 8, 31, 32, 33, 37, 100, 1000])
+def test_the_edge_is_found_exactly_without_noise(capacity: int) -> None:
+    verdict = search(server(capacity), SearchSettings())
+    assert (verdict.best, verdict.first_failing) == (capacity, capacity + 1)
+    assert len(verdict.trials) < 30 and verdict.confidence > 0.7
+
+
+def test_noise_moves_it_little() -> None:
+    found = [search(server(37, noise=0.4, seed=seed), SearchSettings(repeats=5)).best for seed in range(40)]
+    assert sum(best is not None and abs(best - 37) <= 1 for best in found) >= 38
+
+
+def test_ends_of_the_range() -> None:
+    assert search(server(0), SearchSettings()).best is None
+    all_pass = search(server(10_000), SearchSettings(most=100))
+    assert (all_pass.best, all_pass.first_failing) == (100, None)
+    rate = search(server(3.3), SearchSettings(start=0.5, is_whole=False))
+    assert rate.best is not None and 3.1 <= rate.best <= 3.3
+
+
+def test_confidence_is_the_beta_tail() -> None:
+    assert more_often_than_not(0, 0) == 0.5
+    assert more_often_than_not(3, 0) == pytest.approx(15 / 16)
+    assert more_often_than_not(2, 2) == pytest.approx(0.5)
+
+
+def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path, settings = tmp_path / "search.json", {"slo": "x"}
+    whole = search(server(37), SearchSettings())
+    write_trials(path, settings, whole.trials[:9])
+    made: list[float] = []
+
+    def attempt(level: float) -> Trial:
+        made.append(level)
+        return server(37)(level)
+
+    resumed = search(attempt, SearchSettings(), read_trials(path, settings))
+    assert resumed.best == 37 and len(made) == len(whole.trials) - 9
+    with pytest.raises(InvalidConfig, match="other settings"):
+        read_trials(path, {"slo": "y"})
+
+
+def record(sent: float, ttft: float, tpot: float = 0.01, error: str | None = None) -> Record:
+    times = [sent + ttft + n * tpot for n in range(4)]
+    return Record(sent_s=sent, times_s=times, end_s=times[-1], output_tokens=4, error=error)
+
+
+def test_a_growing_queue_fails_even_within_the_limits() -> None:
+    limits = parse_limits("ttft_p95=10s")
+    steady = [record(n * 0.1, 0.5 + 0.1 * (n % 3)) for n in range(80)]
+    growing = [record(n * 0.1, 0.1 + 0.05 * n) for n in range(80)]
+    assert not queue_grows(steady, 10) and queue_grows(growing, 10)
+    rates = {"output_tok_s": 0.0, "requests_s": 0.0}
+    assert judge(1, steady, limits, rates).passed
+    assert judge(1, growing, limits, rates).reason == "the queue grows"
+
+
+def test_limits_and_failures_are_named() -> None:
+    rates = {"output_tok_s": 0.0, "requests_s": 0.0}
+    records = [record(n, 0.2, 0.02 if n < 18 else 0.3) for n in range(20)]
+    trial = judge(2, records, parse_limits("ttft_p95=1s,tpot_p95=100ms"), rates)
+    assert not trial.passed and trial.reason.startswith("tpot_p95=100ms is 300")
+    assert judge(2, records, parse_limits("tpot_p50=100ms"), rates).passed
+    failed = [*records, record(30, 0.1, error="http_503")]
+    assert "http_503" in judge(2, failed, parse_limits("ttft_p95=1s"), rates).reason
+
+
+def test_limits_in_words() -> None:
+    one, two = parse_limits("ttft_p95=1s, tpot_mean=100ms")
+    assert (one.metric, one.percentile, one.limit_s) == ("ttft", 95, 1.0)
+    assert (two.percentile, two.limit_s) == (None, 0.1)
+    for wrong in ("", "ttft", "speed_p95=1s", "ttft_p0=1s", "ttft_q5=1s", "ttft_p95=soon", "ttft_p95=-1s"):
+        with pytest.raises(InvalidConfig):
+            parse_limits(wrong)
+    assert meets(record(0, 0.2, 0.02), parse_goodput("ttft=1s,tpot=50ms,itl=50ms,e2e=1s"))
+    assert not meets(record(0, 0.2, 0.06), parse_goodput("tpot=50ms"))
+    assert not meets(record(0, 0.2, error="cut"), {})
+
+
+@pytest.mark.slow
+def test_capacity_of_a_shared_machine_is_found(stub: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A token takes n × 100/37.5 ms: 37 streams are within 100 ms, 38 are not."""
+    url = stub(mode="share", ttft=0.01, itl=0.1 / 37.5, tokens=16)
+    arguments = ["--slo", "tpot_p95=100ms,ttft_p95=5s", "--waves", "3", "--max-lag-ms", "200", "--warmup", "0"]
+    assert main(["bench", "search", "--url", url, *arguments]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert abs(found["best"] - 37) <= 1

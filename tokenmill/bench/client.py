@@ -1,0 +1,254 @@
+"""A streaming HTTP/1.1 client that does as little as possible between the socket and the clock.
+
+One asyncio protocol object is one connection; bytes are looked at where they arrive, without tasks, queues or copies of
+what was already seen. That is what lets one core hold thousands of streams and still know when each piece came.
+
+    bytes ─► head ─► body (chunked, counted, or until the end) ─► lines ─► the dialect's reader ─► Record
+
+A connection whose answer ended cleanly is kept for the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from urllib.parse import urlsplit
+
+import orjson
+
+from tokenmill.bench.dialects import Ask, Dialect
+from tokenmill.bench.records import Record
+from tokenmill.errors import InvalidConfig
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_LINE_BYTES = 4 << 20
+MAX_ERROR_BYTES = 4096
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, dialect: Dialect, began: float) -> None:
+        self._dialect = dialect
+        self._began = began
+        self._transport: asyncio.Transport | None = None
+        self._record: Record | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._buffer = b""
+        self._line = b""
+        self._error_body = b""
+        self._in_body = self._is_chunked = self._has_length = False
+        self._remaining = 0
+        self.is_reusable = False
+
+    # ── used by the client ─────────────────────────────────────────────────────────────────────────────
+
+    def start(self, request: bytes, record: Record, done: asyncio.Future[None]) -> None:
+        assert self._transport is not None
+        self._record, self._done, self.is_reusable = record, done, False
+        self._buffer = self._line = self._error_body = b""
+        self._in_body = self._is_chunked = self._has_length = False
+        self._remaining = 0
+        record.sent_s = time.perf_counter() - self._began
+        self._transport.write(request)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ── called by the event loop ───────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter() - self._began
+        if self._record is None:  # bytes after the end of an answer: not a connection to use again
+            self.is_reusable = False
+            return
+        try:
+            self._take(self._buffer + data if self._buffer else data, now)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as problem:
+            self._finish(now, "bad_reply", f"{type(problem).__name__}: {problem}")
+
+    def eof_received(self) -> None:
+        self._lost()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    # ── parsing ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, data: bytes, now: float) -> None:
+        self._buffer = b""
+        if not self._in_body:
+            head, found, data = data.partition(b"\r\n\r\n")
+            if not found:
+                if len(head) > MAX_HEAD_BYTES:
+                    raise ValueError("endless headers")
+                self._buffer = head
+                return
+            self._read_head(head)
+        if self._is_chunked:
+            self._take_chunks(data, now)
+        elif self._has_length:
+            part = data[: self._remaining]
+            self._remaining -= len(part)
+            self._take_body(part, now)
+            if self._remaining == 0:
+                self._finish(now)
+        else:
+            self._take_body(data, now)
+
+    def _read_head(self, head: bytes) -> None:
+        assert self._record is not None
+        first, *lines = head.split(b"\r\n")
+        self._record.status = int(first.split(b" ", 2)[1])
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+        self._in_body = True
+        self._is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
+        self._has_length = not self._is_chunked and b"content-length" in headers
+        self._remaining = int(headers[b"content-length"]) if self._has_length else 0
+        self.is_reusable = headers.get(b"connection", b"").lower() != b"close"
+
+    def _take_chunks(self, data: bytes, now: float) -> None:
+        """hex length, CRLF, bytes, CRLF; a length of 0 ends the answer. Splits may fall anywhere."""
+        position = 0
+        while position < len(data):
+            if self._remaining:
+                part = data[position : position + self._remaining]
+                position += len(part)
+                self._remaining -= len(part)
+                self._take_body(part[:-2] if self._remaining == 0 else part[: self._inside(part)], now)
+                continue
+            end = data.find(b"\r\n", position)
+            if end < 0:
+                self._buffer = data[position:]
+                return
+            size = int(data[position:end].split(b";")[0], 16)
+            position = end + 2
+            if size == 0:
+                self._finish(now)
+                return
+            self._remaining = size + 2  # with the CRLF that follows
+
+    def _inside(self, part: bytes) -> int:
+        """How much of an unfinished part is content: the CRLF at a chunk's end may itself be cut."""
+        return len(part) - max(0, 2 - self._remaining)
+
+    def _take_body(self, data: bytes, now: float) -> None:
+        assert self._record is not None
+        if self._record.status != 200:
+            self._error_body = (self._error_body + data)[:MAX_ERROR_BYTES]
+            return
+        *lines, self._line = (self._line + data if self._line else data).split(b"\n")
+        if len(self._line) > MAX_LINE_BYTES:
+            raise ValueError("endless line")
+        for line in lines:
+            self._read_line(line, now)
+
+    def _read_line(self, line: bytes, now: float) -> None:
+        assert self._record is not None
+        if not self._dialect.is_sse:
+            if line.strip():
+                self._dialect.read(line, self._record, now)
+        elif line.startswith(b"data:"):
+            self._dialect.read(line[5:].strip(), self._record, now)
+
+    # ── the end ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, now: float, error: str | None = None, detail: str = "") -> None:
+        record, done = self._record, self._done
+        if record is None or done is None:
+            return
+        if self._line:
+            self._read_line(self._line, now)
+        self._record = self._done = None
+        record.end_s = now
+        if error is not None:
+            self.is_reusable = False
+            record.error, record.detail = error, detail
+        elif record.status != 200:
+            record.error, record.detail = f"http_{record.status}", self._error_body.decode("utf-8", "replace")
+        elif record.error is None and not record.times_s:
+            record.error = "empty"
+        if not done.done():
+            done.set_result(None)
+
+    def _lost(self) -> None:
+        """The end of the connection is the end of an answer that had no length; of any other it is a cut."""
+        self.is_reusable = False
+        now = time.perf_counter() - self._began
+        if self._in_body and not self._is_chunked and not self._has_length:
+            self._finish(now)
+        else:
+            self._finish(now, "cut", "the connection was closed before the answer ended")
+
+
+class Client:
+    """Requests to one server, over as many connections as are needed at once."""
+
+    def __init__(self, url: str, dialect: Dialect, model: str, api_key: str | None, began: float) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidConfig(f"{url!r} is no http address", param="url")
+        self._host, self._tls = parts.hostname, parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._dialect, self._model, self._began = dialect, model, began
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        key = ("Bearer " if dialect.key_header == "authorization" else "") + api_key if api_key else ""
+        auth = f"{dialect.key_header}: {key}\r\n" if key else ""
+        self._head = (
+            f"POST {prefix}{dialect.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{auth}"
+            "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
+        ).encode()
+        self._idle: list[Connection] = []
+
+    def encode(self, ask: Ask) -> bytes:
+        body = orjson.dumps(self._dialect.body(ask, self._model))
+        return self._head + str(len(body)).encode() + b"\r\n\r\n" + body
+
+    async def fetch(self, request: bytes, record: Record, timeout_s: float) -> None:
+        """Sends the request and waits until its record is complete; problems end in the record."""
+        loop = asyncio.get_running_loop()
+        connection = await self._connection(loop, record)
+        if connection is None:
+            return
+        done: asyncio.Future[None] = loop.create_future()
+        connection.start(request, record, done)
+        timer = loop.call_later(timeout_s, self._time_out, connection)
+        try:
+            await done
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        finally:
+            timer.cancel()
+        if connection.is_reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    async def _connection(self, loop: asyncio.AbstractEventLoop, record: Record) -> Connection | None:
+        while self._idle:
+            kept = self._idle.pop()
+            if kept.is_reusable:
+                return kept
+        context = ssl.create_default_context() if self._tls else None
+        try:
+            _, made = await loop.create_connection(
+                lambda: Connection(self._dialect, self._began), self._host, self._port, ssl=context
+            )
+        except OSError as problem:
+            record.sent_s = record.end_s = time.perf_counter() - self._began
+            record.error, record.detail = "connect", str(problem)
+            return None
+        return made
+
+    def _time_out(self, connection: Connection) -> None:
+        connection._finish(time.perf_counter() - self._began, "timeout", "no complete answer in time")
+        connection.close()
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()

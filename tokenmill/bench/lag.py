@@ -1,0 +1,82 @@
+"""Whether the load generator itself was the bottleneck.
+
+A timer that should fire every few milliseconds is watched: how late it fires is how late any arriving byte was seen and
+any request was sent. A report made of times measured late would blame the server for the client's slowness, so beyond a
+limit there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from tokenmill.bench.measures import percentile
+from tokenmill.errors import TokenmillError
+
+EVERY_S = 0.005
+MAX_BUSY = 0.95
+
+
+class ClientTooSlow(TokenmillError):
+    code = "client_too_slow"
+
+
+@dataclass(frozen=True)
+class Lag:
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    late_start_p99_ms: float  # how long after its time a request was sent (open loop)
+    busy: float  # share of one core that the generator used
+
+    def refuse_beyond(self, limit_ms: float) -> None:
+        hint = "use a faster or idler machine, fewer streams, or --max-lag-ms to accept less precise times"
+        if self.p99_ms > limit_ms:
+            raise ClientTooSlow(
+                f"no report: the load generator itself lagged by {self.p99_ms:.1f} ms (99th percentile; "
+                f"{limit_ms:g} ms are allowed), so its times would not be the server's",
+                hint=hint,
+            )
+        if self.late_start_p99_ms > max(10 * limit_ms, 100.0):
+            raise ClientTooSlow(
+                f"no report: requests were sent {self.late_start_p99_ms:.0f} ms after their time (99th percentile)",
+                hint=hint,
+            )
+
+
+class LagMeter:
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s = every_s
+        self._late_s: list[float] = []
+        self._handle: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._began = time.perf_counter()
+        self._cpu_began = time.process_time()
+
+    def start(self) -> None:
+        """From here on; what was before (a warm-up) is forgotten."""
+        self.stop()
+        self._late_s.clear()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        self._wait()
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def lag(self, late_starts_s: list[float]) -> Lag:
+        late = [seconds * 1e3 for seconds in self._late_s] or [0.0]
+        starts = [seconds * 1e3 for seconds in late_starts_s] or [0.0]
+        elapsed = max(time.perf_counter() - self._began, 1e-9)
+        busy = (time.process_time() - self._cpu_began) / elapsed
+        return Lag(percentile(late, 50), percentile(late, 99), max(late), percentile(starts, 99), busy)
+
+    def _wait(self) -> None:
+        self._due = time.perf_counter() + self._every_s
+        self._handle = asyncio.get_running_loop().call_later(self._every_s, self._fire)
+
+    def _fire(self) -> None:
+        self._late_s.append(max(0.0, time.perf_counter() - self._due))
+        self._wait()

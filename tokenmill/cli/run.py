@@ -4,6 +4,7 @@ tokenmill run "What is the capital of France?"
 tokenmill run qwen3:0.6b "Write a haiku"
 echo "Summarise this" | tokenmill run
 cat notes.txt | tokenmill run "Summarise this:"
+tokenmill run "Three facts about Paris" --schema facts.json
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import os
 import stat
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from tokenmill.cli import flags, session
 from tokenmill.cli.dispatch import INTERRUPTED
 from tokenmill.errors import InvalidRequest
+from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 from tokenmill.store import is_model_name
 from tokenmill.types import Event
 
@@ -31,6 +35,7 @@ def command(
     /,
     *,
     system: str | None = None,
+    schema: Path | None = None,
     raw: Annotated[bool, Parameter(negative="")] = False,
     stats: Annotated[bool, Parameter(negative="")] = False,
     sampling: flags.SamplingFlags = flags.SAMPLING,
@@ -49,6 +54,8 @@ def command(
         What to answer.
     system
         How the model should behave, in words.
+    schema
+        A file with a JSON schema: the answer is JSON that follows it.
     raw
         Continue the text as it is, without the chat template.
     stats
@@ -58,7 +65,7 @@ def command(
     text = _with_stdin(prompt)
     if not text:
         raise InvalidRequest("nothing to answer", hint='tokenmill run "your question", or pipe text in')
-    params = sampling.params()  # wrong values are refused before a model is loaded
+    params = following(schema, sampling.params())  # wrong values are refused before a model is loaded
     if raw and system:
         raise InvalidRequest("--system needs the chat template, which --raw leaves out")
     llm = session.open_model(flags.engine_config(model, model_config, cache, scheduler, ops))
@@ -78,6 +85,18 @@ def tell_apart(model: str | None, prompt: str | None) -> tuple[str | None, str |
     if model is not None and prompt is None and not is_model_name(model):
         return None, model
     return model, prompt
+
+
+def following(schema: Path | None, params: SamplingParams) -> SamplingParams:
+    if schema is None:
+        return params
+    try:
+        text = schema.read_text(encoding="utf-8") if schema.stat().st_size <= MAX_GUIDED_BYTES else ""
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InvalidRequest(f"{schema} can't be read: {problem}", param="schema") from problem
+    if not text.strip():
+        raise InvalidRequest(f"{schema} is empty, or longer than {MAX_GUIDED_BYTES >> 10} KiB", param="schema")
+    return msgspec.structs.replace(params, guided=Guided("json_schema", text))
 
 
 def conversation(system: str | None, text: str) -> list[dict[str, Any]]:

@@ -93,11 +93,6 @@ def _length(messages: list[Message]) -> int:
 
 
 def _refuse_unsupported_output(fields: Fields) -> None:
-    wanted = fields.object("response_format")
-    if wanted is not None:
-        kind = wanted.required_text("type")
-        if kind != "text":
-            refuse("response_format", f"of type {shown(kind)} is not supported yet; only text is")
     modalities = fields.items("modalities", 16)
     if modalities is not None and modalities != ["text"]:
         refuse("modalities", 'must be ["text"]: this server answers in text only')

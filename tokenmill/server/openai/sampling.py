@@ -11,6 +11,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.status import ModelInfo
 from tokenmill.params import INT64_MAX, INT64_MIN, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, BeamParams, SamplingParams
 from tokenmill.server.fields import Fields, refuse, shown
+from tokenmill.server.openai.guided import parse_guided
 
 MAX_COUNT = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
@@ -23,10 +24,6 @@ UNSUPPORTED = (
     "bad_words",
     "continue_final_message",
     "documents",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "kv_transfer_params",
     "logits_processors",
     "mm_processor_kwargs",
@@ -75,6 +72,7 @@ def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, 
         "logit_bias": _logit_bias(fields, info.vocab_size),
         "allowed_token_ids": fields.token_ids("allowed_token_ids", info.vocab_size, info.vocab_size),
         "banned_token_ids": fields.token_ids("banned_token_ids", info.vocab_size, info.vocab_size),
+        "guided": parse_guided(fields),
         "stop": _stop(fields),
         "stop_token_ids": fields.token_ids("stop_token_ids", MAX_STOP_STRINGS, info.vocab_size),
         "prompt_logprobs": _prompt_logprobs(fields),

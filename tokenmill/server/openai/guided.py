@@ -1,0 +1,98 @@
+"""What an answer must follow, as OpenAI's `response_format` and vLLM's `guided_...` fields say it.
+
+`strict` makes no difference here: a schema is always followed to the letter, or refused. Whether a schema or a grammar
+can be followed at all the engine finds out, before the first byte of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+
+from tokenmill.guided.grammar import is_gbnf
+from tokenmill.params import Guided
+from tokenmill.server.fields import Fields, refuse, shown
+
+MAX_CHOICES = 10_000
+
+
+def parse_guided(fields: Fields) -> Guided | None:
+    given = {key: guided for key, read in READERS.items() if (guided := read(fields, key)) is not None}
+    if len(given) > 1:
+        first, second = list(given)[:2]
+        refuse(second, f"does not combine with {first}: an answer follows one of them")
+    return next(iter(given.values()), None)
+
+
+def _response_format(fields: Fields, key: str) -> Guided | None:
+    wanted = fields.object(key)
+    if wanted is None:
+        return None
+    kind = wanted.required_text("type")
+    if kind == "json_schema":
+        return _named_schema(wanted)
+    if kind not in ("text", "json_object"):
+        refuse(f"{key}.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+    return Guided("json_object") if kind == "json_object" else None
+
+
+def _named_schema(wanted: Fields) -> Guided:
+    named = wanted.object("json_schema")
+    if named is None:
+        refuse(wanted.name("json_schema"), "is required")
+    named.text("name")
+    named.text("description")
+    named.boolean("strict")
+    schema = named.object("schema")
+    if schema is None:
+        refuse(named.name("schema"), "is required")
+    return Guided.schema(schema.values)
+
+
+def _json(fields: Fields, key: str) -> Guided | None:
+    """A schema as an object, or as the text of one."""
+    if not isinstance(fields.get(key), str):
+        schema = fields.object(key)
+        return None if schema is None else Guided.schema(schema.values)
+    text = _text(fields, key)
+    try:
+        orjson.loads(text or "")
+    except orjson.JSONDecodeError as error:
+        refuse(key, f"is not valid JSON: {error}")
+    return Guided("json_schema", text or "")
+
+
+def _regex(fields: Fields, key: str) -> Guided | None:
+    text = _text(fields, key)
+    return None if text is None else Guided("regex", text)
+
+
+def _choice(fields: Fields, key: str) -> Guided | None:
+    texts = fields.items(key, MAX_CHOICES)
+    if texts is None:
+        return None
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        refuse(key, "must be a list of strings, none of them empty")
+    return Guided.choice(texts)
+
+
+def _grammar(fields: Fields, key: str) -> Guided | None:
+    text = _text(fields, key)
+    return None if text is None else Guided("gbnf" if is_gbnf(text) else "lark", text)
+
+
+def _text(fields: Fields, key: str) -> str | None:
+    text = fields.text(key)
+    if text == "":
+        refuse(key, "must not be empty")
+    return text
+
+
+READERS: dict[str, Callable[[Fields, str], Guided | None]] = {
+    "response_format": _response_format,
+    "guided_json": _json,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+}

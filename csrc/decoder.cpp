@@ -37,6 +37,11 @@ bool reads_quantised(std::initializer_list<const Linear*> readers) {
   return std::any_of(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
 }
 
+int most_segments(const BatchView& batch) {
+  const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows);
+  return (longest + kSegment - 1) / kSegment;
+}
+
 int padded16(int size) { return (size + 15) / 16 * 16; }
 
 }  // namespace
@@ -223,52 +228,63 @@ void Decoder::place_token(const Layer& layer, const BatchView& batch, int token,
 
 void Decoder::attend_all(const Layer& layer, const BatchView& batch) {
   const AttentionTask& task = layer.attention;
-  const int kv_heads = task.cache.kv_heads, per_kv = task.heads / kv_heads;
-  const bool decode = batch.tokens == batch.rows && per_kv <= kernels_->query_tile;
-  const int segments = (*std::max_element(batch.context_lens, batch.context_lens + batch.rows) + kSegment - 1) / kSegment;
+  const int kv_heads = task.cache.kv_heads;
+  const bool decode = batch.tokens == batch.rows && task.heads / kv_heads <= kernels_->query_tile;
+  const int segments = most_segments(batch);
   const bool split = decode && segments > 2 && batch.rows * kv_heads < 8 * pool_.threads();
-  if (!decode || split)
-    for_rows(pool_, batch.tokens, 2 * (task.heads + kv_heads) * task.cache.head_dim, [&](int t) {
-      for (int h = 0; h < kv_heads; ++h) place_token(layer, batch, t, h);
-    });
-  if (split) {
-    const size_t parts = static_cast<size_t>(batch.rows) * kv_heads * segments * per_kv;
-    grow(split_partials_, parts);
-    grow(split_sums_, parts * padded16(task.cache.head_dim));
-    pool_.run(batch.rows * kv_heads * segments, [&](int piece, int thread) {
-      split_decode(layer, batch, piece / segments / kv_heads, piece / segments % kv_heads, piece % segments, thread);
-    });
-    for (int r = 0; r < batch.rows; ++r)
-      for (int h = 0; h < kv_heads; ++h) merge_splits(layer, batch, r, h);
-    return;
-  }
-  if (decode) {
-    const double seconds = 1.0 * segments * kSegment * per_kv * task.cache.head_dim * 4 / 20e9 + 3e-7;
-    const int per_piece = std::clamp(static_cast<int>(4e-6 / seconds), 1, std::max(1, batch.rows * kv_heads / (2 * pool_.threads())));
-    const int all = batch.rows * kv_heads;
-    pool_.run((all + per_piece - 1) / per_piece, [&](int piece, int thread) {
-      for (int i = piece * per_piece; i < std::min(all, (piece + 1) * per_piece); ++i) {
-        place_token(layer, batch, i / kv_heads, i % kv_heads);
-        attend_tile(layer, batch, i / kv_heads, i % kv_heads, 0, per_kv, thread);
-      }
-    });
-    return;
-  }
+  if (decode && !split) return attend_singles(layer, batch, segments);
+  for_rows(pool_, batch.tokens, 2 * (task.heads + kv_heads) * task.cache.head_dim, [&](int t) {
+    for (int h = 0; h < kv_heads; ++h) place_token(layer, batch, t, h);
+  });
+  if (split) attend_split(layer, batch, segments);
+  else attend_chunks(layer, batch);
+}
+
+// One token per row: a piece places the token and attends at once, since no other piece reads what it writes.
+void Decoder::attend_singles(const Layer& layer, const BatchView& batch, int segments) {
+  const AttentionTask& task = layer.attention;
+  const int kv_heads = task.cache.kv_heads, per_kv = task.heads / kv_heads, all = batch.rows * kv_heads;
+  const double seconds = 4.0 * segments * kSegment * per_kv * task.cache.head_dim / 20e9 + 3e-7;
+  const int most = std::max(1, all / (2 * pool_.threads()));
+  const int per_piece = std::clamp(static_cast<int>(4e-6 / seconds), 1, most);
+  pool_.run((all + per_piece - 1) / per_piece, [&](int piece, int thread) {
+    for (int i = piece * per_piece; i < std::min(all, (piece + 1) * per_piece); ++i) {
+      place_token(layer, batch, i / kv_heads, i % kv_heads);
+      attend_tile(layer, batch, i / kv_heads, i % kv_heads, 0, per_kv, thread);
+    }
+  });
+}
+
+// Few rows with long contexts: every segment is a piece of its own.
+void Decoder::attend_split(const Layer& layer, const BatchView& batch, int segments) {
+  const AttentionTask& task = layer.attention;
+  const int kv_heads = task.cache.kv_heads;
+  const size_t parts = static_cast<size_t>(batch.rows) * task.heads * segments;
+  grow(split_partials_, parts);
+  grow(split_sums_, parts * padded16(task.cache.head_dim));
+  pool_.run(batch.rows * kv_heads * segments, [&](int piece, int thread) {
+    split_decode(layer, batch, piece / segments / kv_heads, piece / segments % kv_heads, piece % segments, thread);
+  });
+  for (int r = 0; r < batch.rows; ++r)
+    for (int h = 0; h < kv_heads; ++h) merge_splits(layer, batch, r, h);
+}
+
+// Any mix of chunks: tiles of queries, those with the longest contexts first so that none is left at the end.
+void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
   struct Tile {
-    int row, first;
+    int row, first, count;
   };
+  const int kv_heads = layer.attention.cache.kv_heads, per_kv = layer.attention.heads / kv_heads;
+  const int size = kernels_->query_tile;
   std::vector<Tile> tiles;
-  for (int r = batch.rows - 1; r >= 0; --r) {  // long tiles (late queries) first, so that none is left at the end
+  for (int r = 0; r < batch.rows; ++r) {
     const int queries = (batch.query_starts[r + 1] - batch.query_starts[r]) * per_kv;
-    for (int first = (queries - 1) / kernels_->query_tile * kernels_->query_tile; first >= 0 && queries > 0;
-         first -= kernels_->query_tile)
-      tiles.push_back({r, first});
+    for (int first = 0; first < queries; first += size) tiles.push_back({r, first, std::min(size, queries - first)});
   }
+  std::reverse(tiles.begin(), tiles.end());
   pool_.run(static_cast<int>(tiles.size()) * kv_heads, [&](int piece, int thread) {
     const Tile& tile = tiles[static_cast<size_t>(piece / kv_heads)];
-    const int queries = (batch.query_starts[tile.row + 1] - batch.query_starts[tile.row]) * per_kv;
-    attend_tile(layer, batch, tile.row, piece % kv_heads, tile.first,
-                std::min(kernels_->query_tile, queries - tile.first), thread);
+    attend_tile(layer, batch, tile.row, piece % kv_heads, tile.first, tile.count, thread);
   });
 }
 
@@ -330,7 +346,7 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
 // One segment of one row's context; the parts are joined in order by merge_splits, as attend itself would have done.
 void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
-  const int segments = (*std::max_element(batch.context_lens, batch.context_lens + batch.rows) + kSegment - 1) / kSegment;
+  const int segments = most_segments(batch);
   const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, 0, per_kv);
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
@@ -342,7 +358,7 @@ void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, 
 void Decoder::merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
   const int wide = padded16(layer.attention.cache.head_dim);
-  const int segments = (*std::max_element(batch.context_lens, batch.context_lens + batch.rows) + kSegment - 1) / kSegment;
+  const int segments = most_segments(batch);
   const size_t at = (static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments * per_kv;
   for (int g = 0; g < per_kv; ++g) {
     float* sums = split_sums_.data() + (at + g) * wide;
@@ -421,7 +437,8 @@ void Decoder::moe(const Moe& moe, int tokens, float* out) {
   runner_.run(&router, 1);
   for (int t = 0; t < tokens; ++t)
     choose_experts(router_logits_.data() + static_cast<size_t>(t) * experts, experts, active, moe.renormalize,
-                   expert_ids_.data() + static_cast<size_t>(t) * active, expert_shares_.data() + static_cast<size_t>(t) * active);
+                   expert_ids_.data() + static_cast<size_t>(t) * active,
+                   expert_shares_.data() + static_cast<size_t>(t) * active);
 
   std::vector<int> counts(static_cast<size_t>(experts), 0), places(static_cast<size_t>(tokens) * active);
   for (size_t i = 0; i < places.size(); ++i) places[i] = counts[static_cast<size_t>(expert_ids_[i])]++;
@@ -478,7 +495,9 @@ void Decoder::logits(const float* hidden, int rows, float* out) {
   const Gemm head{&head_, nullptr, normed_.view(), Gemm::Mode::Store, out, static_cast<size_t>(vocab_)};
   runner_.run(&head, 1);
   if (logit_softcap_ > 0.0f)
-    for_rows(pool_, rows, vocab_, [&](int r) { kernels_->softcap(out + static_cast<size_t>(r) * vocab_, logit_softcap_, vocab_); });
+    for_rows(pool_, rows, vocab_, [&](int r) {
+      kernels_->softcap(out + static_cast<size_t>(r) * vocab_, logit_softcap_, vocab_);
+    });
 }
 
 }  // namespace tokenmill

@@ -90,6 +90,9 @@ class Decoder {
   void attention(const Layer& layer, const BatchView& batch);
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
   void attend_all(const Layer& layer, const BatchView& batch);
+  void attend_singles(const Layer& layer, const BatchView& batch, int segments);
+  void attend_split(const Layer& layer, const BatchView& batch, int segments);
+  void attend_chunks(const Layer& layer, const BatchView& batch);
   void attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count, int thread);
   void split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread);
   void merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head);

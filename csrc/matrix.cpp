@@ -16,16 +16,6 @@ constexpr size_t kHuge = size_t{2} << 20;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
-std::shared_ptr<uint8_t[]> allocate(size_t bytes) {
-  const size_t alignment = bytes >= kHuge ? kHuge : 64;
-  auto* memory = static_cast<uint8_t*>(::operator new[](round_up(bytes, alignment), std::align_val_t(alignment)));
-#if defined(__linux__)
-  if (bytes >= kHuge) madvise(memory, round_up(bytes, alignment), MADV_HUGEPAGE);  // streams cross fewer pages
-#endif
-  std::memset(memory, 0, bytes);
-  return {memory, [alignment](uint8_t* p) { ::operator delete[](p, std::align_val_t(alignment)); }};
-}
-
 uint32_t four_at(const uint8_t* p) {
   uint32_t word;
   std::memcpy(&word, p, 4);
@@ -144,7 +134,8 @@ size_t plain_bytes(Kind kind) { return kind == Kind::F32 ? 4 : 2; }
 
 void pack_plain(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
   const size_t size = plain_bytes(m.kind);
-  for (int k = 0; k < m.cols; ++k) std::memcpy(panel + (static_cast<size_t>(k) * kPanel + output) * size, row + k * size, size);
+  for (int k = 0; k < m.cols; ++k)
+    std::memcpy(panel + (static_cast<size_t>(k) * kPanel + output) * size, row + k * size, size);
 }
 
 void pack_row(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
@@ -155,6 +146,16 @@ void pack_row(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
 }
 
 }  // namespace
+
+std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes) {
+  const size_t alignment = bytes >= kHuge ? kHuge : 64;
+  auto* memory = static_cast<uint8_t*>(::operator new[](round_up(bytes, alignment), std::align_val_t(alignment)));
+#if defined(__linux__)
+  if (bytes >= kHuge) madvise(memory, round_up(bytes, alignment), MADV_HUGEPAGE);  // streams cross fewer pages
+#endif
+  std::memset(memory, 0, bytes);
+  return {memory, [alignment](uint8_t* p) { ::operator delete[](p, std::align_val_t(alignment)); }};
+}
 
 Kind kind_from_name(const std::string& name) {
   static const std::pair<const char*, Kind> known[] = {
@@ -204,7 +205,7 @@ Matrix matrix_layout(Kind kind, int rows, int cols) {
 
 Matrix pack_matrix(Kind kind, int rows, int cols, const uint8_t* source, size_t row_bytes) {
   Matrix m = matrix_layout(kind, rows, cols);
-  m.owner = allocate(m.num_bytes());
+  m.owner = allocate_pages(m.num_bytes());
   m.data = m.owner.get();
   for (int row = 0; row < rows; ++row)
     pack_row(m, m.data + static_cast<size_t>(row / kPanel) * m.panel_bytes, row % kPanel, source + row * row_bytes);

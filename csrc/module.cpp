@@ -148,17 +148,20 @@ class Bench {  // a matrix product with its own pool, without a model around it
   // Seconds to read `bytes` of memory with all threads, `repeats` times.
   std::vector<double> time_read(size_t bytes, int repeats) {
     nb::gil_scoped_release free;
-    std::vector<uint64_t> memory(bytes / 8, 1);
+    const std::shared_ptr<uint8_t[]> memory = allocate_pages(bytes);
+    const auto* words = reinterpret_cast<const uint64_t*>(memory.get());
     std::vector<double> seconds;
     const size_t step = 1 << 14;  // words of a piece
     std::atomic<uint64_t> sink{0};
     for (int i = 0; i < repeats; ++i) {
       const auto start = std::chrono::steady_clock::now();
-      pool_.run(static_cast<int>(memory.size() / step), [&](int piece, int) {
-        const uint64_t* p = memory.data() + static_cast<size_t>(piece) * step;
+      pool_.run(static_cast<int>(bytes / 8 / step), [&](int piece, int) {
+        const uint64_t* p = words + static_cast<size_t>(piece) * step;
         uint64_t sums[8] = {};
-        for (size_t k = 0; k < step; k += 8)
+        for (size_t k = 0; k < step; k += 8) {
+          __builtin_prefetch(p + k + 256);
           for (size_t lane = 0; lane < 8; ++lane) sums[lane] += p[k + lane];
+        }
         sink.fetch_add(sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7]);
       });
       seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());

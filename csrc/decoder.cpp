@@ -47,10 +47,12 @@ int padded16(int size) { return (size + 15) / 16 * 16; }
 }  // namespace
 
 Decoder::Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
-                 const Kernels& kernels)
+                 int parts, const Kernels& kernels)
     : kernels_(&kernels), pool_(threads), runner_(pool_, kernels), hidden_(hidden), vocab_(vocab), eps_(eps),
       embedding_scale_(embedding_scale), logit_softcap_(logit_softcap),
-      attention_scratch_(static_cast<size_t>(threads)) {}
+      parts_(parts), attention_scratch_(static_cast<size_t>(threads)) {
+  for (Activations* activations : {&normed_, &heads_, &inner_}) activations->set_parts(parts);
+}
 
 int Decoder::add_rope(RopeTable table) {
   ropes_.push_back(std::move(table));
@@ -450,6 +452,8 @@ void Decoder::moe(const Moe& moe, int tokens, float* out) {
     const size_t at = static_cast<size_t>(e);
     if (counts[at] == 0) continue;
     const Mlp& expert = moe.experts[at];
+    expert_in_[at].set_parts(parts_);
+    expert_inner_[at].set_parts(parts_);
     expert_in_[at].prepare(counts[at], hidden_, *kernels_, reads_quantised({&expert.gate, &expert.up}), true);
     const bool quantised = is_quantised(expert.down.w.kind);
     expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, quantised, !quantised);

@@ -63,7 +63,8 @@ struct BatchView {  // ForwardBatch of tokenmill/ops/batch.py as pointers
 
 class Decoder {
  public:
-  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
+  // `parts`: bytes of a quantised activation, 1 or 2
+  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads, int parts,
           const Kernels& kernels);
 
   int add_rope(RopeTable table);
@@ -108,6 +109,7 @@ class Decoder {
   Runner runner_;
   int hidden_, vocab_;
   float eps_, embedding_scale_, logit_softcap_;
+  int parts_;
   std::vector<RopeTable> ropes_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;

@@ -28,7 +28,7 @@ void Activations::prepare(int rows, int cols, const Kernels& kernels, bool quant
   const size_t size = static_cast<size_t>(rows) * cols, blocks = static_cast<size_t>(rows) * quant_.blocks;
   if (plain) grow(values_, size);
   if (!quantised) return;
-  grow(q_, size);
+  grow(q_, size * static_cast<size_t>(quant_.parts));
   grow(scale_, blocks);
   grow(scaled_sum_, blocks);
   grow(sum_, blocks);

@@ -17,6 +17,8 @@ struct Linear {
 // Activations with their own memory, kept from step to step.
 class Activations {
  public:
+  // 1 or 2 bytes for a quantised number; before anything is prepared.
+  void set_parts(int parts) { quant_.parts = parts; }
   // Room for `rows` rows of `cols` numbers. Tiles of `tile` rows (see QuantRows).
   void prepare(int rows, int cols, const Kernels& kernels, bool quantised, bool plain);
   Rows view() const;

@@ -113,7 +113,10 @@ void logits(Decoder& decoder, Array<const float, 2> hidden, Array<float, 2> out)
 
 class Bench {  // a matrix product with its own pool, without a model around it
  public:
-  Bench(int threads, const std::string& isa) : kernels_(kernels_or_best(isa)), pool_(threads), runner_(pool_, kernels_) {}
+  Bench(int threads, const std::string& isa, int parts)
+      : kernels_(kernels_or_best(isa)), pool_(threads), runner_(pool_, kernels_) {
+    in_.set_parts(parts);
+  }
 
   void linear(const Matrix& w, const std::optional<FloatVector>& bias, Array<const float, 2> x, Array<float, 2> out) {
     if (x.shape(1) != static_cast<size_t>(w.cols) || out.shape(0) != x.shape(0) ||
@@ -209,7 +212,7 @@ NB_MODULE(_native, m) {
   m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a);
 
   nb::class_<Bench>(m, "Bench")
-      .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a = "")
+      .def(nb::init<int, const std::string&, int>(), "threads"_a, "isa"_a = "", "parts"_a = 1)
       .def("linear", &Bench::linear, "matrix"_a, "bias"_a.none(), "x"_a, "out"_a)
       .def("time_linear", &Bench::time_linear, "matrices"_a, "rows"_a, "repeats"_a)
       .def("time_read", &Bench::time_read, "num_bytes"_a, "repeats"_a);
@@ -234,10 +237,11 @@ NB_MODULE(_native, m) {
 
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
-                          int threads, const std::string& isa) {
+                          int threads, int parts, const std::string& isa) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
-        new (self) Decoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, kernels_or_best(isa));
-      }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a, "isa"_a = "")
+        if (parts != 1 && parts != 2) throw std::invalid_argument("activations have 1 or 2 bytes");
+        new (self) Decoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, parts, kernels_or_best(isa));
+      }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a, "parts"_a, "isa"_a = "")
       .def("add_rope", [](Decoder& self, Array<const float, 2> cos, Array<const float, 2> sin) {
         if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1))
           throw std::invalid_argument("cos and sin differ in shape");

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from real_models import fetched_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-MODELS = Path(os.environ.get("TOKENMILL_TEST_MODELS", Path.home() / ".cache" / "tokenmill-test-models"))
 
 
 @pytest.fixture(scope="session")
@@ -18,16 +15,6 @@ def shared_dir() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the data folder ../shared is not here")
     return SHARED
-
-
-def fetched_model(shared: Path, name: str) -> Path:
-    """Path of a real model, fetched once into the test cache."""
-    done = subprocess.run(
-        [sys.executable, str(shared / "tools" / "get-model"), name, str(MODELS)], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"model {name} could not be fetched: {done.stderr.strip()[-200:]}")
-    return Path(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

@@ -89,19 +89,37 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
   }
 }
 
+// The bytes of 32 numbers, and the sums of their halves.
+inline void store_numbers(Ints a, Ints b, int parts, int8_t* q, int32_t& sum_a, int32_t& sum_b) {
+  if (parts == 1) {
+    store_i8(q, a);
+    store_i8(q + 16, b);
+    return sum_small(a, b, sum_a, sum_b);
+  }
+  // The nearest multiple of 256, and what is left: -128 .. 127.
+  const Ints high_a = shift_right(add(a, splat_int(128)), 8), high_b = shift_right(add(b, splat_int(128)), 8);
+  const Ints low_a = sub(a, shift_left(high_a, 8)), low_b = sub(b, shift_left(high_b, 8));
+  store_i8(q, high_a);
+  store_i8(q + 16, high_b);
+  store_i8(q + kBlock, low_a);
+  store_i8(q + kBlock + 16, low_b);
+  int32_t low_sums[2];
+  sum_small(high_a, high_b, sum_a, sum_b);
+  sum_small(low_a, low_b, low_sums[0], low_sums[1]);
+  sum_a = 256 * sum_a + low_sums[0];
+  sum_b = 256 * sum_b + low_sums[1];
+}
 inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
   const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division
   const int count = to.rows_in(t), m = row - t * to.tile;
   const size_t base = to.start(t) + static_cast<size_t>(block) * count, at = base + m;
   const Floats a = load(x), b = load(x + 16);
   const float largest = max_lanes(max(abs(a), abs(b)));
-  const Floats inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-  const Ints qa = to_ints(mul(a, inverse)), qb = to_ints(mul(b, inverse));
-  store_i8(to.q + at * kBlock, qa);
-  store_i8(to.q + at * kBlock + 16, qb);
+  const float most = to.parts == 1 ? 127.0f : 127.0f * 256.0f;
+  const Floats inverse = splat(largest > 0.0f ? most / largest : 0.0f);
   int32_t first, second;
-  sum_small(qa, qb, first, second);
-  const float scale = largest * (1.0f / 127.0f);
+  store_numbers(to_ints(mul(a, inverse)), to_ints(mul(b, inverse)), to.parts, to.q + at * kBlock * to.parts, first, second);
+  const float scale = largest / most;
   to.scale[at] = scale;
   to.negative_sum[at] = -(first + second);
   to.negative_halves[base + at] = -first;

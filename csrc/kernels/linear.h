@@ -5,7 +5,8 @@
 //   acc = fma(float(dot), w_scale * x_scale, acc);  with minima also  acc = fma(w_min, x_scaled_sum, acc)
 //
 // Unsigned weights times signed activations: the offset of the weights is taken back by starting the integer sum at
-// -offset * sum(x), which costs nothing but a shift.
+// -offset * sum(x), which costs nothing but a shift. Activations of two bytes go through twice: the sum over the first
+// bytes is multiplied by 256 before the second ones are added to it, still exact in 32 bits.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -62,6 +63,7 @@ inline __attribute__((always_inline)) BlockScales read_scales(const uint8_t* sca
 // ── activations of one tile ──
 struct TileRows {
   const int8_t* q;
+  int parts;
   const float* scale;
   const int32_t* negative_sum;
   const int32_t* negative_halves;
@@ -69,7 +71,8 @@ struct TileRows {
 
   TileRows(const QuantRows& rows, int t, int first_block = 0) {
     const size_t at = rows.start(t) + static_cast<size_t>(first_block) * rows.rows_in(t);
-    q = rows.q + at * kBlock;
+    q = rows.q + at * kBlock * rows.parts;
+    parts = rows.parts;
     scale = rows.scale + at;
     negative_sum = rows.negative_sum + at;
     negative_halves = rows.negative_halves + 2 * at;
@@ -95,18 +98,28 @@ void small_tile(const Matrix& w, int panel, const TileRows& x, float* out, size_
   for (int b = 0; b < w.blocks; ++b, payload += payload_bytes(K)) {
     for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 2048 + ahead);
     const BlockScales s = read_scales<K>(scales, b);
-    const int8_t* q = x.q + static_cast<size_t>(b) * M * kBlock;
+    const int row_bytes = x.parts * kBlock;
+    const int8_t* q = x.q + static_cast<size_t>(b) * M * row_bytes;
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M];
-      for (int m = 0; m < M; ++m)
-        dot[m] = start_of_sum<K>(halves == 2 ? x.negative_halves[(2 * b + h) * M + m] : x.negative_sum[b * M + m]);
-      unroll<8 / halves>([&](auto step) {
-        constexpr int group = decltype(step)::value + h * 4;
-        const Bytes weights = unpack_group<bits, group>(payload);
-        for (int m = 0; m < M; ++m)
-          dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(q + m * kBlock + 4 * group));
-      });
+      const auto start = [&](int m) {
+        return start_of_sum<K>(halves == 2 ? x.negative_halves[(2 * b + h) * M + m] : x.negative_sum[b * M + m]);
+      };
+      const auto add_part = [&](const int8_t* in) __attribute__((always_inline)) {
+        unroll<8 / halves>([&](auto step) {
+          constexpr int group = decltype(step)::value + h * 4;
+          const Bytes weights = unpack_group<bits, group>(payload);
+          for (int m = 0; m < M; ++m)
+            dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(in + m * row_bytes + 4 * group));
+        });
+      };
+      for (int m = 0; m < M; ++m) dot[m] = x.parts == 1 ? start(m) : splat_int(0);
+      add_part(q);
+      if (x.parts == 2) {
+        for (int m = 0; m < M; ++m) dot[m] = add(shift_left(dot[m], 8), start(m));
+        add_part(q + kBlock);
+      }
       for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(x.scale[b * M + m])), acc[m]);
     });
     if constexpr (has_min(K))
@@ -177,6 +190,7 @@ template <Kind K, int M, int N>
 void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts, Ahead& ahead, bool is_first, float* out,
                size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
+  const int row_bytes = x.parts * kBlock;
   const uint8_t* bytes[N];
   const float* d[N];
   const float* minimum[N];
@@ -194,17 +208,26 @@ void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts,
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M][N];
+      const auto start = [&](int m) { return splat_int(zero_shift(K) < 0 ? 0 : starts[h * M + m]); };
+      const auto add_part = [&](const int8_t* q) __attribute__((always_inline)) {
+        unroll<8 / halves>([&](auto step) {
+          constexpr int group = decltype(step)::value + h * 4;
+          Bytes weights[N];
+          for (int n = 0; n < N; ++n) weights[n] = load_bytes(bytes[n] + 64 * group);
+          for (int m = 0; m < M; ++m) {
+            const Inputs in = splat_inputs(q + m * row_bytes + 4 * group);
+            for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], in);
+          }
+        });
+      };
       for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) dot[m][n] = splat_int(zero_shift(K) < 0 ? 0 : starts[h * M + m]);
-      unroll<8 / halves>([&](auto step) {
-        constexpr int group = decltype(step)::value + h * 4;
-        Bytes weights[N];
-        for (int n = 0; n < N; ++n) weights[n] = load_bytes(bytes[n] + 64 * group);
-        for (int m = 0; m < M; ++m) {
-          const Inputs in = splat_inputs(x.q + m * kBlock + 4 * group);
-          for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], in);
-        }
-      });
+        for (int n = 0; n < N; ++n) dot[m][n] = x.parts == 1 ? start(m) : splat_int(0);
+      add_part(x.q);
+      if (x.parts == 2) {
+        for (int m = 0; m < M; ++m)
+          for (int n = 0; n < N; ++n) dot[m][n] = add(shift_left(dot[m][n], 8), start(m));
+        add_part(x.q + kBlock);
+      }
       Floats scale[N];
       for (int n = 0; n < N; ++n) scale[n] = load(d[n] + h * kPanel);
       for (int m = 0; m < M; ++m) {
@@ -222,7 +245,7 @@ void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts,
       x.scaled_sum += M;
       for (int n = 0; n < N; ++n) minimum[n] += kPanel;
     }
-    x.q += M * kBlock;
+    x.q += M * row_bytes;
     x.scale += M;
     starts += halves * M;
     for (int n = 0; n < N; ++n) {

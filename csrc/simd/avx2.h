@@ -102,6 +102,9 @@ inline void store_i8(int8_t* p, Ints x) {
 
 inline Ints splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Ints shift_left(Ints x, int bits) { return {_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)}; }
+inline Ints shift_right(Ints x, int bits) { return {_mm256_srai_epi32(x.a, bits), _mm256_srai_epi32(x.b, bits)}; }
+inline Ints add(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline Ints sub(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline int32_t sum_lanes(Ints x) {
   const __m256i both = _mm256_add_epi32(x.a, x.b);
   __m128i four = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));

@@ -71,6 +71,9 @@ inline void store_i8(int8_t* p, Ints a) {
 
 inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
+inline Ints shift_right(Ints a, int bits) { return {_mm512_srai_epi32(a.v, bits)}; }
+inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints sub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 
 // lane sums of two registers whose numbers fit in a byte
 inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {

@@ -120,6 +120,18 @@ inline Ints shift_left(Ints a, int bits) {
   for (int i = 0; i < 16; ++i) a.v[i] *= 1 << bits;
   return a;
 }
+inline Ints shift_right(Ints a, int bits) {
+  for (int i = 0; i < 16; ++i) a.v[i] >>= bits;
+  return a;
+}
+inline Ints add(Ints a, Ints b) {
+  for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
+  return a;
+}
+inline Ints sub(Ints a, Ints b) {
+  for (int i = 0; i < 16; ++i) a.v[i] -= b.v[i];
+  return a;
+}
 inline int32_t sum_lanes(Ints a) {
   int32_t total = 0;
   for (int i = 0; i < 16; ++i) total += a.v[i];

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from models_for_tests import model_path
+from real_models import fetched_model
 
 from tokenmill import LLM, SamplingParams
 
@@ -23,7 +23,7 @@ def test_top_token_agrees_where_llama_cpp_is_sure(
     name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording = json.loads((RECORDINGS / f"{name}.json").read_text())
-    llm = LLM(str(model_path(shared_dir, name)), max_context=512, num_blocks=600)
+    llm = LLM(str(fetched_model(shared_dir, name)), max_context=512, num_blocks=600)
     agreed = sure = total = 0
     cases = recording["cases"]
     prompts = [case["prompt_ids"] + case["ids"] for case in cases]

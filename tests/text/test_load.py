@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import fetched_model
+from real_models import fetched_model
 
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.errors import DamagedFile, ModelError

@@ -25,8 +25,8 @@ class ModelConfig:
     """What activations (and unquantised weights) are computed in."""
     max_context: int | None = None
     """Longest prompt plus answer in tokens; the model's own limit by default."""
-    quantization: Literal["none", "int8"] = "none"
-    """Quantise unquantised weights while loading."""
+    quantization: Literal["none", "int8", "fp8", "int4"] = "none"
+    """Quantise unquantised weights while loading: int8 on a CPU, fp8 or int4 on a GPU."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""
 
@@ -63,6 +63,9 @@ class OpsConfig:
     """Where the model runs."""
     backend: Backend = "auto"
     """Which kernels compute it; `auto` takes the fastest that can."""
+    activation_bits: Literal["auto", "8", "16"] = "auto"
+    """How finely native kernels round what they multiply quantised weights with; by default 16 bits for small models,
+    which suffer from rounding, and 8 bits, up to twice as fast, for the others."""
     threads: int | None = None
     """CPU threads; the physical cores this process may use by default."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
 from tokenmill.errors import InvalidConfig
@@ -15,6 +16,7 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.runner.memory import blocks_for_context
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+SMALL_MODEL_PARAMETERS = 600_000_000  # below, answers change visibly when activations are rounded to 8 bits
 MAX_AUTO_CONTEXT = 32_768  # models that promise a million tokens still start on a small machine
 
 
@@ -37,7 +39,7 @@ class Resolved:
 
 def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: MachineFacts) -> Resolved:
     reasons: list[str] = []
-    ops = _resolve_ops(config.ops, machine, reasons)
+    ops = _resolve_ops(config.ops, spec, machine, reasons)
     model = _resolve_model(config.model, spec, ops, reasons)
     cache = _resolve_cache(config, model, layout, machine, reasons)
     model = _within_pool(model, cache, layout, reasons)
@@ -45,7 +47,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: Ma
     return Resolved(replace(config, model=model, cache=cache, ops=ops), reasons)
 
 
-def _resolve_ops(ops: OpsConfig, machine: MachineFacts, reasons: list[str]) -> OpsConfig:
+def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons: list[str]) -> OpsConfig:
     device = ops.device if ops.device != "auto" else ("cuda" if machine.has_cuda else "cpu")
     if device == "cuda" and not machine.has_cuda:
         raise InvalidConfig("device cuda was asked for, but torch sees no CUDA device", param="device")
@@ -56,7 +58,10 @@ def _resolve_ops(ops: OpsConfig, machine: MachineFacts, reasons: list[str]) -> O
         reasons.append(f"device {device}, backend {backend}{why}")
     if backend == "cpu" and machine.native_reason is not None:
         raise InvalidConfig(f"backend cpu was asked for, but {machine.native_reason}", param="backend")
-    return replace(ops, device=device, backend=backend, threads=ops.threads or machine.cores)
+    bits = ops.activation_bits
+    if bits == "auto":
+        bits = "16" if num_parameters(spec) < SMALL_MODEL_PARAMETERS else "8"
+    return replace(ops, device=device, backend=backend, activation_bits=bits, threads=ops.threads or machine.cores)
 
 
 def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons: list[str]) -> ModelConfig:

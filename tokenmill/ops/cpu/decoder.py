@@ -63,13 +63,22 @@ class NativeDecoder:
         threads: int,
         quantization: Quantization = "none",
         instruction_set: str = "",
+        activation_bits: int = 8,
     ) -> None:
-        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best."""
+        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (8 or
+        16) is how finely the inputs of quantised matrices are rounded."""
         self.spec = spec
         self.layout = layout
         cap = spec.logit_softcap or 0.0
         self._decoder = native().Decoder(
-            spec.hidden_size, spec.vocab_size, spec.norm_eps, spec.embedding_scale, cap, threads, instruction_set
+            hidden=spec.hidden_size,
+            vocab=spec.vocab_size,
+            eps=spec.norm_eps,
+            embedding_scale=spec.embedding_scale,
+            logit_softcap=cap,
+            threads=threads,
+            parts=activation_bits // 8,
+            isa=instruction_set,
         )
         self._parts = _Parts(weights, dense, quantization)
         self._cache_owner: object = None

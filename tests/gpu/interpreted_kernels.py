@@ -1,0 +1,157 @@
+"""Every kernel against the reference ops, in Triton's interpreter on a CPU. Run as a program: the interpreter is chosen
+when Triton is first imported, and must not reach other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
+from tokenmill.ops.interface import AttentionArgs, ExpertsWeight
+from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
+from tokenmill.ops.triton import quantized, skinny
+from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
+
+OPS = build_ops()
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (ours.shape, theirs.shape, ours.dtype)
+    difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-12))
+    assert difference < tolerance, difference
+
+
+def check_norms() -> None:
+    for rows, size in ((3, 48), (1, 200)):
+        x, residual, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
+        same(OPS.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5))
+        for ours, theirs in zip(
+            OPS.add_rms_norm(x, residual, weight, 1e-5), PLAIN.add_rms_norm(x, residual, weight, 1e-5), strict=True
+        ):
+            same(ours, theirs)
+
+
+def check_activations() -> None:
+    x = torch.randn(3, 2 * 1100)
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        same(OPS.act_mul(x, kind), PLAIN.act_mul(x, kind))
+
+
+def check_place(heads: int, kv_heads: int, dim: int, rotary: int, has_norm: bool) -> None:
+    tokens, block = 3, 4
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    angles = (torch.randn(tokens, rotary // 2), torch.randn(tokens, rotary // 2)) if rotary else None
+    norms = (torch.randn(dim), torch.randn(dim)) if has_norm else None
+    slots = torch.tensor([9, 4, 11])
+    caches = [LayerCache(torch.zeros(3, kv_heads, block, dim), torch.zeros(3, kv_heads, block, dim)) for _ in range(2)]
+    assert OPS.place_qkv is not None
+    queries = OPS.place_qkv(qkv, caches[0], slots, norms, 1e-6, angles)
+    q, k, v = (part.view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
+    if norms:
+        q, k = PLAIN.rms_norm(q, norms[0], 1e-6), PLAIN.rms_norm(k, norms[1], 1e-6)
+    if angles:
+        q, k = PLAIN.rotate(q, *angles), PLAIN.rotate(k, *angles)
+    PLAIN.write_kv(caches[1], k, v, slots)
+    same(queries, q)
+    same(caches[0].keys, caches[1].keys)
+    same(caches[0].values, caches[1].values)
+
+
+def paged_batch(lengths: list[tuple[int, int]], block: int) -> ForwardBatch:
+    """(queries, context) of each row, on scattered blocks"""
+    width = max(-(-context // block) for _, context in lengths)
+    ids = list(range(1, 1 + width * len(lengths)))
+    random.Random(0).shuffle(ids)
+    tables = torch.tensor(ids, dtype=torch.int32).view(len(lengths), width)
+    counts = torch.tensor([queries for queries, _ in lengths])
+    none = torch.empty(0, dtype=torch.int64)
+    return ForwardBatch(
+        token_ids=none,
+        positions=none,
+        query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int(),
+        context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32),
+        groups=(GroupTables(tables, none),),
+        logit_rows=none,
+        block_size=block,
+        max_query_len=int(counts.max()),
+        max_context_len=max(context for _, context in lengths),
+        num_single=next((i for i, (queries, _) in enumerate(lengths) if queries > 1), len(lengths)),
+    )
+
+
+def check_attention(heads: int, kv_heads: int, dim: int, args: AttentionArgs) -> None:
+    for lengths in ([(1, 90), (1, 3), (1, 200)], [(1, 70), (37, 37), (5, 50)]):
+        batch = paged_batch(lengths, 16)
+        num_blocks = 1 + batch.groups[0].block_tables.numel()
+        shape = (num_blocks, kv_heads, 16, dim)
+        cache = LayerCache(torch.randn(shape), torch.randn(shape))
+        queries = torch.randn(sum(count for count, _ in lengths), heads, dim)
+        found = [ops.attention(queries, cache, ops.plan_attention(batch, 0, args.window), args) for ops in (OPS, PLAIN)]
+        same(*found, tolerance=1e-4)
+
+
+def check_products() -> None:
+    for num_out, num_in in ((48, 256), (40, 384)):
+        matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
+        for rows in (1, 3, 17):
+            x = torch.randn(rows, num_in)
+            same(skinny.skinny_linear(x, matrix, bias, None, skinny.Shape(16, 128, 4)), x @ matrix.T + bias)
+            four = quantized.to_int4(matrix)
+            same(quantized.int4_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-3)
+            same(quantized.expanded(four), matrix, tolerance=0.12)
+            eight = quantized.to_fp8(matrix)
+            wide = eight.values.float() * eight.scales[:, None]
+            same(quantized.fp8_linear(x, eight, None), x @ wide.T, tolerance=1e-3)
+            same(wide, matrix, tolerance=0.04)
+
+
+def check_experts() -> None:
+    num_experts, hidden, inter, k = 5, 32, 24, 2
+    packed = ExpertsWeight(
+        num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
+    )
+    for tokens in (2, 19):
+        x, logits = torch.randn(tokens, hidden), torch.randn(tokens, num_experts)
+        for renormalize in (True, False):
+            ours, theirs = OPS.route(logits, k, renormalize), PLAIN.route(logits, k, renormalize)
+            same(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+        same(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
+
+
+def check_seats() -> None:
+    tables = torch.randint(1, 99, (2, 4, 5), dtype=torch.int32)
+    newest = torch.tensor([7, 8, 9, 10])
+    given = torch.tensor([[2, NO_ROW, 0], [17, 0, 6], [-1, -1, 55]], dtype=torch.int32)
+    found = look_up(given, tables, newest, 4)
+    assert found.token_ids.tolist() == [9, 0, 55] and found.contexts.tolist() == [18, 0, 7]
+    expected = [[int(tables[g, 2, 4]) * 4 + 1, 0, int(tables[g, 0, 1]) * 4 + 2] for g in range(2)]
+    assert found.slots.tolist() == expected
+    assert torch.equal(found.tables[:, 0], tables[:, 2]) and torch.equal(found.tables[:, 2, :2], tables[:, 0, :2])
+    remember(given, torch.tensor([41, 42, 43]), newest)
+    assert newest.tolist() == [43, 8, 41, 10]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    check_norms()
+    check_activations()
+    check_place(4, 2, 20, 20, has_norm=False)
+    check_place(3, 1, 16, 8, has_norm=True)
+    check_place(2, 2, 16, 0, has_norm=False)
+    check_attention(4, 2, 20, AttentionArgs(0.3))
+    check_attention(2, 1, 16, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
+    check_products()
+    check_experts()
+    check_seats()
+    print("all kernels agree with the reference")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The Triton kernels on a machine without a GPU: a process of its own runs them in the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_kernels_agree_with_the_reference() -> None:
+    pytest.importorskip("triton")
+    program = Path(__file__).with_name("interpreted_kernels.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all kernels agree" in done.stdout

@@ -1,0 +1,22 @@
+"""Real models by name, fetched once into a cache of the tests' own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODELS = Path(os.environ.get("TOKENMILL_TEST_MODELS", Path.home() / ".cache" / "tokenmill-test-models"))
+
+
+def fetched_model(shared: Path, name: str) -> Path:
+    """Path of a real model, fetched once into the test cache."""
+    done = subprocess.run(
+        [sys.executable, str(shared / "tools" / "get-model"), name, str(MODELS)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"model {name} could not be fetched: {done.stderr.strip()[-200:]}")
+    return Path(done.stdout.strip().splitlines()[-1])

@@ -1,6 +1,6 @@
 """Times the GPU kernels of one layer of Llama-3.1-8B, variant by variant, against cuBLAS, cuDNN and the memory's speed.
 
-    python benchmarks/gpu_kernels.py [skinny] [decode] [chunk]
+python benchmarks/gpu_kernels.py [skinny] [decode] [chunk]
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmill.ops.triton import chunk_attention as chunk
 from tokenmill.ops.triton import decode_attention as decode
-from tokenmill.ops.triton.skinny import skinny_linear
+from tokenmill.ops.triton import quantized
+from tokenmill.ops.triton.skinny import Shape, skinny_linear, skinny_linear_4bit
 
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 
 
@@ -44,36 +51,83 @@ def graph_ms(work: Callable[[], object], repeats: int = 5) -> float:
     return sorted(times)[repeats // 2]
 
 
+def skinny_cases() -> Iterator[tuple[str, int, list[Shape]]]:
+    """(format, rows, shapes to try)"""
+    dots = [
+        Shape(*x)
+        for x in (
+            (32, 256, 4, 5),
+            (16, 256, 4, 5),
+            (16, 512, 4, 4),
+            (32, 512, 4, 4),
+            (64, 256, 4, 4),
+            (32, 128, 4, 6),
+            (16, 512, 2, 5),
+        )
+    ]
+    yield "fp8", 1, [*dots, *(Shape(*x) for x in ((16, 512, 4), (4, 1024, 4), (8, 512, 2), (4, 512, 2)))]
+    for rows in (8, 32):
+        yield "fp8", rows, dots
+    fours = [
+        Shape(*x) for x in ((32, 0, 4, 4), (16, 0, 4, 4), (16, 0, 4, 6), (64, 0, 4, 4), (16, 0, 2, 6), (32, 0, 4, 6))
+    ]
+    yield "int4", 1, [*fours, *(Shape(*x) for x in ((4, 512, 4), (4, 1024, 4), (8, 256, 4), (2, 1024, 2)))]
+    yield "int4", 8, fours
+
+
+def packed(matrix: torch.Tensor, kind: str) -> object:
+    return {"bf16": lambda m: m, "fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind](matrix)
+
+
+def multiply(x: torch.Tensor, matrix: object, shape: Shape) -> torch.Tensor:
+    if isinstance(matrix, quantized.Fp8Matrix):
+        return skinny_linear(x, matrix.values, None, matrix.scales, shape)
+    if isinstance(matrix, quantized.Int4Matrix):
+        return skinny_linear_4bit(x, matrix.values, matrix.scales, None, shape)
+    return skinny_linear(x, matrix, None, None, shape)
+
+
+def num_bytes(matrix: object) -> int:
+    parts = (matrix,) if isinstance(matrix, torch.Tensor) else (matrix.values, matrix.scales)
+    return sum(part.nbytes for part in parts)
+
+
 def bench_skinny() -> None:
-    one_row = [*itertools.product((4, 8, 16), (512, 1024), (4, 8), (3,)), (2, 2048, 4, 3), (1, 4096, 4, 3)]
-    few = [*itertools.product((16, 32, 64), (128, 256, 512), (4,), (3, 5)), (32, 256, 8, 4)]
-    for num_rows, variants in ((1, one_row), (8, few)):
+    for kind, num_rows, shapes in skinny_cases():
         for name, (num_out, num_in) in SHAPES.items():
-            copies = max(2, 700_000_000 // (num_out * num_in * 2))
-            weights = torch.randn(copies, num_out, num_in, device="cuda", dtype=torch.bfloat16)
+            if kind != "bf16" and name == "head":
+                continue
+            copies = max(2, 500_000_000 // (num_out * num_in * 2))
+            plain = torch.randn(copies, num_out, num_in, device="cuda", dtype=torch.bfloat16)
             x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
-            expected = functional.linear(x.float(), weights[0].float())
-            floor = weights.nbytes / 4.38e9
-            found = [(graph_ms(lambda w=weights, x=x: [functional.linear(x, part) for part in w]), "cublas")]
-            for strip, stride, warps, stages in variants:
-                if strip * stride * (1 if num_rows == 1 else 2 * stages) > 200_000 or strip * stride < 1024:
-                    continue
-
-                def work(w=weights, x=x, s=strip, t=stride, n=warps, g=stages) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-                    return [skinny_linear(x, part, None, strip=s, stride=t, warps=n, stages=g) for part in w]
-
+            expected = functional.linear(x.float(), plain[0].float())
+            matrices = [packed(part, kind) for part in plain]
+            floor = sum(map(num_bytes, matrices)) / 4.38e9
+            found = [(graph_ms(lambda w=plain, x=x: [functional.linear(x, part) for part in w]), "cublas bf16")]
+            if kind == "fp8" and num_rows > 16:
+                found.append((graph_ms(lambda w=matrices, x=x: [scaled(x, m) for m in w]), "scaled_mm"))
+            for shape in shapes:
                 try:
-                    got = skinny_linear(x, weights[0], None, strip=strip, stride=stride, warps=warps, stages=stages)
+                    got = multiply(x, matrices[0], shape)
                     error = float((got.float() - expected).norm() / expected.norm())
-                    assert error < 1e-2, f"error {error}"
-                    found.append((graph_ms(work), f"strip {strip} stride {stride} warps {warps} stages {stages}"))
+                    assert error < {"bf16": 1e-2, "fp8": 5e-2, "int4": 2e-1}[kind], f"error {error}"
+                    found.append(
+                        (graph_ms(lambda w=matrices, x=x, s=shape: [multiply(x, m, s) for m in w]), str(shape))
+                    )
                 except Exception as problem:
-                    print("failed", strip, stride, warps, stages, str(problem)[:80])
-            best = sorted(found)[:4]
-            print(f"rows {num_rows} {name:8} cublas {found[0][0] / floor:.3f} of floor^-1; best", flush=True)
-            for ms, what in best:
-                print(f"     {floor / ms:.3f} of peak   {what}", flush=True)
-            del weights
+                    print("failed", kind, shape, str(problem)[:80])
+            per = 1e3 / copies
+            print(
+                f"{kind} rows {num_rows} {name}: floor {floor * per:.1f} us; "
+                + "; ".join(f"{ms * per:.1f} {what}" for ms, what in sorted(found)[:4]),
+                flush=True,
+            )
+            del plain, matrices
+
+
+def scaled(x: torch.Tensor, matrix: quantized.Fp8Matrix) -> torch.Tensor:
+    values, scales = quantized.quantized_rows(x)
+    return torch._scaled_mm(values, matrix.values.t(), scales, matrix.scales.unsqueeze(0), out_dtype=x.dtype)
 
 
 def paged(num_rows: int, context: int, layers: int) -> tuple[list[decode.LayerCache], torch.Tensor, torch.Tensor]:
@@ -116,7 +170,9 @@ def bench_decode() -> None:
                     decode.decode_attention(q, cache, tb, cx, args, o, s, tile=t, warps=w, stages=g)
 
             try:
-                decode.decode_attention(q, caches[0], tables, contexts, args, out, splits, tile=tile, warps=warps, stages=stages)
+                decode.decode_attention(
+                    q, caches[0], tables, contexts, args, out, splits, tile=tile, warps=warps, stages=stages
+                )
                 error = float((out[0].float() - expected.squeeze(1)).norm() / expected.norm())
                 assert error < 1e-2, f"error {error}"
                 found.append((graph_ms(work), f"tile {tile} splits {splits} warps {warps} stages {stages}"))
@@ -145,26 +201,54 @@ def bench_chunk() -> None:
         flops = 2 * num_rows * length * length * HEADS * DIM
         found = []
         for queries, tile, warps, stages in (
-            *itertools.product((128,), (64, 128), (8,), (2, 3)), (128, 32, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2),
-            (64, 64, 4, 3), (128, 32, 4, 3),
+            *itertools.product((128,), (64, 128), (8,), (2, 3)),
+            (128, 32, 8, 3),
+            (128, 64, 4, 3),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (128, 32, 4, 3),
         ):
 
-            def work(m=queries, t=tile, w=warps, g=stages, c=caches, q=q, o=out, tb=tables, s=starts, cx=contexts) -> None:  # type: ignore[no-untyped-def]
+            def work(
+                m=queries, t=tile, w=warps, g=stages, c=caches, q=q, o=out, tb=tables, s=starts, cx=contexts
+            ) -> None:  # type: ignore[no-untyped-def]
                 for cache in c:
-                    chunk.chunk_attention(q, cache, tb, s, cx, range(len(cx)), len(q), args, o, queries_tile=m, tile=t, warps=w, stages=g)
+                    chunk.chunk_attention(
+                        q, cache, tb, s, cx, range(len(cx)), len(q), args, o, queries_tile=m, tile=t, warps=w, stages=g
+                    )
 
             try:
                 work()
-                chunk.chunk_attention(q, caches[0], tables, starts, contexts, range(num_rows), len(q), args, out, queries_tile=queries, tile=tile, warps=warps, stages=stages)
+                chunk.chunk_attention(
+                    q,
+                    caches[0],
+                    tables,
+                    starts,
+                    contexts,
+                    range(num_rows),
+                    len(q),
+                    args,
+                    out,
+                    queries_tile=queries,
+                    tile=tile,
+                    warps=warps,
+                    stages=stages,
+                )
                 error = float((out.float() - expected.float()).norm() / expected.float().norm())
                 assert error < 1e-2, f"error {error}"
-                found.append((graph_ms(work) / len(caches), f"queries {queries} tile {tile} warps {warps} stages {stages}"))
+                found.append(
+                    (graph_ms(work) / len(caches), f"queries {queries} tile {tile} warps {warps} stages {stages}")
+                )
             except Exception as problem:
                 print("failed", queries, tile, warps, stages, str(problem)[:80])
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             try:
                 with sdpa_kernel(backend):
-                    ms = graph_ms(lambda b=batched, k=k, v=v: functional.scaled_dot_product_attention(b, k, v, is_causal=True, enable_gqa=True))
+                    ms = graph_ms(
+                        lambda b=batched, k=k, v=v: functional.scaled_dot_product_attention(
+                            b, k, v, is_causal=True, enable_gqa=True
+                        )
+                    )
                 found.append((ms, str(backend)))
             except Exception as problem:
                 print("failed", backend, str(problem)[:80])
@@ -172,7 +256,9 @@ def bench_chunk() -> None:
             from torch.nn.attention.varlen import varlen_attn
 
             kk, vv = (part.transpose(1, 2).reshape(-1, KV_HEADS, DIM).repeat_interleave(4, 1) for part in (k, v))
-            ms = graph_ms(lambda q=q, kk=kk, vv=vv, s=starts, n=length: varlen_attn(q, kk, vv, s, s, n, n, is_causal=True))
+            ms = graph_ms(
+                lambda q=q, kk=kk, vv=vv, s=starts, n=length: varlen_attn(q, kk, vv, s, s, n, n, is_causal=True)
+            )
             found.append((ms, "varlen_attn"))
         except Exception as problem:
             print("failed varlen", str(problem)[:200])

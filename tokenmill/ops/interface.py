@@ -113,6 +113,7 @@ class OpsWanted:
     dtype: torch.dtype  # of activations
     kv_dtype: torch.dtype
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    quantization: str = "none"  # of plain weights, while they are loaded
     quants: frozenset[str] = field(default_factory=frozenset)  # block formats among the weights
 
 

@@ -29,12 +29,13 @@ class DecodeGraph:
     graph: torch.cuda.CUDAGraph
     given: torch.Tensor  # int32 [3, R]
     drawn: torch.Tensor  # int64 [R], -1 where the logits are not finite
-    logits: torch.Tensor  # float32 [R, vocab]
+    hidden: torch.Tensor  # [R, H], for rows that draw in another way
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """1 2 4 8 16 24 32 40 ... 256, then every 32nd"""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows + 32, 32)]
+    """1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 ... 512 640 ...: each an eighth to a half more than the last"""
+    sizes = [1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, 256, 32), *range(256, 512, 64)]
+    sizes += range(512, max_rows, 128)
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
@@ -69,6 +70,12 @@ class DecodeGraphs:
         graph.graph.replay()
         return graph
 
+    def prepare(self) -> None:
+        """Captures every size now; otherwise each is captured when it is first met."""
+        for size in self._sizes:
+            if size not in self._captured:
+                self._capture(size)
+
     def _capture(self, size: int) -> DecodeGraph:
         given = torch.zeros(3, size, dtype=torch.int32, device=self._storage.device)
         given[0] = NO_ROW  # a rehearsal with rows that only fill up changes nothing
@@ -78,16 +85,16 @@ class DecodeGraphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                drawn, logits = self._step(given)
-        captured = DecodeGraph(graph, given, drawn, logits)
+                drawn, hidden = self._step(given)
+        captured = DecodeGraph(graph, given, drawn, hidden)
         self._captured[size] = captured
         return captured
 
     def _step(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._model.logits(self._model.forward(self._batch(given), self._storage))
-        drawn = pick_best(logits)
+        hidden = self._model.forward(self._batch(given), self._storage)
+        drawn = pick_best(self._model.logits(hidden))
         remember(given, drawn, self.newest)
-        return drawn, logits
+        return drawn, hidden
 
     def _batch(self, given: torch.Tensor) -> ForwardBatch:
         size, device = given.shape[1], given.device

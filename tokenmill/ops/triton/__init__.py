@@ -29,10 +29,10 @@ def _refuse(wanted: OpsWanted) -> str | None:
     return None
 
 
-def _build(_wanted: OpsWanted) -> Ops:
+def _build(wanted: OpsWanted) -> Ops:
     from tokenmill.ops.triton.build import build_ops
 
-    return build_ops()
+    return build_ops(wanted.quantization)
 
 
 TRITON = Backend("triton", _refuse, _build)

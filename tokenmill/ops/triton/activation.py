@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 _BLOCK = 1024
 
@@ -26,7 +27,9 @@ def activate(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inter
@@ -40,5 +43,5 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     num_rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inter)
     if num_rows:
-        _act_mul[(num_rows, triton.cdiv(inter, _BLOCK))](gate_up, out, inter, activation, _BLOCK)
+        _act_mul[(num_rows, triton.cdiv(inter, _BLOCK))](gate_up, out, inter, activation, _BLOCK, **launch_options())
     return out

@@ -8,21 +8,26 @@ from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.attention import attention, plan_attention
-from tokenmill.ops.triton.linear import linear
+from tokenmill.ops.triton.experts import experts
+from tokenmill.ops.triton.linear import PackLinear, linear
 from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.place import place_qkv
+from tokenmill.ops.triton.route import route
 
 
-def build_ops() -> Ops:
-    """Packing, embedding, rotation and routing are torch's: they are few, or large copies."""
+def build_ops(quantization: str = "none") -> Ops:
+    """Embedding, rotation and packing of experts are torch's: they are few, or large copies."""
     return replace(
         REFERENCE_OPS,
         name="triton",
         plan_attention=plan_attention,
+        pack_linear=PackLinear(quantization),
         linear=linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         place_qkv=place_qkv,
         attention=attention,
         act_mul=act_mul,
+        route=route,
+        experts=experts,
     )

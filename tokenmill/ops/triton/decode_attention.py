@@ -15,6 +15,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of two
 TILE = 64  # keys looked at together
@@ -30,7 +31,10 @@ def _decode(
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -88,8 +92,10 @@ def _decode(
 def _join(
     part_out, part_lse, sinks, out,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     place = tl.program_id(0).to(tl.int64)  # row * heads + head
     splits = tl.arange(0, SPLITS_PADDED)
     d = tl.arange(0, DIM_PADDED)
@@ -113,7 +119,8 @@ def _join(
 def num_splits_for(num_rows: int, kv_heads: int, max_context: int, tile: int) -> int:
     """So many that all programs together fill the device, but none without a tile of its own."""
     wanted = PROGRAMS_WANTED // max(1, num_rows * kv_heads)
-    return max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, tile)))
+    splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, tile)))
+    return 1 << (splits.bit_length() - 1)  # few variants to compile
 
 
 def decode_attention(
@@ -145,13 +152,13 @@ def decode_attention(
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
         args.softcap is not None, args.sinks is not None, precision_of(queries),
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **launch_options(),
     )  # fmt: skip
     if num_splits > 1:
         _join[(num_rows * num_heads,)](
             part_out, part_lse, sinks, out,
             num_heads, dim, padded, num_splits, triton.next_power_of_2(num_splits), args.sinks is not None,
-            num_warps=2,
+            num_warps=2, **launch_options(),
         )  # fmt: skip
 
 

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-from tokenmill.ops.interface import LinearWeight
+from tokenmill.ops.interface import Dense, LinearWeight
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.triton.quantized import (
+    GROUP_SIZE,
+    Fp8Matrix,
+    Int4Matrix,
+    fp8_linear,
+    int4_linear,
+    to_fp8,
+    to_int4,
+)
+from tokenmill.ops.triton.skinny import skinny_linear
+
+MAX_SKINNY_ROWS = 1  # cuBLAS is as fast for more
+KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
+
+
+class PackLinear:
+    """Stacks matrices by rows and, if asked to, quantises them."""
+
+    def __init__(self, quantization: str) -> None:
+        self._quantization = quantization
+
+    def __call__(self, parts: Sequence[RawTensor], bias: torch.Tensor | None, dense: Dense) -> LinearWeight:
+        matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
+        rows, columns = matrix.shape
+        return LinearWeight(rows, columns, self._packed(matrix, parts[0].name), bias)
+
+    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | Int4Matrix:
+        if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
+            return matrix
+        return to_fp8(matrix) if self._quantization == "fp8" else to_int4(matrix)
 
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    return functional.linear(x, weight.packed, weight.bias)
+    matrix = weight.packed
+    if isinstance(matrix, Fp8Matrix):
+        return fp8_linear(x, matrix, weight.bias)
+    if isinstance(matrix, Int4Matrix):
+        return int4_linear(x, matrix, weight.bias)
+    if 0 < x.shape[0] <= MAX_SKINNY_ROWS and matrix.dtype != torch.float32:
+        return skinny_linear(x, matrix, weight.bias)
+    return functional.linear(x, matrix, weight.bias)

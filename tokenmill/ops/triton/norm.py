@@ -6,11 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+
 
 @triton.jit
 def _norm_rows(
-    x, residual, weight, out, total, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    x, residual, weight, out, total, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -57,4 +61,6 @@ def _launch(
     if num_rows:
         block = triton.next_power_of_2(size)
         warps = 4 if block <= 2048 else 8
-        _norm_rows[(num_rows,)](x, residual, weight, out, total, size, eps, has_residual, block, num_warps=warps)
+        _norm_rows[(num_rows,)](
+            x, residual, weight, out, total, size, eps, has_residual, block, num_warps=warps, **launch_options()
+        )

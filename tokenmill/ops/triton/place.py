@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 
 @triton.jit
@@ -41,7 +42,10 @@ def _place(
     qkv, queries, keys, values, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
@@ -94,6 +98,6 @@ def place_qkv(
             cos.shape[-1] if angles else 0, eps, qkv.stride(0),
             num_heads, kv_heads, dim, triton.next_power_of_2(dim), block_size, tile,
             norms is not None, angles is not None,
-            num_warps=4,
+            num_warps=4, **launch_options(),
         )  # fmt: skip
     return queries

@@ -1,38 +1,47 @@
 """Products of a few rows with a big matrix: the time is what reading the matrix once takes.
 
 One program owns a strip of matrix rows and streams along them. With one input row the products are plain
-multiply-adds; with up to 16 the matrix units take a tile of 16 rows, of which the missing ones are zero.
+multiply-adds; with more the matrix units take a tile of 16 to 64 rows, of which the missing ones are zero. Quantised
+matrices are expanded in registers, on their way from memory to the product. The first part of the strip is fetched
+before the kernel that computes the input has ended.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-MAX_ROWS = 16
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+
+MAX_ROWS = 64
+GROUP = tl.constexpr(128)  # columns that share a scale in the 4-bit format
 
 
 @triton.jit
 def _one_row(
-    x, weight, bias, out, num_out, num_in,
-    STRIP: tl.constexpr, STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr,
+    x, weight, scales, bias, out, num_out, num_in,
+    STRIP: tl.constexpr, STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    let_next_begin(OVERLAPS)
     rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     is_row = rows < num_out
     columns = tl.arange(0, STRIDE)
     lines = weight + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
+    part = tl.load(lines, mask=is_row[:, None] & (columns < num_in)[None, :], other=0.0)
+    wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, STRIDE), tl.float32)
     for start in range(0, num_in, STRIDE):
-        if IS_EVEN:
-            factors = tl.load(x + start + columns)
-            part = tl.load(lines + start, eviction_policy="evict_first")
-        else:
-            inside = start + columns < num_in
-            factors = tl.load(x + start + columns, mask=inside, other=0.0)
-            part = tl.load(lines + start, mask=is_row[:, None] & inside[None, :], other=0.0)
+        factors = tl.load(x + start + columns, mask=start + columns < num_in, other=0.0)
         sums += part.to(tl.float32) * factors.to(tl.float32)[None, :]
+        following = start + STRIDE + columns
+        part = tl.load(lines + start + STRIDE, mask=is_row[:, None] & (following < num_in)[None, :], other=0.0)
     result = tl.sum(sums, axis=1)
+    if IS_SCALED:
+        result *= tl.load(scales + rows, mask=is_row, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
@@ -40,52 +49,190 @@ def _one_row(
 
 @triton.jit
 def _few_rows(
-    x, weight, bias, out, num_rows, num_out, num_in,
-    STRIP: tl.constexpr, STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, weight, scales, bias, out, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr,
+    COMPUTE: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    inputs = tl.arange(0, 16)
+    let_next_begin(OVERLAPS)
+    inputs = tl.arange(0, ROWS)
     rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     is_row, is_input = rows < num_out, inputs < num_rows
     columns = tl.arange(0, STRIDE)
     lines = weight + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
-    sums = tl.zeros((16, STRIP), tl.float32)
-    for start in range(0, num_in, STRIDE):
+    sources = x + inputs[:, None] * num_in + columns[None, :]
+    inside = (columns < num_in)[None, :]
+    part = tl.load(lines, mask=is_row[:, None] & inside, other=0.0)
+    wait_for_previous(OVERLAPS)
+    factors = tl.load(sources, mask=is_input[:, None] & inside, other=0.0).to(COMPUTE)
+    sums = tl.dot(factors, tl.trans(part.to(COMPUTE)))
+    for start in range(STRIDE, num_in, STRIDE):
         inside = (start + columns < num_in)[None, :]
-        factors = tl.load(
-            x + inputs[:, None] * num_in + start + columns[None, :], mask=is_input[:, None] & inside, other=0.0
-        )
-        part = tl.load(lines + start, mask=is_row[:, None] & inside, other=0.0, eviction_policy="evict_first")
-        sums = tl.dot(factors, tl.trans(part), sums)
+        factors = tl.load(sources + start, mask=is_input[:, None] & inside, other=0.0).to(COMPUTE)
+        part = tl.load(lines + start, mask=is_row[:, None] & inside, other=0.0)
+        sums = tl.dot(factors, tl.trans(part.to(COMPUTE)), sums)
+    if IS_SCALED:
+        sums *= tl.load(scales + rows, mask=is_row, other=0.0)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
     target = out + inputs[:, None] * num_out + rows[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=is_input[:, None] & is_row[None, :])
 
 
+@triton.jit
+def _halves(part):
+    """The values in the low and the high halves of bytes, float16: their bits are put behind those of 1024."""
+    wide = part.to(tl.int16)
+    first = ((wide & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    second = (((wide >> 4) & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    return first.to(tl.float16), second.to(tl.float16)
+
+
+@triton.jit
+def _one_row_4bit(
+    x, weight, scales, bias, out, num_out, num_in,
+    STRIP: tl.constexpr, BYTES: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Byte b of a group of 128 columns holds column b in its low half and column b + 64 in its high half."""
+    let_next_begin(OVERLAPS)
+    half: tl.constexpr = GROUP // 2
+    rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    is_row = rows < num_out
+    places = tl.arange(0, BYTES)
+    columns = places // half * GROUP + places % half
+    num_bytes = num_in // 2
+    num_groups = num_in // GROUP
+    lines = weight + rows.to(tl.int64)[:, None] * num_bytes + places[None, :]
+    scale_lines = scales + rows.to(tl.int64)[:, None] * num_groups + (places // half)[None, :]
+    inside = is_row[:, None] & (places < num_bytes)[None, :]
+    part = tl.load(lines, mask=inside, other=0)
+    scale = tl.load(scale_lines, mask=inside, other=0.0)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, BYTES), tl.float32)
+    for start in range(0, num_bytes, BYTES):
+        here = start * 2 + columns
+        low = tl.load(x + here, mask=here < num_in, other=0.0).to(tl.float32)
+        high = tl.load(x + here + half, mask=here < num_in, other=0.0).to(tl.float32)
+        first, second = _halves(part)
+        sums += (first.to(tl.float32) * low[None, :] + second.to(tl.float32) * high[None, :]) * scale.to(tl.float32)
+        following = start + BYTES
+        inside = is_row[:, None] & (following + places < num_bytes)[None, :]
+        part = tl.load(lines + following, mask=inside, other=0)
+        scale = tl.load(scale_lines + following // half, mask=inside, other=0.0)
+    result = tl.sum(sums, axis=1)
+    if HAS_BIAS:
+        result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _few_rows_4bit(
+    x, weight, scales, bias, out, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    let_next_begin(OVERLAPS)
+    half: tl.constexpr = GROUP // 2
+    inputs = tl.arange(0, ROWS)
+    rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    is_row, is_input = rows < num_out, inputs < num_rows
+    places = tl.arange(0, half)
+    lines = weight + rows.to(tl.int64)[:, None] * (num_in // 2) + places[None, :]
+    scale_lines = scales + rows.to(tl.int64) * (num_in // GROUP)
+    sources = x + inputs[:, None] * num_in + places[None, :]
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((ROWS, STRIP), tl.float32)
+    for group in range(num_in // GROUP):
+        low = tl.load(sources + group * GROUP, mask=is_input[:, None], other=0.0).to(tl.float16)
+        high = tl.load(sources + group * GROUP + half, mask=is_input[:, None], other=0.0).to(tl.float16)
+        part = tl.load(lines + group * half, mask=is_row[:, None], other=0)
+        scale = tl.load(scale_lines + group, mask=is_row, other=0.0).to(tl.float32)
+        first, second = _halves(part)
+        product = tl.dot(low, tl.trans(first))
+        product = tl.dot(high, tl.trans(second), product)
+        sums += product * scale[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    target = out + inputs[:, None] * num_out + rows[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=is_input[:, None] & is_row[None, :])
+
+
+# fp8 turns into float16 in one instruction, into anything else in several.
+COMPUTE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a strip is cut: matrix rows a program owns, columns it takes at a time."""
+
+    strip: int
+    stride: int
+    warps: int
+    stages: int = 3
+
+
+def shape_for(num_rows: int, num_out: int, num_in: int) -> Shape:
+    """As measured on an H200."""
+    if num_rows == 1:
+        if num_out >= 16384:
+            return Shape(2, 2048, 4)
+        return Shape(8, 512, 4) if num_out > 4096 else Shape(4, 512, 4)
+    if num_out >= 16384:
+        return Shape(64, 256, 4, 3)
+    return Shape(32, 256, 4, 5)
+
+
 def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
-    strip: int = 8,
-    stride: int = 512,
-    warps: int = 4,
-    stages: int = 3,
+    scales: torch.Tensor | None = None,
+    shape: Shape | None = None,
 ) -> torch.Tensor:
-    """x [1 to 16, num_in] bf16, weight [num_out, num_in] → [rows, num_out]"""
+    """x [1 to 64, num_in], weight [num_out, num_in] plain or fp8 with a float32 scale a row → [rows, num_out]"""
+    x = x.contiguous()
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     out = x.new_empty(num_rows, num_out)
-    grid = (triton.cdiv(num_out, strip),)
-    given = bias if bias is not None else x
-    if num_rows == 1:
-        is_even = num_in % stride == 0 and num_out % strip == 0
+    cut = shape or shape_for(num_rows, num_out, num_in)
+    grid = (triton.cdiv(num_out, cut.strip),)
+    given, scale = bias if bias is not None else x, scales if scales is not None else x
+    flags = (bias is not None, scales is not None)
+    if num_rows == 1 and not (shape and shape.stages > 3):
         _one_row[grid](
-            x, weight, given, out, num_out, num_in, strip, stride, bias is not None, is_even,
-            num_warps=warps, num_stages=stages,
+            x, weight, scale, given, out, num_out, num_in, cut.strip, cut.stride, *flags,
+            num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
         )  # fmt: skip
     else:
+        tile = max(16, triton.next_power_of_2(num_rows))
         _few_rows[grid](
-            x, weight, given, out, num_rows, num_out, num_in, strip, stride, bias is not None,
-            num_warps=warps, num_stages=stages,
+            x, weight, scale, given, out, num_rows, num_out, num_in, tile, cut.strip, cut.stride, *flags,
+            COMPUTE_TYPES[x.dtype if scales is None else torch.float16],
+            num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+        )  # fmt: skip
+    return out
+
+
+def skinny_linear_4bit(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: Shape | None = None,
+) -> torch.Tensor:
+    """weight uint8 [num_out, num_in / 2], scales [num_out, num_in / 128]"""
+    x = x.contiguous()
+    (num_rows, num_in), num_out = x.shape, weight.shape[0]
+    out = x.new_empty(num_rows, num_out)
+    given = bias if bias is not None else x
+    if num_rows == 1 and not (shape and shape.stages > 3):
+        cut = shape or Shape(8, 512, 4)
+        _one_row_4bit[(triton.cdiv(num_out, cut.strip),)](
+            x, weight, scales, given, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
+            num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+        )  # fmt: skip
+    else:
+        cut = shape or Shape(32, 128, 4, 4)
+        tile = max(16, triton.next_power_of_2(num_rows))
+        _few_rows_4bit[(triton.cdiv(num_out, cut.strip),)](
+            x, weight, scales, given, out, num_rows, num_out, num_in, tile, cut.strip, bias is not None,
+            num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
         )  # fmt: skip
     return out

@@ -1,0 +1,188 @@
+"""Routed experts in two ways, both without the host knowing who was chosen.
+
+A few tokens: each (token, choice) pair streams its expert's matrices, as for a single row. Many tokens: pairs are
+sorted by expert and multiplied in tiles; which expert a tile belongs to is found on the device. Expert e's tiles begin
+at offsets[e] // TILE + e, which leaves each expert room for its last, partly filled one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.interface import ExpertsWeight
+from tokenmill.ops.triton.activation import act_mul, activate
+from tokenmill.ops.triton.decode_attention import precision_of
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+
+MAX_STREAMED_TOKENS = 4
+
+
+@triton.jit
+def _stream_gate_up(
+    x, ids, gate_up, out, hidden, inter,
+    K: tl.constexpr, KIND: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [pairs, inter] = act(gate x) * up x"""
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    pair = tl.program_id(0)
+    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+    columns = tl.arange(0, STRIDE)
+    is_row = rows < inter
+    expert = tl.load(ids + pair)
+    lines = gate_up + (expert * 2 * inter + rows)[:, None] * hidden + columns[None, :]
+    source = x + (pair // K).to(tl.int64) * hidden
+    gates = tl.zeros((STRIP, STRIDE), tl.float32)
+    ups = tl.zeros((STRIP, STRIDE), tl.float32)
+    for start in range(0, hidden, STRIDE):
+        inside = start + columns < hidden
+        both = is_row[:, None] & inside[None, :]
+        factors = tl.load(source + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gates += tl.load(lines + start, mask=both, other=0.0).to(tl.float32) * factors
+        ups += tl.load(lines + inter * hidden + start, mask=both, other=0.0).to(tl.float32) * factors
+    result = activate(tl.sum(gates, axis=1), KIND) * tl.sum(ups, axis=1)
+    tl.store(out + pair.to(tl.int64) * inter + rows, result.to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _stream_down(
+    inner, ids, weights, down, out, hidden, inter,
+    K: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T, hidden] = sum over the choices, in their order"""
+    let_next_begin(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    token = tl.program_id(0)
+    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+    columns = tl.arange(0, STRIDE)
+    is_row = rows < hidden
+    sums = tl.zeros((STRIP, STRIDE), tl.float32)
+    for choice in range(K):
+        pair = token * K + choice
+        expert = tl.load(ids + pair)
+        share = tl.load(weights + pair)
+        lines = down + (expert * hidden + rows)[:, None] * inter + columns[None, :]
+        for start in range(0, inter, STRIDE):
+            inside = start + columns < inter
+            factors = tl.load(inner + pair * inter + start + columns, mask=inside, other=0.0).to(tl.float32)
+            part = tl.load(lines + start, mask=is_row[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            sums += part * (factors * share)[None, :]
+    tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _grouped(
+    x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
+    K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
+    IS_GATHERED: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Tiles of sorted pairs times their expert's matrix [num_out, num_in].
+
+    IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
+    """
+    tile = tl.program_id(0)
+    low, high = 0, num_experts
+    while high - low > 1:  # the last expert whose tiles begin at or before this one
+        middle = (low + high) // 2
+        if tl.load(offsets + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    expert = low
+    begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    first = begin + (tile - begin // TILE - expert) * TILE
+    if first < end:
+        places = first + tl.arange(0, TILE)
+        is_pair = places < end
+        pairs = tl.load(order + places, mask=is_pair, other=0)
+        sources = pairs // K if IS_GATHERED else places
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = columns < num_out
+        strides = tl.arange(0, STRIDE)
+        matrix = matrices + tl.cast(expert, tl.int64) * num_out * num_in
+        x_lines = x + sources.to(tl.int64)[:, None] * num_in + strides[None, :]
+        lines = matrix + columns[:, None] * num_in + strides[None, :]
+        sums = tl.zeros((TILE, COLUMNS), tl.float32)
+        for start in range(0, num_in, STRIDE):
+            inside = (start + strides < num_in)[None, :]
+            left = tl.load(x_lines + start, mask=is_pair[:, None] & inside, other=0.0)
+            right = tl.load(lines + start, mask=is_column[:, None] & inside, other=0.0)
+            sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
+        if IS_GATHERED:
+            targets = places
+        else:
+            sums *= tl.load(shares + pairs, mask=is_pair, other=0.0)[:, None]
+            targets = pairs
+        out_lines = out + targets.to(tl.int64)[:, None] * num_out + columns[None, :]
+        tl.store(out_lines, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
+
+
+def experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    if not len(x):
+        return torch.empty_like(x)
+    compute = _streamed if len(x) <= MAX_STREAMED_TOKENS else _sorted
+    return compute(x.contiguous(), weights, ids, packed, activation)
+
+
+def _streamed(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    gate_up, down = packed.packed
+    (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
+    inner = x.new_empty(num_tokens * k, inter)
+    out = torch.empty_like(x)
+    _stream_gate_up[(num_tokens * k, triton.cdiv(inter, 4))](
+        x, ids, gate_up, inner, hidden, inter, k, activation, 4, 512, num_warps=4, **launch_options()
+    )  # fmt: skip
+    _stream_down[(num_tokens, triton.cdiv(hidden, 4))](
+        inner, ids, weights, down, out, hidden, inter, k, 4, 256, num_warps=4, **launch_options()
+    )  # fmt: skip
+    return out
+
+
+def _sorted(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    gate_up, down = packed.packed
+    (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    offsets = torch.searchsorted(sorted_ids, torch.arange(packed.num_experts + 1, device=x.device))
+    gated = x.new_empty(num_tokens * k, 2 * inter)
+    _multiply(x, gate_up, gated, order, offsets, weights, k, is_gathered=True)
+    pairs = x.new_empty(num_tokens * k, hidden)
+    _multiply(act_mul(gated, activation), down, pairs, order, offsets, weights, k, is_gathered=False)
+    return pairs.view(num_tokens, k, hidden).sum(dim=1)
+
+
+def _multiply(
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    out: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    shares: torch.Tensor,
+    k: int,
+    *,
+    is_gathered: bool,
+) -> None:
+    num_experts, num_out, num_in = matrices.shape
+    num_pairs = len(order)
+    tile, columns, stride, warps, stages = _tile_for(num_pairs / num_experts, x.dtype)
+    grid = (num_pairs // tile + num_experts, triton.cdiv(num_out, columns))
+    _grouped[grid](
+        x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
+        k, tile, columns, stride, is_gathered, precision_of(x), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    if dtype == torch.float32:
+        return 16, 32, 32, 4, 2
+    if pairs_per_expert <= 16:
+        return 16, 64, 128, 4, 4
+    return (64, 128, 64, 4, 4) if pairs_per_expert <= 128 else (128, 128, 64, 8, 3)

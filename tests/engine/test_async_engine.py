@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path, stories_
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
     async def scenario() -> None:
-        with pytest.raises(EngineDead, match="model.safetensors"):
+        with pytest.raises(EngineDead, match=r"model\.safetensors"):
             async with running(tmp_path, in_process=False):
                 pass
 

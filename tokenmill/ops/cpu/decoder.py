@@ -65,8 +65,8 @@ class NativeDecoder:
         instruction_set: str = "",
         activation_bits: int = 8,
     ) -> None:
-        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (8 or
-        16) is how finely the inputs of quantised matrices are rounded."""
+        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best;
+        `activation_bits` (8 or 16) is how finely the inputs of quantised matrices are rounded."""
         self.spec = spec
         self.layout = layout
         cap = spec.logit_softcap or 0.0

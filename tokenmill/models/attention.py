@@ -27,12 +27,12 @@ class Attention:
         sinks = load.vector(f"{name}.sinks") if spec.has_sinks else None
         self.args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, H] → [T, H]"""
+    def __call__(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H] → [T, H], or of the wanted tokens [L, H]"""
         cache, slots = step.storage.layer(self.layer), step.batch.groups[self.group].slots
         queries = self._placed(x, cache, slots, step)
         mixed = self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
-        return self.ops.linear(mixed, self.out)
+        return self.ops.linear(mixed if wanted is None else mixed[wanted], self.out)
 
     def _placed(self, x: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → queries [T, heads, D]; keys and values are in the cache."""

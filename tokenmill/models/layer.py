@@ -30,10 +30,13 @@ class Layer:
         self.mlp = _make_mlp(spec.mlp, number, load)
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step
+        self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`wanted` [L]: which tokens' results are returned, all by default."""
         normed, residual = self._add_norm(delta, residual, self.attn_norm)
-        delta = self._post(self.attention(normed, step), self.attn_post_norm)
+        if wanted is not None:
+            residual = residual[wanted]
+        delta = self._post(self.attention(normed, step, wanted), self.attn_post_norm)
         normed, residual = self._add_norm(delta, residual, self.mlp_norm)
         return self._post(self.mlp(normed), self.mlp_post_norm), residual
 

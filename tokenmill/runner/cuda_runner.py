@@ -16,6 +16,7 @@ Rows that need more than the most likely token (drawing, penalties, logprobs, ve
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
 from tokenmill.sampling.steps import steps_used
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult
+
+NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class CudaRunner:
         self._storage = storage
         self._rows = self._plain.rows
         self._is_greedy = [False] * max_rows
+        self._max_outputs = [0] * max_rows  # tokens each row draws at most
         self._held = [0] * max_rows  # blocks in each row's tables
         self._max_context = max_context
         self._graphs = DecodeGraphs(model, storage, max_rows, self._rows.tables.shape[2], max_context)
@@ -96,6 +100,8 @@ class CudaRunner:
     def prepare(self) -> None:
         """Spends a few seconds now that would otherwise be spent on the first batches of each size."""
         self._graphs.prepare()
+        gc.collect()
+        gc.freeze()  # what lives as long as the engine need not be looked through again and again
 
     # ── what the plan changes ──────────────────────────────────────────────────────────────────────────
 
@@ -107,6 +113,7 @@ class CudaRunner:
             expected.pop(new.row, None)
             self._is_greedy[new.row] = _is_plain(new)
             self._held[new.row] = 0
+            self._max_outputs[new.row] = new.params.max_tokens or NO_LIMIT
         changes: list[tuple[int, int, int, list[int]]] = []
         for row in plan.rows:
             for update in row.table_updates:
@@ -191,8 +198,13 @@ class CudaRunner:
 
     def _start_ahead(self, plans: list[RowPlan]) -> Ahead | None:
         """The step after this one, for rows that draw now and have room for one more token."""
-        ends = [(plan.row, plan.start + len(plan.token_ids)) for plan in plans if plan.sample]
-        ready = [(row, end) for row, end in ends if self._has_room(row, end)]
+        ready = [
+            (plan.row, end)
+            for plan in plans
+            if plan.sample
+            and plan.output_index + 1 < self._max_outputs[plan.row]
+            and self._has_room(plan.row, end := plan.start + len(plan.token_ids))
+        ]
         if not ready:
             return None
         drawing = self._start_graph([row for row, _ in ready], [end for _, end in ready], None)

@@ -33,9 +33,9 @@ class DecodeGraph:
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 ... 512 640 ...: each an eighth to a half more than the last"""
+    """1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 384 ..."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, 256, 32), *range(256, 512, 64)]
-    sizes += range(512, max_rows, 128)
+    sizes += range(512, max_rows, 64)
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 

@@ -168,7 +168,8 @@ class Scheduler:
         return copies + self._look_ahead(sequence, end)
 
     def _look_ahead(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
-        if not self._lookahead_tokens:
+        size, last = self._cache.block_size, end + self._lookahead_tokens - 1
+        if last // size == (end - 1) // size:  # within the block that was just made sure of
             return []
         return self._cache.reserve(sequence.held_table, end, end + self._lookahead_tokens) or []
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -23,6 +24,7 @@ class AttentionPlan:
     contexts: torch.Tensor  # int32 [R]
     num_single: int  # the first so many rows have one query each
     prompts: tuple[int, ...]  # lengths of the last rows, which are whole long prompts
+    max_queries: int
     max_context: int  # as far as a query looks back
 
 
@@ -35,6 +37,7 @@ def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> Atten
         contexts=batch.context_lens,
         num_single=num_rows if batch.max_query_len == 1 else batch.num_single,
         prompts=_trailing_prompts(batch.lengths or ()),
+        max_queries=batch.max_query_len,
         max_context=visible,
     )
 
@@ -55,16 +58,20 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
     single, num_rows = plan.num_single, plan.contexts.shape[0]
     prompts = plan.prompts if can_be_dense(queries, args) else ()
     end = queries.shape[0]
-    for row, length in zip(reversed(range(num_rows)), reversed(prompts), strict=False):
-        tokens = slice(end - length, end)
-        prompt_attention(queries[tokens], cache, plan.tables[row], args, out[tokens])
-        end -= length
+    last_row = num_rows
+    for length, alike in groupby(reversed(prompts)):
+        count = len(list(alike))
+        tokens, rows = slice(end - count * length, end), slice(last_row - count, last_row)
+        shape = (count, length, *queries.shape[1:])
+        prompt_attention(queries[tokens].view(shape), cache, plan.tables[rows], args, out[tokens].view(shape))
+        end, last_row = tokens.start, rows.start
     if single:
         splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, TILE)
         decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
     chunks = range(single, num_rows - len(prompts))
     if chunks:
         chunk_attention(
-            queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out
+            queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out,
+            are_short=plan.max_queries <= 1024,
         )  # fmt: skip
     return out.flatten(1)

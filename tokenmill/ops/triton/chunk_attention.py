@@ -130,6 +130,7 @@ def chunk_attention(
     args: AttentionArgs,
     out: torch.Tensor,
     *,
+    are_short: bool = False,
     queries_tile: int | None = None,
     tile: int | None = None,
     warps: int | None = None,
@@ -140,7 +141,8 @@ def chunk_attention(
     _, kv_heads, block_size, _ = cache.keys.shape
     padded = max(16, triton.next_power_of_2(dim))
     tall = queries.dtype != torch.float32 and padded <= 128
-    shape = (128, 64, 8, 2) if tall else (32, 32, 4, 2)
+    # Where prompts are short, half-empty tiles would cost more than tall ones save.
+    shape = ((64, 64, 4, 2) if are_short else (128, 64, 8, 2)) if tall else (32, 32, 4, 2)
     num_queries, tile, warps, stages = (
         given or own for given, own in zip((queries_tile, tile, warps, stages), shape, strict=True)
     )

@@ -29,11 +29,12 @@ def can_be_dense(queries: torch.Tensor, args: AttentionArgs) -> bool:
 
 @triton.jit
 def _gather(
-    keys, values, table, out, length,
+    keys, values, tables, out, length, table_stride, num_rows,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    number, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    block = tl.load(table + number).to(tl.int64)
+    number, head = tl.program_id(0), tl.program_id(1)
+    row, part = tl.program_id(2) // 2, tl.program_id(2) % 2
+    block = tl.load(tables + row * table_stride + number).to(tl.int64)
     offsets = tl.arange(0, BLOCK_SIZE)
     d = tl.arange(0, DIM_PADDED)
     places = number * BLOCK_SIZE + offsets
@@ -41,27 +42,31 @@ def _gather(
     lines = ((block * KV_HEADS + head) * BLOCK_SIZE + offsets)[:, None] * DIM + d[None, :]
     source = values if part else keys
     found = tl.load(source + lines, mask=inside, other=0.0)
-    target = out + ((part * KV_HEADS + head).to(tl.int64) * length + places)[:, None] * DIM + d[None, :]
+    line = ((part * num_rows + row) * KV_HEADS + head).to(tl.int64)
+    target = out + (line * length + places)[:, None] * DIM + d[None, :]
     tl.store(target, found.to(out.dtype.element_ty), mask=inside)
 
 
 def prompt_attention(
-    queries: torch.Tensor, cache: LayerCache, table: torch.Tensor, args: AttentionArgs, out: torch.Tensor
+    queries: torch.Tensor, cache: LayerCache, tables: torch.Tensor, args: AttentionArgs, out: torch.Tensor
 ) -> None:
-    """queries, out [L, heads, D] of one row whose context they are; table int32 [max_blocks]"""
-    length, num_heads, dim = queries.shape
+    """queries, out [R, L, heads, D] of rows of equal length whose contexts they are; tables int32 [R, max_blocks]"""
+    num_rows, length, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
-    dense = queries.new_empty(2, 1, kv_heads, length, dim)
-    grid = (triton.cdiv(length, block_size), kv_heads, 2)
+    dense = queries.new_empty(2, num_rows, kv_heads, length, dim)
+    grid = (triton.cdiv(length, block_size), kv_heads, 2 * num_rows)
     padded = triton.next_power_of_2(dim)
-    _gather[grid](cache.keys, cache.values, table, dense, length, kv_heads, dim, padded, block_size, num_warps=4)
+    _gather[grid](
+        cache.keys, cache.values, tables, dense, length, tables.stride(0), num_rows,
+        kv_heads, dim, padded, block_size, num_warps=4,
+    )  # fmt: skip
     with sdpa_kernel(BACKENDS, set_priority=True):
         mixed = functional.scaled_dot_product_attention(
-            queries.transpose(0, 1).unsqueeze(0),
+            queries.transpose(1, 2),
             dense[0],
             dense[1],
             is_causal=True,
             scale=args.scale,
             enable_gqa=num_heads != kv_heads,
         )
-    out.copy_(mixed[0].transpose(0, 1))
+    out.copy_(mixed.transpose(1, 2))

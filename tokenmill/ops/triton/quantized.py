@@ -57,16 +57,16 @@ def to_int4(matrix: torch.Tensor) -> Int4Matrix:
         scale = (extreme / -8.0).to(matrix.dtype)
         safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
         codes = ((groups / safe).round().clamp_(-8, 7) + 8).to(torch.uint8)
-        values[part] = (codes[..., : GROUP_SIZE // 2] | (codes[..., GROUP_SIZE // 2 :] << 4)).flatten(1)
+        values[part] = (codes[..., 0::2] | (codes[..., 1::2] << 4)).flatten(1)
         scales[part] = scale.squeeze(2)
     return Int4Matrix(values, scales)
 
 
 def expanded(matrix: Int4Matrix) -> torch.Tensor:
     """[rows, columns] in the scales' dtype"""
-    codes = matrix.values.view(len(matrix.values), -1, GROUP_SIZE // 2)
-    both = torch.cat((codes & 15, codes >> 4), dim=2).to(matrix.scales.dtype) - 8
-    return (both * matrix.scales.unsqueeze(2)).flatten(1)
+    codes = torch.stack((matrix.values & 15, matrix.values >> 4), dim=2).flatten(1)
+    groups = codes.view(len(codes), -1, GROUP_SIZE).to(matrix.scales.dtype) - 8
+    return (groups * matrix.scales.unsqueeze(2)).flatten(1)
 
 
 @triton.jit

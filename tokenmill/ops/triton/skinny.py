@@ -88,37 +88,68 @@ def _halves(part):
 
 
 @triton.jit
-def _one_row_4bit(
+def _one_row_fp8(
     x, weight, scales, bias, out, num_out, num_in,
-    STRIP: tl.constexpr, BYTES: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    STRIP: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Byte b of a group of 128 columns holds column b in its low half and column b + 64 in its high half."""
+    """Four values a word. Moved into the right bits they are float32 values, all too small by the same 2 ** 120."""
     let_next_begin(OVERLAPS)
-    half: tl.constexpr = GROUP // 2
     rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     is_row = rows < num_out
-    places = tl.arange(0, BYTES)
-    columns = places // half * GROUP + places % half
-    num_bytes = num_in // 2
-    num_groups = num_in // GROUP
-    lines = weight + rows.to(tl.int64)[:, None] * num_bytes + places[None, :]
-    scale_lines = scales + rows.to(tl.int64)[:, None] * num_groups + (places // half)[None, :]
-    inside = is_row[:, None] & (places < num_bytes)[None, :]
-    part = tl.load(lines, mask=inside, other=0)
+    places = tl.arange(0, WORDS)
+    num_words = num_in // 4
+    lines = weight + rows.to(tl.int64)[:, None] * num_words + places[None, :]
+    words = tl.load(lines, mask=is_row[:, None] & (places < num_words)[None, :], other=0)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, WORDS), tl.float32)
+    for start in range(0, num_words, WORDS):
+        inside = start + places < num_words
+        for byte in tl.static_range(4):
+            factors = tl.load(x + (start + places) * 4 + byte, mask=inside, other=0.0).to(tl.float32)
+            moved = ((words << (24 - 8 * byte)) >> 4) & -0x78100000  # sign and the seven bits after four more of it
+            sums += moved.to(tl.float32, bitcast=True) * factors[None, :]
+        following = start + WORDS
+        inside = is_row[:, None] & (following + places < num_words)[None, :]
+        words = tl.load(lines + following, mask=inside, other=0)
+    result = tl.sum(sums, axis=1) * (tl.load(scales + rows, mask=is_row, other=0.0) * 1.329227995784916e36)
+    if HAS_BIAS:
+        result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _one_row_4bit(
+    x, weight, scales, bias, out, num_out, num_in,
+    STRIP: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Eight values a word: bits [4i, 4i + 4) are column i. Put behind the exponent of 1 they are 1 + value / 16."""
+    let_next_begin(OVERLAPS)
+    rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    is_row = rows < num_out
+    places = tl.arange(0, WORDS)
+    num_words = num_in // 8
+    words_a_group: tl.constexpr = GROUP // 8
+    lines = weight + rows.to(tl.int64)[:, None] * num_words + places[None, :]
+    scale_lines = scales + rows.to(tl.int64)[:, None] * (num_in // GROUP) + (places // words_a_group)[None, :]
+    inside = is_row[:, None] & (places < num_words)[None, :]
+    words = tl.load(lines, mask=inside, other=0)
     scale = tl.load(scale_lines, mask=inside, other=0.0)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((STRIP, BYTES), tl.float32)
-    for start in range(0, num_bytes, BYTES):
-        here = start * 2 + columns
-        low = tl.load(x + here, mask=here < num_in, other=0.0).to(tl.float32)
-        high = tl.load(x + here + half, mask=here < num_in, other=0.0).to(tl.float32)
-        first, second = _halves(part)
-        sums += (first.to(tl.float32) * low[None, :] + second.to(tl.float32) * high[None, :]) * scale.to(tl.float32)
-        following = start + BYTES
-        inside = is_row[:, None] & (following + places < num_bytes)[None, :]
-        part = tl.load(lines + following, mask=inside, other=0)
-        scale = tl.load(scale_lines + following // half, mask=inside, other=0.0)
-    result = tl.sum(sums, axis=1)
+    sums = tl.zeros((STRIP, WORDS), tl.float32)
+    for start in range(0, num_words, WORDS):
+        is_place = start + places < num_words
+        part = tl.zeros((STRIP, WORDS), tl.float32)
+        for i in tl.static_range(8):
+            factors = tl.load(x + (start + places) * 8 + i, mask=is_place, other=0.0).to(tl.float32)
+            moved = (words << (19 - 4 * i)) if i < 5 else (words >> (4 * i - 19))
+            value = ((moved & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+            part += value * factors[None, :]
+        sums += part * scale.to(tl.float32)
+        following = start + WORDS
+        inside = is_row[:, None] & (following + places < num_words)[None, :]
+        words = tl.load(lines + following, mask=inside, other=0)
+        scale = tl.load(scale_lines + following // words_a_group, mask=inside, other=0.0)
+    result = tl.sum(sums, axis=1) * 16.0
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
@@ -129,6 +160,7 @@ def _few_rows_4bit(
     x, weight, scales, bias, out, num_rows, num_out, num_in,
     ROWS: tl.constexpr, STRIP: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """By bytes: the low half of byte b is column 2b, the high half column 2b + 1."""
     let_next_begin(OVERLAPS)
     half: tl.constexpr = GROUP // 2
     inputs = tl.arange(0, ROWS)
@@ -137,12 +169,12 @@ def _few_rows_4bit(
     places = tl.arange(0, half)
     lines = weight + rows.to(tl.int64)[:, None] * (num_in // 2) + places[None, :]
     scale_lines = scales + rows.to(tl.int64) * (num_in // GROUP)
-    sources = x + inputs[:, None] * num_in + places[None, :]
+    sources = x + inputs[:, None] * num_in + places[None, :] * 2
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((ROWS, STRIP), tl.float32)
     for group in range(num_in // GROUP):
         low = tl.load(sources + group * GROUP, mask=is_input[:, None], other=0.0).to(tl.float16)
-        high = tl.load(sources + group * GROUP + half, mask=is_input[:, None], other=0.0).to(tl.float16)
+        high = tl.load(sources + group * GROUP + 1, mask=is_input[:, None], other=0.0).to(tl.float16)
         part = tl.load(lines + group * half, mask=is_row[:, None], other=0)
         scale = tl.load(scale_lines + group, mask=is_row, other=0.0).to(tl.float32)
         first, second = _halves(part)
@@ -195,7 +227,13 @@ def skinny_linear(
     grid = (triton.cdiv(num_out, cut.strip),)
     given, scale = bias if bias is not None else x, scales if scales is not None else x
     flags = (bias is not None, scales is not None)
-    if num_rows == 1 and not (shape and shape.stages > 3):
+    if num_rows == 1 and scales is not None:
+        cut = shape or Shape(4, 256, 4)
+        _one_row_fp8[(triton.cdiv(num_out, cut.strip),)](
+            x, weight.view(torch.int32), scale, given, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
+            num_warps=cut.warps, **launch_options(),
+        )  # fmt: skip
+    elif num_rows == 1:
         _one_row[grid](
             x, weight, scale, given, out, num_out, num_in, cut.strip, cut.stride, *flags,
             num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
@@ -222,11 +260,11 @@ def skinny_linear_4bit(
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     out = x.new_empty(num_rows, num_out)
     given = bias if bias is not None else x
-    if num_rows == 1 and not (shape and shape.stages > 3):
-        cut = shape or Shape(8, 512, 4)
+    if num_rows == 1:
+        cut = shape or Shape(4, 256, 4)
         _one_row_4bit[(triton.cdiv(num_out, cut.strip),)](
-            x, weight, scales, given, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
-            num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+            x, weight.view(torch.int32), scales, given, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
+            num_warps=cut.warps, **launch_options(),
         )  # fmt: skip
     else:
         cut = shape or Shape(32, 128, 4, 4)

@@ -15,11 +15,12 @@ import pytest
 from tokenmill.bench.client import Connection
 from tokenmill.bench.dialects import DIALECTS, Ask
 from tokenmill.bench.lag import ClientTooSlow, Lag
+from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.load import ClosedLoop, OpenLoop, Run, Target, run_load
 from tokenmill.bench.measures import percentile
 from tokenmill.bench.records import Record
 from tokenmill.bench.totals import in_flight, totals
-from tokenmill.bench.workloads import Lengths, Session, Workload, plain
+from tokenmill.bench.workloads import Session, Workload, plain
 from tokenmill.cli import main
 
 Start = Callable[..., str]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tokenmill.bench.engine_steps import drive, model_clock, random_requests
-from tokenmill.bench.offline import Lengths, measure_throughput, open_measured
+from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.offline import OfflineWorkload as Workload
+from tokenmill.bench.offline import measure_throughput, open_measured
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
 from tokenmill.errors import InvalidConfig

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tokenmill.bench.arrivals import Arrivals
+from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.traces import TraceScale, read_trace
-from tokenmill.bench.workloads import Lengths, Workload, trace_session
+from tokenmill.bench.workloads import Workload, trace_session
 from tokenmill.errors import InvalidConfig
 
 

@@ -24,6 +24,7 @@ from tokenmill.planner.memory import Limits, Split, plan_memory
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Question, make_plan
 from tokenmill.planner.report import html_page
+from tokenmill.planner.serving import serving_lines
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -157,3 +158,14 @@ def test_wrong_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
                       ["--weight-dtype", "q9"], ["--slo", "ttft=soon"]):  # fmt: skip
         assert main(["plan", str(file), "--device", "H100", *arguments]) == 2, arguments
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_server_s_plan_warns_when_its_limits_can_t_hold(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(plan_device("Xeon 8380"), available_bytes=1 << 30)
+    monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda: small)
+    lines = serving_lines(EngineConfig(), smollm2_path, "smollm2")
+    assert "weights 0.10 GB" in lines[0] and any("does not fit: one request of 8,192" in line for line in lines)
+    some = serving_lines(EngineConfig(ModelConfig(max_context=1024)), smollm2_path, "smollm2")
+    assert any("fewer than the 64 that may run" in line for line in some)
+    roomy = EngineConfig(ModelConfig(max_context=64), scheduler=SchedulerConfig(max_running=4))
+    assert not any("warning" in line for line in serving_lines(roomy, smollm2_path, "smollm2"))

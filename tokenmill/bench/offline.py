@@ -21,6 +21,7 @@ from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
 from tokenmill.bench.engine_steps import Run, drive, model_clock, random_requests
+from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
 from tokenmill.config import EngineConfig
@@ -28,28 +29,6 @@ from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
 
 WARMUP_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """One length, or all between two with equal chance: `128`, `256:768`."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, text: str, param: str) -> Lengths:
-        low, _, high = text.partition(":")
-        try:
-            found = cls(int(low), int(high or low))
-        except ValueError:
-            raise InvalidConfig(f"{param} must be a number or LOW:HIGH, not {text!r}", param=param) from None
-        if not 1 <= found.low <= found.high:
-            raise InvalidConfig(f"{param} {text} is not a range of positive lengths", param=param)
-        return found
-
-    def draw(self, drawing: random.Random, count: int) -> list[int]:
-        return [drawing.randint(self.low, self.high) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -131,8 +110,8 @@ def main_type(path: Path) -> str:
 
 def measure_concurrency(m: Measured, workload: OfflineWorkload, concurrency: int, round_number: int) -> dict[str, Any]:
     drawing = random.Random(f"{workload.seed}/{concurrency}/{round_number}")
-    inputs = workload.input_len.draw(drawing, concurrency)
-    outputs = [max(2, n) for n in workload.output_len.draw(drawing, concurrency)]
+    inputs = workload.input_len.draw_many(drawing, concurrency)
+    outputs = [max(2, n) for n in workload.output_len.draw_many(drawing, concurrency)]
     _run(m, inputs[:1], [WARMUP_TOKENS], workload.seed, f"warm-{concurrency}-{round_number}")
     prefill = _run(m, inputs, [1] * concurrency, workload.seed, f"prefill-{concurrency}-{round_number}")
     decode = None
@@ -201,8 +180,8 @@ def host_figures(run: Run, concurrency: int) -> dict[str, Any]:
 def measure_throughput(m: Measured, workload: OfflineWorkload) -> dict[str, Any]:
     """All requests at once: what a batch job sees. Lengths are drawn inputs first, then outputs."""
     drawing = random.Random(workload.seed)
-    inputs = workload.input_len.draw(drawing, workload.num_requests)
-    outputs = workload.output_len.draw(drawing, workload.num_requests)
+    inputs = workload.input_len.draw_many(drawing, workload.num_requests)
+    outputs = workload.output_len.draw_many(drawing, workload.num_requests)
     _run(m, inputs[:1], [WARMUP_TOKENS], workload.seed, "warm-all")
     run = _run(m, inputs, outputs, workload.seed, "all")
     return {

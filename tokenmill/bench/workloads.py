@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.dialects import Ask, Message
+from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.traces import HASH_BLOCK_TOKENS, TraceRow
 from tokenmill.errors import InvalidConfig
 
@@ -30,6 +31,7 @@ COMMON_WORDS = (
 )  # fmt: skip
 WORDS = COMMON_WORDS.split()
 MAX_FILE_BYTES = 64 << 20
+SHORT_PROMPT, SHORT_ANSWER = Lengths(128, 128), Lengths(64, 64)
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,10 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Drawn uniformly between two ends."""
-
-    low: int
-    high: int
-
-    def draw(self, drawing: random.Random) -> int:
-        return drawing.randint(self.low, self.high)
-
-
-@dataclass(frozen=True)
 class Workload:
     kind: str = "random"  # random, text, lengths, shared-prefix, multi-turn, schema
-    input_len: Lengths = Lengths(128, 128)
-    output_len: Lengths = Lengths(64, 64)
+    input_len: Lengths = SHORT_PROMPT
+    output_len: Lengths = SHORT_ANSWER
     prefix_len: int = 256
     num_prefixes: int = 4
     turns: int = 4

@@ -43,11 +43,12 @@ def latency(
         Repeats of each measurement; medians are shown.
     """
     from tokenmill.bench import offline as bench
+    from tokenmill.bench.lengths import Lengths
 
     batches, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(input_lens, "input-lens")
-    shapes = [bench.Lengths(length, length) for length in lengths]
+    shapes = [Lengths(length, length) for length in lengths]
     workloads = [
-        bench.OfflineWorkload(shape, bench.Lengths(max(2, output_len), max(2, output_len)), batches) for shape in shapes
+        bench.OfflineWorkload(shape, Lengths(max(2, output_len), max(2, output_len)), batches) for shape in shapes
     ]
     largest = max(workloads, key=lambda workload: workload.longest)
     config = bench.config_for(flags.engine_config(model, model_config, cache, scheduler, ops), largest)

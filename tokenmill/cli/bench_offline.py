@@ -50,10 +50,11 @@ def offline(
         Measure the machine first and show which share of it is used.
     """
     from tokenmill.bench import offline as bench
+    from tokenmill.bench.lengths import Lengths
 
     workload = bench.OfflineWorkload(
-        bench.Lengths.parse(input_len, "input-len"),
-        bench.Lengths.parse(output_len, "output-len"),
+        Lengths.parse(input_len, "input-len"),
+        Lengths.parse(output_len, "output-len"),
         whole_numbers(concurrency, "concurrency"),
         num_requests,
         bench_seed,

@@ -203,13 +203,14 @@ def first_model(config: TargetConfig) -> str:
 
 
 def make_workload(config: WorkloadConfig) -> Any:
+    from tokenmill.bench.lengths import Lengths
     from tokenmill.bench.workloads import Workload
 
     schema = json.loads(config.schema.read_text(encoding="utf-8")) if config.schema else None
     work = Workload(
         kind=config.workload,
-        input_len=_lengths(config.input_len, "input-len"),
-        output_len=_lengths(config.output_len, "output-len"),
+        input_len=Lengths.parse(config.input_len, "input-len"),
+        output_len=Lengths.parse(config.output_len, "output-len"),
         prefix_len=config.prefix_len,
         num_prefixes=config.num_prefixes,
         turns=config.turns,
@@ -221,19 +222,6 @@ def make_workload(config: WorkloadConfig) -> Any:
     )
     next(iter(work.sessions()))  # a wrong kind or file is refused before anything is sent
     return work
-
-
-def _lengths(text: str, param: str) -> Any:
-    from tokenmill.bench.workloads import Lengths
-
-    low, _, high = text.partition(":")
-    try:
-        found = Lengths(int(low), int(high or low))
-    except ValueError:
-        raise InvalidConfig(f"--{param} must be a number or LOW:HIGH, not {text!r}", param=param) from None
-    if not 1 <= found.low <= found.high:
-        raise InvalidConfig(f"--{param} {text} is not a range of positive lengths", param=param)
-    return found
 
 
 def closed_load(work: Any, concurrency: int, num_requests: int | None, duration_s: float | None) -> Any:

@@ -130,6 +130,7 @@ def _positive(value: int, name: str) -> int:
 
 
 def parse_slo(text: str) -> Any:
+    from tokenmill.bench.slo import parse_seconds
     from tokenmill.planner.capacity import Slo
 
     limits: dict[str, float] = {}
@@ -140,22 +141,6 @@ def parse_slo(text: str) -> Any:
             raise InvalidConfig(f"{name!r} is no limit of a plan; write ttft=1s,tpot=100ms", param="slo")
         limits[f"{key}_s"] = parse_seconds(value)
     return Slo(**limits)
-
-
-def parse_seconds(text: str) -> float:
-    """`1s`, `250ms`, `0.25`"""
-    number, scale = text.strip(), 1.0
-    if number.endswith("ms"):
-        number, scale = number[:-2], 1e-3
-    elif number.endswith("s"):
-        number = number[:-1]
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        raise InvalidConfig(f"{text!r} is no duration; write 1s or 250ms", param="slo") from None
-    if not 0 < seconds < 1e6:
-        raise InvalidConfig(f"{text!r} is no usable duration", param="slo")
-    return seconds
 
 
 def _plans(

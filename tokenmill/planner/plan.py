@@ -221,7 +221,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if q.context > spec.max_context:
         yield f"a context of {q.context:,} tokens is more than the model's {spec.max_context:,}"
     if not memory.fits:
-        yield f"does not fit: {memory.total / 1e9:.1f} GB are needed, {memory.available / 1e9:.1f} GB are there"
+        yield _why_not(plan)
     elif plan.best is None:
         yield "the limits on TTFT and TPOT can't be held, not even for one request"
     elif memory.max_concurrency < q.max_running:
@@ -229,3 +229,14 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"memory holds {memory.max_concurrency} requests of {q.context:,} tokens, fewer than the {q.max_running} "
             "that may run; more will wait or be preempted"
         )
+
+
+def _why_not(plan: Plan) -> str:
+    memory = plan.memory
+    fixed = memory.total - memory.kv_pool
+    if fixed >= memory.available:
+        return f"does not fit: {fixed / 1e9:.1f} GB without a KV cache, {memory.available / 1e9:.1f} GB are there"
+    return (
+        f"does not fit: one request of {plan.question.context:,} tokens needs {memory.kv_per_request / 1e9:.2f} GB of KV "
+        f"cache, the pool has {memory.kv_pool / 1e9:.2f} GB"
+    )

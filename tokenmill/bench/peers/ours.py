@@ -6,7 +6,8 @@ import json
 import sys
 
 import tokenmill
-from tokenmill.bench.offline import Lengths, OfflineWorkload, config_for, measure_concurrency, open_measured
+from tokenmill.bench.lengths import Lengths
+from tokenmill.bench.offline import OfflineWorkload, config_for, measure_concurrency, open_measured
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
 
 MAX_TOKENS = 4096

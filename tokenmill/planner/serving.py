@@ -1,0 +1,46 @@
+"""The plan of a server about to start: what its settings take on this machine, and whether they can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidConfig, ModelError
+from tokenmill.planner.device import this_machine
+from tokenmill.planner.model import model_at
+from tokenmill.planner.plan import Plan, Question, make_plan
+
+MAX_AUTO_CONTEXT = 32_768  # what the engine takes of a longer context unless it is asked for more
+TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
+
+
+def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
+    model, device = model_at(path, name), this_machine()
+    context = config.model.max_context or min(model.spec.max_context, MAX_AUTO_CONTEXT)
+    kv_dtype = config.cache.kv_dtype
+    question = Question(
+        input_len=min(TYPICAL_INPUT, max(1, context // 2)),
+        output_len=min(TYPICAL_OUTPUT, max(1, context // 4)),
+        kv_dtype=kv_dtype,
+        max_context=context,
+        max_running=config.scheduler.max_running,
+        token_budget=config.scheduler.token_budget,
+        memory_fraction=config.cache.memory_fraction,
+    )
+    return make_plan(model, device, question)
+
+
+def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:
+    """A few lines for the log of a start; none where no plan can be made, which is the engine's to complain about."""
+    try:
+        plan = serving_plan(config, path, name)
+    except (InvalidConfig, ModelError):
+        return []
+    memory = plan.memory
+    lines = [
+        f"plan: weights {memory.weights / 1e9:.2f} GB, KV pool {memory.kv_pool / 1e9:.2f} GB for "
+        f"{memory.max_concurrency} requests of {plan.question.context:,} tokens, {memory.total / 1e9:.2f} GB in all",
+        f"plan: a prompt of {plan.question.input_len} tokens about {plan.ttft_s * 1e3:,.0f} ms to the first token, "
+        f"then {plan.tpot_s * 1e3:.1f} ms a token alone ({plan.device.name})",
+    ]
+    return lines + [f"plan: warning: {warning}" for warning in plan.warnings()]

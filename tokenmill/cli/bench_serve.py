@@ -79,6 +79,8 @@ def serve(
     warmup: int = 2,
     goodput: str = "",
     usd_per_hour: float | None = None,
+    known_model: Path | None = None,
+    device: str | None = None,
     max_lag_ms: float = 20.0,
     output: Path | None = None,
     html: Path | None = None,
@@ -117,6 +119,10 @@ def serve(
         Limits that a good request keeps: ttft=1s,tpot=100ms.
     usd_per_hour
         Price of the server, for cost per token.
+    known_model
+        config.json or GGUF file of the served model: MFU and MBU are reported too.
+    device
+        Device that serves it, as `plan --devices` lists them; needed for MFU and MBU.
     max_lag_ms
         Refuse to report when the load generator lagged more than this (99th percentile).
     output
@@ -131,8 +137,11 @@ def serve(
     from tokenmill.bench.result import result, write_result
     from tokenmill.bench.slo import parse_goodput
     from tokenmill.bench.totals import totals
+    from tokenmill.bench.utilisation import utilisation
 
     limits = parse_goodput(goodput)
+    if (known_model is None) != (device is None):
+        raise InvalidConfig("--known-model and --device go together", param="device")
     work = make_workload(workload)
     aim = make_target(target)
     count = num_requests if num_requests is not None or duration_s is not None or trace is not None else 100
@@ -149,7 +158,10 @@ def serve(
     settings = settings_of(target, workload, concurrency=concurrency, rate=rate, arrivals=arrivals, trace=trace,
                            burstiness=burstiness, time_scale=time_scale, length_scale=length_scale, trace_s=trace_s,
                            num_requests=count, duration_s=duration_s, warmup=warmup, model=aim.model)  # fmt: skip
-    found = result(run, settings, totals(run.records, goodput=limits, usd_per_hour=usd_per_hour))
+    figures = totals(run.records, goodput=limits, usd_per_hour=usd_per_hour)
+    if known_model is not None and device is not None:
+        figures |= utilisation(run.records, known_model, device)
+    found = result(run, settings, figures)
     if output is not None:
         write_result(output, found, run)
     if html is not None:
@@ -325,5 +337,7 @@ def show_run(found: dict[str, Any], target: Any) -> None:
         print(f"{found['failed']} failed: {found['errors']}")
     if "goodput_share" in found:
         print(f"goodput: {found['goodput_requests_s']:.2f} requests/s, {found['goodput_share']:.1%} of all")
+    if "mfu" in found:
+        print(f"of the device: MFU {found['mfu']:.1%}, MBU {found['mbu']:.1%}")
     lag = found["lag"]
     print(f"the load generator lagged {lag['p99_ms']:.1f} ms (p99), used {lag['busy']:.0%} of a core")

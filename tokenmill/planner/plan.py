@@ -237,6 +237,6 @@ def _why_not(plan: Plan) -> str:
     if fixed >= memory.available:
         return f"does not fit: {fixed / 1e9:.1f} GB without a KV cache, {memory.available / 1e9:.1f} GB are there"
     return (
-        f"does not fit: one request of {plan.question.context:,} tokens needs {memory.kv_per_request / 1e9:.2f} GB of KV "
-        f"cache, the pool has {memory.kv_pool / 1e9:.2f} GB"
+        f"does not fit: one request of {plan.question.context:,} tokens needs {memory.kv_per_request / 1e9:.2f} GB of "
+        f"KV cache, the pool has {memory.kv_pool / 1e9:.2f} GB"
     )

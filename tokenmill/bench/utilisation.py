@@ -1,0 +1,55 @@
+"""How much of a device a served load used, where model and device are known: MFU and MBU over the whole run.
+
+FLOPs   of every prompt (what was not cached) and of every decoded token at its context
+bytes   a decode step reads the weights once for all running requests and each one's KV; the number of steps is the
+        decoded tokens divided by how many requests were running on average
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenmill.arch.cost import decode_flops, kv_bytes, prefill_flops
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
+from tokenmill.bench.records import Record
+from tokenmill.errors import InvalidConfig
+from tokenmill.hardware.peaks import find_device
+
+KV_DTYPE = "bfloat16"
+
+
+def utilisation(records: Sequence[Record], model: Path, device: str) -> dict[str, float]:
+    peaks = find_device(device)
+    if peaks is None:
+        raise InvalidConfig(f"no device is called {device!r}", param="device", hint="tokenmill plan --devices")
+    spec = read_spec(model)
+    parts = gguf_weight_parts(read_gguf_model(model)) if model.suffix == ".gguf" else weight_parts(spec, "bfloat16")
+    done = [record for record in records if record.is_ok]
+    if not done:
+        return {"mfu": 0.0, "mbu": 0.0}
+    span = max(r.end_s for r in done) - min(r.sent_s for r in done)
+    return {
+        "mfu": total_flops(spec, done) / span / peaks.flops_for("bf16"),
+        "mbu": total_bytes(spec, parts, done, span) / span / peaks.bandwidth_bytes_s,
+    }
+
+
+def total_flops(spec: ModelSpec, done: Sequence[Record]) -> float:
+    total = 0.0
+    for record in done:
+        prompt, cached = record.input_tokens or record.asked_input, record.cached_tokens or 0
+        total += prefill_flops(spec, max(1, prompt - cached), start=cached)
+        total += record.num_tokens * decode_flops(spec, max(1, prompt + record.num_tokens // 2))
+    return total
+
+
+def total_bytes(spec: ModelSpec, parts: WeightParts, done: Sequence[Record], span: float) -> float:
+    tokens = sum(record.num_tokens for record in done)
+    running = max(1.0, sum(record.e2e_s for record in done) / span)
+    weights = tokens / running * weights_read_bytes(spec, parts, round(running))
+    contexts = ((r.num_tokens, (r.input_tokens or r.asked_input) + r.num_tokens // 2) for r in done)
+    return weights + sum(count * kv_bytes(spec, KV_DTYPE, context) for count, context in contexts)

@@ -38,14 +38,15 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     return gguf.quants.dequantize(source, quant).astype(np.float64), source
 
 
-def rounded_inputs(x: np.ndarray, kind: str) -> np.ndarray:
-    """What the kernel multiplies: int8 per block of 32, where weights are quantised."""
+def rounded_inputs(x: np.ndarray, kind: str, parts: int) -> np.ndarray:
+    """What the kernel multiplies: whole numbers of one or two bytes per block of 32, where weights are quantised."""
     if kind in PLAIN:
         return x.astype(np.float64)
+    most = np.float32(127 if parts == 1 else 127 * 256)
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
-    numbers = np.rint(blocks * (np.float32(127) / np.where(largest == 0, 1, largest)))
-    return (numbers.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+    numbers = np.rint(blocks * (most / np.where(largest == 0, 1, largest)))
+    return (numbers.astype(np.float64) * (largest / most)).reshape(x.shape)
 
 
 def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
@@ -54,28 +55,40 @@ def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = No
     return out
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
 @pytest.mark.parametrize("shape", [(37, 256), (96, 768)])
-def test_product_is_right_and_rows_keep_their_bits(isa: str, kind: str, shape: tuple[int, int]) -> None:
+def test_product_is_right_and_rows_keep_their_bits(isa: str, kind: str, shape: tuple[int, int], parts: int) -> None:
     values, source = random_blocks(kind, *shape)
     matrix = native().pack(kind, *shape, source)
     x = np.random.default_rng(1).standard_normal((MOST_ROWS, shape[1])).astype(np.float32)
-    bench = native().Bench(2, isa)
+    bench = native().Bench(2, isa, parts)
     together = product(bench, matrix, x)
-    expected = rounded_inputs(x, kind) @ values.T
+    expected = rounded_inputs(x, kind, parts) @ values.T
     assert np.abs(together - expected).max() < 2e-4 * np.abs(expected).max()
     for rows in (1, 2, 3, 5, 7, 8, 9, 12, 16, 17):
         assert np.array_equal(product(bench, matrix, x[:rows]), together[:rows])
         assert np.array_equal(product(bench, matrix, x[-rows:]), together[-rows:])
 
 
+@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS))
+def test_two_bytes_round_a_hundred_times_finer(kind: str) -> None:
+    values, source = random_blocks(kind, 64, 512)
+    matrix = native().pack(kind, 64, 512, source)
+    x = np.random.default_rng(3).standard_normal((11, 512)).astype(np.float32)
+    exact = x.astype(np.float64) @ values.T
+    coarse, fine = (np.linalg.norm(product(native().Bench(1, "", parts), matrix, x) - exact) for parts in (1, 2))
+    assert fine < coarse / 100
+
+
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "F32"])
-def test_hundreds_of_rows_equal_single_ones(kind: str) -> None:
+def test_hundreds_of_rows_equal_single_ones(kind: str, parts: int) -> None:
     _, source = random_blocks(kind, 80, 1024)
     matrix = native().pack(kind, 80, 1024, source)
     x = np.random.default_rng(2).standard_normal((211, 1024)).astype(np.float32)
-    bench = native().Bench(2)
+    bench = native().Bench(2, "", parts)
     together = product(bench, matrix, x)
     for row in (0, 5, 95, 96, 97, 210):
         assert np.array_equal(product(bench, matrix, x[row : row + 1])[0], together[row])
@@ -100,11 +113,12 @@ def test_bias_is_added() -> None:
     assert np.array_equal(product(native().Bench(1), matrix, x, bias), np.tile(bias, (3, 1)))
 
 
-def test_zeros_and_huge_inputs_stay_finite() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_zeros_and_huge_inputs_stay_finite(parts: int) -> None:
     _, source = random_blocks("Q4_0", 16, 64)
     x = np.zeros((2, 64), np.float32)
     x[1, 3] = 1e30
-    out = product(native().Bench(1), native().pack("Q4_0", 16, 64, source), x)
+    out = product(native().Bench(1, "", parts), native().pack("Q4_0", 16, 64, source), x)
     assert np.array_equal(out[0], np.zeros(16, np.float32))
     assert np.isfinite(out[1]).all()
 

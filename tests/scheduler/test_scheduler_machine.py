@@ -88,7 +88,7 @@ class Life(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 9), min_size=1, max_size=8),
         max_tokens=st.integers(0, 24),
         min_tokens=st.integers(0, 3),
-        kind=st.sampled_from(["one", "one", "one", "n", "n", "best_of", "beam", "embed"]),
+        kind=st.sampled_from(["one", "one", "one", "n", "n", "beam", "embed"]),
         width=st.integers(2, 10),
         prompt_logprobs=st.booleans(),
         ignore_eos=st.booleans(),
@@ -113,8 +113,7 @@ class Life(RuleBasedStateMachine):
     ) -> None:
         self.num_added += 1
         params = SamplingParams(
-            n={"n": width, "best_of": 2, "beam": 2}.get(kind, 1),
-            best_of=width if kind == "best_of" else None,
+            n={"n": width, "beam": 2}.get(kind, 1),
             beam=BeamParams(min(width, 4), early_stopping=width % 2 == 0) if kind == "beam" else None,
             min_tokens=min(min_tokens, max_tokens),
             ignore_eos=ignore_eos,
@@ -217,7 +216,7 @@ class Life(RuleBasedStateMachine):
             if request.pooling is not None:
                 history = histories(request.prompt_token_ids, [])[-1]
                 assert ending.embedding == [float(history % 1000)]
-            elif request.params.best_of or request.params.beam:
+            elif request.params.beam:
                 assert answers.tokens[index] == alone(request)[index]
             else:
                 assert answers.tokens[index] == expected_tokens(request, index)

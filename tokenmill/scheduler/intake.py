@@ -7,7 +7,7 @@ from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.job import Delivery, Gang, Job
 from tokenmill.scheduler.sequence import Sequence
-from tokenmill.scheduler.siblings import BestOf, Pooled, Streamed
+from tokenmill.scheduler.siblings import Pooled, Streamed
 from tokenmill.types import Request
 
 
@@ -25,12 +25,9 @@ def build_job(request: Request, number: int, cache: KVCache, num_rows: int) -> J
 
 
 def _delivery(job: Job) -> Delivery:
-    params = job.request.params
     if job.request.pooling is not None:
         return Pooled(job)
-    if params.beam:
-        return BeamSearch(job)
-    return BestOf(job) if params.num_sequences > params.n else Streamed(job)
+    return BeamSearch(job) if job.request.params.beam else Streamed(job)
 
 
 def refuse_impossible(request: Request, cache: KVCache, num_rows: int, chunk: int) -> None:

@@ -1,6 +1,6 @@
 """A job is a request being worked on; a gang is what is admitted, planned and preempted as one.
 
-Samples of one prompt (`n`, `best_of`) are independent once the prompt is computed: each is a gang of one. Beams choose
+Samples of one prompt (`n`) are independent once the prompt is computed: each is a gang of one. Beams choose
 their next tokens together, so they are one gang. Either way the prompt is computed once: the first member computes
 all of it but the last token, then the unborn ones fork from it, and each computes the last prompt token itself.
 

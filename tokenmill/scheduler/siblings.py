@@ -1,8 +1,5 @@
-"""How the samples of one prompt reach their reader: as they are drawn, or the best of them at the end.
-
-`n` samples stream, each under its own index. With `best_of` more are drawn than returned: nothing is
-known until all have ended, then the `n` with the highest sum of logprobs come out, best first. An embedding is the
-same idea with a vector in place of tokens.
+"""How the samples of one prompt reach their reader: each token as it is drawn, under its sample's own index. An
+embedding is the same idea with a vector in place of tokens. (`best_of` is `n` here: the reader ranks.)
 """
 
 from __future__ import annotations
@@ -82,32 +79,6 @@ class Streamed:
                 queue_s=(job.queue_s or 0.0) if is_first else 0.0,
             )
         ]
-
-
-class BestOf:
-    """Holds all samples back until the last has ended."""
-
-    holds_back = True
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        params = job.request.params
-        self.num_logprobs: int | None = params.logprobs or 0
-        self._num_samples = params.num_sequences
-        self._ended: list[tuple[Sequence, Ending]] = []
-
-    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
-        _, logprobs, ending = draw(sequence, result)
-        sequence.logprobs.extend(logprobs or [])
-        if ending is None:
-            return []
-        self._ended.append((sequence, ending))
-        return self._best() if len(self._ended) == self._num_samples else []
-
-    def _best(self) -> list[SequenceOutput]:
-        ranked = sorted(self._ended, key=lambda ended: (-ended[0].logprob_sum, ended[0].index))
-        best = ranked[: self._job.request.params.n]
-        return [whole_output(self._job, index, sequence, ending) for index, (sequence, ending) in enumerate(best)]
 
 
 class Pooled:

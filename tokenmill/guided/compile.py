@@ -1,7 +1,7 @@
 """Grammars are compiled in worker threads (llguidance works without Python's lock) and kept in a bounded cache.
 
 A compilation can't be interrupted, so its size is bounded: the text, the grammar, the lexer's states, the fuel of each
-phase. It ends with a trial: the first mask, which shows grammars that no text satisfies or that only blow up later.
+phase. It ends with a trial: the first tokens, which show grammars that no text satisfies or that only blow up later.
 The workers yield to the engine: they run at a lower priority than its step.
 """
 
@@ -29,10 +29,11 @@ from tokenmill.params import Guided
 
 CACHE_BYTES = 64 << 20
 MAX_COMPILE_S = 1.5
+TRIAL_TOKENS = 64
 NUM_WORKERS = 2
 WORKER_NICENESS = 10
 LIMITS = llguidance.LLParserLimits(
-    max_lexer_states=50_000, max_grammar_size=100_000, step_lexer_fuel=200_000, verbose_errors=False
+    initial_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
 )
 
 
@@ -154,10 +155,12 @@ def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
 
 
 def _try_out(guided: Guided, matcher: Matcher, vocab_size: int) -> None:
+    """The first tokens: what is forced, and the mask after it."""
     trial = matcher.fork()
-    trial.forced()
-    line = np.zeros(-(-vocab_size // 32), np.int32)
+    line = np.ones(-(-vocab_size // 32), np.int32)
+    trial.advance(trial.forced()[:TRIAL_TOKENS])
     if trial.error is None:
+        trial.forced()
         trial.fill(line)
     if trial.error is not None or not line.any():
         explain(guided, f"no text satisfies it, or it is too complex ({trial.error or 'nothing is allowed at first'})")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-MAX_EXPANDED = 200_000
+MAX_EXPANDED = 50_000
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 
 
@@ -43,7 +43,8 @@ def _atom_length(pattern: str, place: int) -> int:
         return 2
     if pattern[place] != "[":
         return 1
-    end = place + 1
-    while end < len(pattern) and (pattern[end] != "]" or end == place + 1):
+    first = place + (2 if pattern.startswith("[^", place) else 1)  # a bracket that stands first closes nothing
+    end = first
+    while end < len(pattern) and (pattern[end] != "]" or end == first):
         end += 2 if pattern[end] == "\\" else 1
     return end - place + 1

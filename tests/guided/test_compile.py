@@ -1,0 +1,109 @@
+"""The compiler's cache and its workers: bounded, shared, patient with no one else's grammar."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.guided.compile import MAX_COMPILE_S, Compilation, Compiler
+from tokenmill.guided.grammars import Grammars
+from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.params import Guided, SamplingParams
+from tokenmill.types import NewRow, Request, RowPlan, StepPlan
+
+
+def request(name: str, guided: Guided) -> Request:
+    params = SamplingParams(guided=guided)
+    return Request(request_id=name, prompt_token_ids=[1], params=params, max_tokens=5, seed=0)
+
+
+def finished(compilation: Compilation) -> Compilation:
+    wait([compilation.future], timeout=10)
+    return compilation
+
+
+def choice(number: int) -> Guided:
+    return Guided.choice([f"word {number}", "x" * 2000])
+
+
+def test_the_cache_is_bounded_by_bytes_and_forgets_the_oldest(vocabulary: Vocabulary) -> None:
+    compiler = Compiler(lambda: vocabulary, cache_bytes=1 << 20)
+    for number in range(12):
+        compiler.finish(choice(number), finished(compiler.start(choice(number))))
+        assert compiler.cached_bytes <= 1 << 20
+    assert compiler.known(choice(0)) is None
+    assert compiler.known(choice(11)) is not None
+
+
+def test_one_compilation_serves_all_who_ask_meanwhile(vocabulary: Vocabulary) -> None:
+    gate = threading.Event()
+
+    def load() -> Vocabulary:
+        gate.wait(10)
+        return vocabulary
+
+    compiler = Compiler(load)
+    first, second, other = compiler.start(choice(1)), compiler.start(choice(1)), compiler.start(choice(2))
+    assert first is second and other is not first
+    gate.set()
+    assert compiler.finish(choice(1), finished(first)) is compiler.known(choice(1))
+
+
+def test_a_compilation_that_takes_too_long_is_refused(vocabulary: Vocabulary) -> None:
+    now = [0.0]
+    compilation = Compilation(Compiler(lambda: vocabulary).start(choice(1)).future.__class__(), lambda: now[0])
+    assert not compilation.is_over
+    compilation.begun_s.append(0.0)
+    now[0] = MAX_COMPILE_S + 0.1
+    assert compilation.is_over
+    with pytest.raises(InvalidRequest, match="to compile"):
+        compilation.result()
+
+
+def test_a_grammar_stays_while_its_request_is_open(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(Compiler(lambda: vocabulary, cache_bytes=1), 4, 258)
+    grammars.prepare(request("a", choice(1)))
+    assert grammars.is_ready(request("a", choice(1)))
+    grammars.prepare(request("b", choice(2)))  # pushes the first one out of the cache
+    new = NewRow(
+        row=0,
+        params=SamplingParams(guided=choice(1)),
+        seed=0,
+        prompt_token_ids=[1],
+        output_token_ids=[],
+        stop_token_ids=[],
+    )
+    plan = StepPlan(new_rows=[new], rows=[RowPlan(row=0, start=0, token_ids=[1], sample=True)])
+    masks = grammars.masks(plan)
+    assert masks is not None and masks.bits([0]).any()
+    grammars.release(lambda request_id: False)
+    grammars.prepare(request("b", choice(2)))
+    assert not grammars.is_ready(request("c", choice(1)))
+
+
+def test_waiting_requests_settle_one_by_one(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(Compiler(lambda: vocabulary), 4, 258)
+    for name, guided in {"good": choice(1), "bad": Guided("regex", "(")}.items():
+        grammars.hold(request(name, guided))
+    grammars.hold(request("gone", choice(3)))
+    grammars.forget("gone")
+    outcomes: dict[str, InvalidRequest | None] = {}
+    began = time.monotonic()
+    while grammars.num_waiting and time.monotonic() - began < 10:
+        grammars.wait(0.05)
+        outcomes |= {settled.request_id: error for settled, error in grammars.settled()}
+    assert set(outcomes) == {"good", "bad"}
+    assert outcomes["good"] is None and isinstance(outcomes["bad"], InvalidRequest)
+
+
+def test_no_vocabulary_is_the_request_s_error() -> None:
+    def load() -> Vocabulary:
+        raise RuntimeError("the tokenizer is gone")
+
+    grammars = Grammars(Compiler(load), 4, 258)
+    with pytest.raises(InvalidRequest, match="the tokenizer is gone"):
+        grammars.prepare(request("a", choice(1)))

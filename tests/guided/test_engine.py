@@ -1,0 +1,173 @@
+"""Constrained answers through the whole engine, alone and together with everything else that a request may ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.engine.results import RequestOutput
+from tokenmill.errors import InvalidRequest
+from tokenmill.params import BeamParams, Guided
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "first_name_of_the_person": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 200},
+        "is_happy": {"type": "boolean"},
+    },
+    "required": ["first_name_of_the_person", "age", "is_happy"],
+    "additionalProperties": False,
+}
+SCHEMA, REGEX = Guided.schema(PERSON), Guided("regex", r"(Lily|Tim) is [0-9]{2} years old\.")
+PROMPT = "Once upon a time there was a girl"
+
+
+def ask(llm: LLM, guided: Guided | None = SCHEMA, prompt: str = PROMPT, **knobs: Any) -> RequestOutput:
+    params = SamplingParams(**{"max_tokens": 150, "seed": 7, "guided": guided, **knobs})
+    return llm.generate([prompt], params, progress=False)[0]
+
+
+def steps_of(llm: LLM, **knobs: Any) -> tuple[RequestOutput, int]:
+    before = llm.core.stats().steps
+    return ask(llm, **knobs), llm.core.stats().steps - before
+
+
+def check(guided: Guided, text: str) -> None:
+    if guided is SCHEMA:
+        jsonschema.validate(json.loads(text), PERSON)
+    else:
+        assert text.startswith(("Lily is ", "Tim is ")) and text.endswith(" years old."), text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("guided", [SCHEMA, REGEX])
+def test_a_whole_answer_follows(llm: LLM, guided: Guided, temperature: float) -> None:
+    for seed in range(5):
+        output = ask(llm, guided, temperature=temperature, seed=seed).outputs[0]
+        assert output.finish_reason == "stop"
+        check(guided, output.text)
+
+
+def test_forced_tokens_are_not_drawn_and_count_as_output(llm: LLM) -> None:
+    answer, steps = steps_of(llm)
+    tokens = answer.outputs[0].token_ids
+    assert steps * 1.5 < len(tokens)
+    assert "".join(llm.front.tokenizer.token_text(i) for i in tokens[:-1]) == answer.outputs[0].text  # type: ignore[union-attr]
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "n": {"n": 3},
+    "best of": {"n": 1, "best_of": 1},
+    "bias of 0": {"logit_bias": {5: 0.0}},
+}
+
+
+@pytest.mark.parametrize("guided", [SCHEMA, REGEX])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pairs_that_must_not_change_a_token(llm: LLM, guided: Guided, pair: str) -> None:
+    alone = ask(llm, guided).outputs[0]
+    together = ask(llm, guided, **PAIRS[pair])
+    assert together.outputs[0].token_ids == alone.token_ids
+    for output in together.outputs:
+        check(guided, output.text)
+
+
+def test_logprobs_are_the_model_s_own(llm: LLM) -> None:
+    """Those of an answer are what scoring the same tokens as a prompt says: no mask has touched them."""
+    output = ask(llm, logprobs=0).outputs[0]
+    prompt_ids = llm.front.tokenizer.encode(PROMPT)  # type: ignore[union-attr]
+    scored = llm.generate(
+        [[*prompt_ids, *output.token_ids]], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False
+    )[0].prompt_logprobs
+    assert scored is not None and output.logprobs is not None
+    expected = [info.logprob for info in scored[len(prompt_ids) :] if info is not None]
+    shown = [info.logprob for info in output.logprobs]
+    assert shown == pytest.approx(expected[: len(shown)], abs=1e-4)
+
+
+@pytest.mark.parametrize("guided", [SCHEMA, REGEX])
+def test_beams_follow_and_the_best_beats_greedy(llm: LLM, guided: Guided) -> None:
+    greedy = ask(llm, guided, temperature=0.0, logprobs=0).outputs[0]
+    beams = ask(llm, guided, n=2, beam=BeamParams(4, length_penalty=0.0)).outputs
+    for output in beams:
+        check(guided, output.text)
+    assert beams[0].cumulative_logprob is not None and greedy.cumulative_logprob is not None
+    assert beams[0].cumulative_logprob >= greedy.cumulative_logprob - 1e-4
+    assert beams[0].text != beams[1].text
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"frequency_penalty": 1.5}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 8}]
+)
+def test_history_holds_forced_tokens(llm: LLM, knobs: dict[str, Any]) -> None:
+    """Drawn one by one or jumped, penalties see the same past."""
+    jumped = ask(llm, **knobs)
+    drawn = ask(llm, **knobs, logprobs=0)
+    assert jumped.error == drawn.error
+    assert jumped.outputs[0].token_ids == drawn.outputs[0].token_ids
+
+
+def test_a_stop_string_cuts_wherever_it_stands(llm: LLM) -> None:
+    output = ask(llm, stop=['"age'], include_stop=False).outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", '"age')
+    assert output.text.endswith('", ') and "age" not in output.text
+
+
+def test_the_length_cuts_forced_tokens_too(llm: LLM) -> None:
+    whole = ask(llm).outputs[0]
+    for max_tokens in (1, 4, 9, len(whole.token_ids) - 1):
+        cut = ask(llm, max_tokens=max_tokens).outputs[0]
+        assert cut.finish_reason == "length"
+        assert cut.token_ids == whole.token_ids[:max_tokens]
+
+
+def test_strangers_change_nothing(llm: LLM) -> None:
+    alone = [ask(llm, guided, seed=3).outputs[0].token_ids for guided in (SCHEMA, REGEX, None)]
+    params = [SamplingParams(max_tokens=150, seed=3, guided=guided) for guided in (SCHEMA, REGEX, None)]
+    together = llm.generate([PROMPT] * 3, params, progress=False)
+    assert [answer.outputs[0].token_ids for answer in together] == alone
+
+
+def test_preempted_answers_are_the_same(stories_dir: Path, llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=100, seed=seed, guided=(SCHEMA, REGEX)[seed % 2], frequency_penalty=0.5)
+        for seed in range(8)
+    ]
+    expected = [answer.outputs[0].token_ids for answer in llm.generate([PROMPT] * 8, params, progress=False)]
+    tight = LLM(str(stories_dir), backend="reference", threads=1, num_blocks=26, block_size=8, max_context=192)
+    answers = tight.generate([PROMPT] * 8, params, progress=False)
+    assert tight.core.stats().preemptions > 0
+    assert [answer.outputs[0].token_ids for answer in answers] == expected
+
+
+def test_a_schema_that_can_t_be_enforced_stops_nothing_else(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="#/properties/a/not"):
+        ask(llm, Guided.schema({"properties": {"a": {"not": {}}}}))
+    check(SCHEMA, ask(llm).outputs[0].text)
+
+
+def test_masks_that_leave_nothing_fail_one_request(llm: LLM) -> None:
+    tokenizer = llm.front.tokenizer
+    assert tokenizer is not None
+    params = [
+        SamplingParams(max_tokens=20, guided=REGEX, allowed_token_ids=[tokenizer.encode("zoo")[-1]]),
+        SamplingParams(max_tokens=60, guided=REGEX, seed=1),
+    ]
+    failed, good = llm.generate([PROMPT] * 2, params, progress=False)
+    assert failed.error is not None and "no token is left" in failed.error
+    check(REGEX, good.outputs[0].text)
+
+
+def test_a_cached_prompt_changes_nothing(llm: LLM) -> None:
+    prompt = PROMPT * 6
+    first, second = ask(llm, prompt=prompt), ask(llm, prompt=prompt)
+    assert second.num_cached_tokens > first.num_cached_tokens == 0
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids

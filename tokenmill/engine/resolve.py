@@ -5,6 +5,7 @@ Returns the new config and the reasons in words, which are printed at start. Not
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ class Resolved:
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: MachineFacts) -> Resolved:
+    _require_ranges(config)
     reasons: list[str] = []
     ops = _resolve_ops(config.ops, spec, machine, reasons)
     model = _resolve_model(config.model, spec, ops, reasons)
@@ -45,6 +47,21 @@ def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: Ma
     model = _within_pool(model, cache, layout, reasons)
     reasons.append(f"context of {model.max_context} tokens")
     return Resolved(replace(config, model=model, cache=cache, ops=ops), reasons)
+
+
+def _require_ranges(config: EngineConfig) -> None:
+    for name, value, low, high in (
+        ("max_context", config.model.max_context, 1, 2**31),
+        ("block_size", config.cache.block_size, 1, 1024),
+        ("num_blocks", config.cache.num_blocks, 2, 2**31),
+        ("memory_fraction", config.cache.memory_fraction, 0.001, 1.0),
+        ("max_running", config.scheduler.max_running, 1, 4096),
+        ("token_budget", config.scheduler.token_budget, 1, 2**20),
+        ("max_waiting", config.scheduler.max_waiting, 0, sys.maxsize),
+        ("threads", config.ops.threads, 1, 1024),
+    ):
+        if value is not None and not low <= value <= high:
+            raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
 
 
 def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons: list[str]) -> OpsConfig:

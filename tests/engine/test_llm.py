@@ -1,0 +1,99 @@
+"""The offline front: lists in, lists out in order, in the shape that users of other engines know."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tokenmill import LLM, BeamParams, SamplingParams
+from tokenmill.errors import InvalidConfig, InvalidRequest, ModelError
+from tokenmill.types import Pooling
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def test_a_list_comes_back_in_order(stories: LLM) -> None:
+    prompts = ["Once upon a time", "Lily", [1, 403], "The cat"]
+    answers = stories.generate(prompts, GREEDY)
+    assert [answer.prompt for answer in answers] == ["Once upon a time", "Lily", None, "The cat"]
+    assert answers[2].prompt_token_ids == [1, 403]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = stories.generate(prompt, GREEDY)[0]
+        assert alone.outputs[0].token_ids == answer.outputs[0].token_ids
+        assert answer.finished and answer.error is None
+        assert answer.outputs[0].finish_reason == "length"
+
+
+def test_more_prompts_than_may_wait_are_all_answered(stories_dir: Path) -> None:
+    llm = LLM(str(stories_dir), threads=1, max_running=4)
+    answers = llm.generate([[1, 400 + n % 100] for n in range(60)], SamplingParams(temperature=0, max_tokens=1))
+    assert len(answers) == 60 and all(len(answer.outputs[0].token_ids) == 1 for answer in answers)
+
+
+def test_n_samples_differ_and_are_reproducible(stories: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.2, seed=11, max_tokens=12)
+    first, second = stories.generate(["Once upon a time"] * 2, params)
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
+    assert len({tuple(o.token_ids) for o in first.outputs}) == 3
+
+
+def test_a_prefix_is_computed_once(stories_dir: Path) -> None:
+    llm = LLM(str(stories_dir), threads=1)
+    prompt = [1, *range(300, 360)]
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 48
+
+
+def test_beams_are_at_least_as_likely_as_greedy(stories: LLM) -> None:
+    greedy = stories.generate("Once upon", SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True))
+    beams = stories.generate("Once upon", SamplingParams(n=2, beam=BeamParams(4), max_tokens=10, ignore_eos=True))
+    best, second = (output.cumulative_logprob for output in beams[0].outputs)
+    alone = greedy[0].outputs[0].cumulative_logprob
+    assert best is not None and second is not None and alone is not None
+    assert best >= alone - 1e-4 and best >= second
+
+
+def test_embeddings_are_unit_vectors_and_depend_on_the_text(stories: LLM) -> None:
+    same, again, other = stories.embed(["a cat sat", "a cat sat", "the big red dog"])
+    assert math.isclose(math.hypot(*same.embedding), 1.0, rel_tol=1e-5)
+    assert same.embedding == again.embedding != other.embedding
+    last = stories.embed("a cat sat", pooling=Pooling("last"))[0]
+    assert last.embedding != same.embedding
+
+
+def test_streams_join_to_the_answer_and_may_be_left(stories: LLM) -> None:
+    whole = stories.generate("Once upon a time", GREEDY)[0].outputs[0].text
+    assert "".join(event.text for event in stories.stream("Once upon a time", GREEDY)) == whole
+    left = stories.stream("Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(left)
+    left.close()  # type: ignore[attr-defined]  # a generator
+    assert not stories.core.has_work and stories.core.stats().kv_blocks_used == 0
+
+
+def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        stories.generate(["fine", []], GREEDY)
+    with pytest.raises(InvalidRequest, match="sampling params"):
+        stories.generate(["a", "b"], [GREEDY])
+    with pytest.raises(InvalidRequest, match="role"):
+        stories.chat([{"content": "hi"}])
+    assert not stories.core.has_work
+    with pytest.raises(InvalidConfig, match="no_such_setting"):
+        LLM("anything", no_such_setting=1)
+
+
+def test_random_weights_from_a_config_alone(stories_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((stories_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    llm = LLM(str(tmp_path), load_format="dummy", threads=1)
+    answer = llm.generate([[1, 2, 3]], GREEDY)[0]
+    assert len(answer.outputs[0].token_ids) == 12
+    again = LLM(str(tmp_path), load_format="dummy", threads=1).generate([[1, 2, 3]], GREEDY)[0]
+    assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        llm.generate("text")
+    with pytest.raises(ModelError, match="safetensors"):
+        LLM(str(tmp_path), threads=1)

@@ -1,0 +1,88 @@
+"""`auto` settled: what is chosen on which machine, and that every choice has its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.engine.resolve import MachineFacts, Resolved, resolve
+from tokenmill.errors import InvalidConfig
+from tokenmill.kv.layout import KVLayout
+
+LAYER = LayerSpec(AttentionSpec(8, 2, 64, 0.125, None), MlpSpec(1024))
+SPEC = ModelSpec("llama", 32_000, 512, (LAYER,) * 4, 1e-5, 131_072, tied_head=True, dtype="bfloat16")
+LAPTOP = MachineFacts(cores=4, available_bytes=8 << 30, weight_bytes=1 << 30, native_reason=None)
+SERVER = replace(LAPTOP, available_bytes=140 << 30, has_cuda=True)
+BLOCK_BYTES = 2 * 4 * 2 * 16 * 64 * 4  # keys and values, layers, heads, tokens, head_dim, float32
+
+
+def settle(config: EngineConfig | None = None, machine: MachineFacts = LAPTOP, spec: ModelSpec = SPEC) -> Resolved:
+    return resolve(config or EngineConfig(), spec, KVLayout.from_spec(spec), machine)
+
+
+def test_a_cpu_computes_natively_in_float32() -> None:
+    settled = settle().config
+    assert (settled.ops.device, settled.ops.backend, settled.ops.threads) == ("cpu", "cpu", 4)
+    assert (settled.model.dtype, settled.cache.kv_dtype) == ("float32", "float32")
+
+
+def test_without_native_kernels_the_reference_serves_and_says_why() -> None:
+    found = settle(machine=replace(LAPTOP, native_reason="no compiler"))
+    assert found.config.ops.backend == "reference"
+    assert any("no compiler" in reason for reason in found.reasons)
+    with pytest.raises(InvalidConfig, match="no compiler"):
+        settle(EngineConfig(ops=OpsConfig(backend="cpu")), replace(LAPTOP, native_reason="no compiler"))
+
+
+def test_a_gpu_computes_in_the_models_own_half_precision() -> None:
+    settled = settle(machine=SERVER).config
+    assert (settled.ops.device, settled.ops.backend) == ("cuda", "triton")
+    assert (settled.model.dtype, settled.cache.kv_dtype) == ("bfloat16", "bfloat16")
+    with pytest.raises(InvalidConfig, match="CUDA"):
+        settle(EngineConfig(ops=OpsConfig(device="cuda")))
+
+
+def test_the_pool_takes_its_share_of_memory_and_no_more_than_is_useful() -> None:
+    settled = settle(EngineConfig(scheduler=SchedulerConfig(max_running=1000))).config
+    assert settled.cache.num_blocks == int((7 << 30) * 0.25) // BLOCK_BYTES
+    few = settle(EngineConfig(ModelConfig(max_context=160), scheduler=SchedulerConfig(max_running=3))).config
+    assert few.cache.num_blocks == 3 * 10 + 1
+
+
+def test_the_context_is_cut_to_what_the_pool_holds() -> None:
+    found = settle(EngineConfig(cache=CacheConfig(num_blocks=11)))
+    assert found.config.model.max_context == 160
+    assert any("cut to 160" in reason for reason in found.reasons)
+    assert settle().config.model.max_context == 32_768
+
+
+def test_small_models_round_their_activations_finely() -> None:
+    assert settle().config.ops.activation_bits == "16"
+    large = replace(SPEC, layers=(replace(LAYER, mlp=MlpSpec(500_000)),) * 4)
+    assert settle(spec=large).config.ops.activation_bits == "8"
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (EngineConfig(ModelConfig(max_context=0)), "max_context"),
+        (EngineConfig(ModelConfig(max_context=200_000)), "max_context"),
+        (EngineConfig(cache=CacheConfig(block_size=0)), "block_size"),
+        (EngineConfig(cache=CacheConfig(num_blocks=1)), "num_blocks"),
+        (EngineConfig(cache=CacheConfig(memory_fraction=1.5)), "memory_fraction"),
+        (EngineConfig(scheduler=SchedulerConfig(max_running=0)), "max_running"),
+        (EngineConfig(scheduler=SchedulerConfig(token_budget=-1)), "token_budget"),
+        (EngineConfig(ops=OpsConfig(threads=0)), "threads"),
+    ],
+)
+def test_nonsense_is_refused_by_name(config: EngineConfig, name: str) -> None:
+    with pytest.raises(InvalidConfig, match=name):
+        settle(config)
+
+
+def test_a_machine_without_room_is_told_so() -> None:
+    with pytest.raises(InvalidConfig, match="no room for a KV cache"):
+        settle(machine=replace(LAPTOP, available_bytes=1 << 30))

@@ -53,22 +53,9 @@ def graph_ms(work: Callable[[], object], repeats: int = 5) -> float:
 
 def skinny_cases() -> Iterator[tuple[str, int, list[Shape]]]:
     """(format, rows, shapes to try)"""
-    words = [
-        Shape(*x)
-        for x in (
-            (4, 256, 4),
-            (4, 512, 4),
-            (8, 256, 4),
-            (8, 128, 4),
-            (2, 512, 4),
-            (4, 256, 2),
-            (2, 256, 2),
-            (8, 256, 8),
-            (4, 128, 2),
-        )
-    ]
-    yield "fp8", 1, words
-    yield "int4", 1, words
+    words = [(8, 256, 4), (4, 512, 4), (16, 128, 4), (16, 256, 8), (16, 256, 4), (32, 64, 4), (16, 128, 8), (8, 128, 2)]
+    yield "fp8", 1, [Shape(*x) for x in words]
+    yield "int4", 1, [Shape(*x) for x in words]
 
 
 def packed(matrix: torch.Tensor, kind: str) -> object:

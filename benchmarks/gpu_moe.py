@@ -1,6 +1,6 @@
-"""A mixture of experts with random weights on one GPU: decoding of one sequence against the memory's speed, and of many.
+"""A mixture of experts with random weights on one GPU: decoding against the memory's speed, and many sequences.
 
-    python benchmarks/gpu_moe.py DIR_WITH_CONFIG
+python benchmarks/gpu_moe.py DIR_WITH_CONFIG
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _stream_down(
     columns = tl.arange(0, STRIDE)
     is_row = rows < hidden
     sums = tl.zeros((STRIP, STRIDE), tl.float32)
-    for choice in range(K):
+    for choice in tl.static_range(K):  # unrolled: the matrices of all choices are on their way together
         pair = token * K + choice
         expert = tl.load(ids + pair)
         share = tl.load(weights + pair)
@@ -136,11 +136,12 @@ def _streamed(
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     inner = x.new_empty(num_tokens * k, inter)
     out = torch.empty_like(x)
-    _stream_gate_up[(num_tokens * k, triton.cdiv(inter, 4))](
-        x, ids, gate_up, inner, hidden, inter, k, activation, 4, 512, num_warps=4, **launch_options()
+    wide, deep = (min(2048, triton.next_power_of_2(size)) for size in (hidden, inter))
+    _stream_gate_up[(num_tokens * k, triton.cdiv(inter, 2))](
+        x, ids, gate_up, inner, hidden, inter, k, activation, 2, wide, num_warps=4, **launch_options()
     )  # fmt: skip
-    _stream_down[(num_tokens, triton.cdiv(hidden, 4))](
-        inner, ids, weights, down, out, hidden, inter, k, 4, 256, num_warps=4, **launch_options()
+    _stream_down[(num_tokens, triton.cdiv(hidden, 2))](
+        inner, ids, weights, down, out, hidden, inter, k, 2, deep, num_warps=4, **launch_options()
     )  # fmt: skip
     return out
 

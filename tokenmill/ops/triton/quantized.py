@@ -17,11 +17,12 @@ import triton.language as tl
 from torch.nn import functional
 
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
-from tokenmill.ops.triton.skinny import GROUP, MAX_ROWS, skinny_linear, skinny_linear_4bit
+from tokenmill.ops.triton.skinny import GROUP, MAX_ROWS, expand_4bit, skinny_linear, skinny_linear_4bit
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = tl.constexpr(448.0)
 GROUP_SIZE: int = GROUP.value
+MAX_4BIT_ROWS = 64  # for more, expanding the matrix first is worth it
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,18 @@ def to_int4(matrix: torch.Tensor) -> Int4Matrix:
         scale = (extreme / -8.0).to(matrix.dtype)
         safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
         codes = ((groups / safe).round().clamp_(-8, 7) + 8).to(torch.uint8)
-        values[part] = (codes[..., 0::2] | (codes[..., 1::2] << 4)).flatten(1)
+        # Columns of a group as [byte of a word, half of a byte, word] → [word, byte, half]; see `skinny`.
+        halves = codes.view(len(rows), -1, 4, 2, GROUP_SIZE // 8).permute(0, 1, 4, 2, 3)
+        values[part] = (halves[..., 0] | (halves[..., 1] << 4)).flatten(1)
         scales[part] = scale.squeeze(2)
     return Int4Matrix(values, scales)
 
 
 def expanded(matrix: Int4Matrix) -> torch.Tensor:
-    """[rows, columns] in the scales' dtype"""
-    codes = torch.stack((matrix.values & 15, matrix.values >> 4), dim=2).flatten(1)
-    groups = codes.view(len(codes), -1, GROUP_SIZE).to(matrix.scales.dtype) - 8
+    """[rows, columns] in the scales' dtype, in plain torch: what the kernels are held against"""
+    bytes_of_words = matrix.values.view(len(matrix.values), -1, GROUP_SIZE // 8, 4)
+    halves = torch.stack((bytes_of_words & 15, bytes_of_words >> 4), dim=4).permute(0, 1, 3, 4, 2)
+    groups = halves.flatten(2).to(matrix.scales.dtype) - 8
     return (groups * matrix.scales.unsqueeze(2)).flatten(1)
 
 
@@ -103,6 +107,6 @@ def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) ->
 
 
 def int4_linear(x: torch.Tensor, matrix: Int4Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    if len(x) <= MAX_ROWS:
+    if len(x) <= MAX_4BIT_ROWS:
         return skinny_linear_4bit(x, matrix.values, matrix.scales, bias)
-    return functional.linear(x, expanded(matrix), bias)
+    return functional.linear(x, expand_4bit(matrix.values, matrix.scales), bias)

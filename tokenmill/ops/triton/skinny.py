@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
-MAX_ROWS = 64
+MAX_ROWS = 16
 GROUP = tl.constexpr(128)  # columns that share a scale in the 4-bit format
 
 
@@ -79,15 +79,6 @@ def _few_rows(
 
 
 @triton.jit
-def _halves(part):
-    """The values in the low and the high halves of bytes, float16: their bits are put behind those of 1024."""
-    wide = part.to(tl.int16)
-    first = ((wide & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    second = (((wide >> 4) & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    return first.to(tl.float16), second.to(tl.float16)
-
-
-@triton.jit
 def _one_row_fp8(
     x, weight, scales, bias, out, num_out, num_in,
     STRIP: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -122,7 +113,8 @@ def _one_row_4bit(
     x, weight, scales, bias, out, num_out, num_in,
     STRIP: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Eight values a word: bits [4i, 4i + 4) are column i. Put behind the exponent of 1 they are 1 + value / 16."""
+    """Bits [4i, 4i + 4) of word w in a group are its column 16i + w, so that neighbouring words need neighbouring
+    columns. Put behind the exponent of 1 the bits are 1 + value / 16."""
     let_next_begin(OVERLAPS)
     rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     is_row = rows < num_out
@@ -139,8 +131,9 @@ def _one_row_4bit(
     for start in range(0, num_words, WORDS):
         is_place = start + places < num_words
         part = tl.zeros((STRIP, WORDS), tl.float32)
+        here = (start + places) // words_a_group * GROUP + (start + places) % words_a_group
         for i in tl.static_range(8):
-            factors = tl.load(x + (start + places) * 8 + i, mask=is_place, other=0.0).to(tl.float32)
+            factors = tl.load(x + here + 16 * i, mask=is_place, other=0.0).to(tl.float32)
             moved = (words << (19 - 4 * i)) if i < 5 else (words >> (4 * i - 19))
             value = ((moved & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
             part += value * factors[None, :]
@@ -158,33 +151,59 @@ def _one_row_4bit(
 @triton.jit
 def _few_rows_4bit(
     x, weight, scales, bias, out, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, STRIP: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """By bytes: the low half of byte b is column 2b, the high half column 2b + 1."""
+    """The i-th values of all words are one tile of the matrix, and their columns one tile of x."""
     let_next_begin(OVERLAPS)
-    half: tl.constexpr = GROUP // 2
+    words_a_group: tl.constexpr = GROUP // 8
     inputs = tl.arange(0, ROWS)
     rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     is_row, is_input = rows < num_out, inputs < num_rows
-    places = tl.arange(0, half)
-    lines = weight + rows.to(tl.int64)[:, None] * (num_in // 2) + places[None, :]
-    scale_lines = scales + rows.to(tl.int64) * (num_in // GROUP)
-    sources = x + inputs[:, None] * num_in + places[None, :] * 2
+    places = tl.arange(0, WORDS)
+    num_words = num_in // 8
+    lines = weight + rows.to(tl.int64)[:, None] * num_words + places[None, :]
+    scale_lines = scales + rows.to(tl.int64)[:, None] * (num_in // GROUP) + (places // words_a_group)[None, :]
+    sources = x + inputs[:, None] * num_in + (places // words_a_group * GROUP + places % words_a_group)[None, :]
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((ROWS, STRIP), tl.float32)
-    for group in range(num_in // GROUP):
-        low = tl.load(sources + group * GROUP, mask=is_input[:, None], other=0.0).to(tl.float16)
-        high = tl.load(sources + group * GROUP + 1, mask=is_input[:, None], other=0.0).to(tl.float16)
-        part = tl.load(lines + group * half, mask=is_row[:, None], other=0)
-        scale = tl.load(scale_lines + group, mask=is_row, other=0.0).to(tl.float32)
-        first, second = _halves(part)
-        product = tl.dot(low, tl.trans(first))
-        product = tl.dot(high, tl.trans(second), product)
-        sums += product * scale[None, :]
+    for start in range(0, num_words, WORDS):
+        inside = (start + places < num_words)[None, :]
+        words = tl.load(lines + start, mask=is_row[:, None] & inside, other=0)
+        scale = tl.load(scale_lines + start // words_a_group, mask=is_row[:, None] & inside, other=0.0)
+        scale = scale.to(tl.float16)
+        for i in tl.static_range(8):
+            factors = tl.load(sources + start * 8 + 16 * i, mask=is_input[:, None] & inside, other=0.0)
+            # Put behind the bits of 1024 the value is 1024 more than it was.
+            moved = (((words >> (4 * i)) & 15) | 0x6400).to(tl.int16)
+            value = (moved.to(tl.float16, bitcast=True) - 1032.0).to(tl.float16) * scale
+            sums = tl.dot(factors.to(tl.float16), tl.trans(value), sums)
     if HAS_BIAS:
         sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
     target = out + inputs[:, None] * num_out + rows[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=is_input[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _expand_4bit(weight, scales, out, num_in, WORDS: tl.constexpr) -> None:
+    words_a_group: tl.constexpr = GROUP // 8
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = places < num_in // 8
+    words = tl.load(weight + row * (num_in // 8) + places, mask=inside, other=0)
+    scale = tl.load(scales + row * (num_in // GROUP) + places // words_a_group, mask=inside, other=0.0).to(tl.float32)
+    columns = places // words_a_group * GROUP + places % words_a_group
+    for i in tl.static_range(8):
+        value = (((words >> (4 * i)) & 15) - 8).to(tl.float32) * scale
+        tl.store(out + row * num_in + columns + 16 * i, value.to(out.dtype.element_ty), mask=inside)
+
+
+def expand_4bit(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[num_out, num_in] in the scales' dtype"""
+    num_out, num_in = weight.shape[0], weight.shape[1] * 2
+    out = torch.empty(num_out, num_in, dtype=scales.dtype, device=weight.device)
+    grid = (num_out, triton.cdiv(num_in // 8, 512))
+    _expand_4bit[grid](weight.view(torch.int32), scales, out, num_in, 512, num_warps=4)
+    return out
 
 
 # fp8 turns into float16 in one instruction, into anything else in several.
@@ -207,9 +226,7 @@ def shape_for(num_rows: int, num_out: int, num_in: int) -> Shape:
         if num_out >= 16384:
             return Shape(2, 2048, 4)
         return Shape(8, 512, 4) if num_out > 4096 else Shape(4, 512, 4)
-    if num_out >= 16384:
-        return Shape(64, 256, 4, 3)
-    return Shape(32, 256, 4, 5)
+    return Shape(32, 128, 4, 6)
 
 
 def skinny_linear(
@@ -228,7 +245,7 @@ def skinny_linear(
     given, scale = bias if bias is not None else x, scales if scales is not None else x
     flags = (bias is not None, scales is not None)
     if num_rows == 1 and scales is not None:
-        cut = shape or Shape(4, 256, 4)
+        cut = shape or (Shape(8, 256, 4) if num_out > 4096 else Shape(4, 512, 4))
         _one_row_fp8[(triton.cdiv(num_out, cut.strip),)](
             x, weight.view(torch.int32), scale, given, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
             num_warps=cut.warps, **launch_options(),
@@ -261,16 +278,17 @@ def skinny_linear_4bit(
     out = x.new_empty(num_rows, num_out)
     given = bias if bias is not None else x
     if num_rows == 1:
-        cut = shape or Shape(4, 256, 4)
+        cut = shape or Shape(8, 256, 4)
         _one_row_4bit[(triton.cdiv(num_out, cut.strip),)](
             x, weight.view(torch.int32), scales, given, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
             num_warps=cut.warps, **launch_options(),
         )  # fmt: skip
     else:
-        cut = shape or Shape(32, 128, 4, 4)
+        cut = shape or Shape(32, 64, 4, 3)
         tile = max(16, triton.next_power_of_2(num_rows))
         _few_rows_4bit[(triton.cdiv(num_out, cut.strip),)](
-            x, weight, scales, given, out, num_rows, num_out, num_in, tile, cut.strip, bias is not None,
+            x, weight.view(torch.int32), scales, given, out, num_rows, num_out, num_in, tile, cut.strip, cut.stride,
+            bias is not None,
             num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
         )  # fmt: skip
     return out

@@ -1,0 +1,70 @@
+"""bfloat16 on the shapes of an 8B model: logits stay close to those of the float32 reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.loading import Loader
+from tokenmill.ops.interface import OpsWanted
+from tokenmill.ops.table import choose_ops
+from tokenmill.runner.inputs import build_batch
+from tokenmill.types import RowPlan
+from tokenmill.weights.dummy import dummy_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+SPEC = spec_from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+)
+MAX_ERROR = {"none": 0.02, "fp8": 0.12, "int4": 0.35}  # of random weights, which quantise worse than trained ones
+
+
+def logits(backend: str, dtype: torch.dtype, quantization: str = "none") -> torch.Tensor:
+    """Of a long prompt, of a short one, then of one more token of each."""
+    device, block = torch.device("cuda"), 16
+    ops, _ = choose_ops(OpsWanted(SPEC, device, dtype, dtype, backend, quantization))  # type: ignore[arg-type]
+    model = Decoder(SPEC, Loader(dummy_weights(SPEC, device=device), ops, dtype, device))
+    storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, dtype, device)
+    tables = np.arange(1, 181, dtype=np.int32).reshape(1, 2, 90)
+    tokens = torch.randint(0, 32000, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for rows in (
+        [RowPlan(row=1, start=0, token_ids=tokens[:37]), RowPlan(row=0, start=0, token_ids=tokens[:1300])],
+        [RowPlan(row=1, start=37, token_ids=tokens[37:38]), RowPlan(row=0, start=1300, token_ids=tokens[1300:1400])],
+        [RowPlan(row=1, start=38, token_ids=tokens[38:39])],
+    ):
+        wanted = [[len(row.token_ids) - 1] for row in rows]
+        batch = build_batch(rows, wanted, tables, block, device)
+        found.append(model.logits(model.forward(batch, storage)).float().cpu())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("quantization", MAX_ERROR)
+def test_logits_stay_close_to_float32(quantization: str) -> None:
+    exact, ours = logits("reference", torch.float32), logits("triton", torch.bfloat16, quantization)
+    error = float((ours - exact).norm() / exact.norm())
+    print(f"{quantization}: {error:.4f}")
+    assert error < MAX_ERROR[quantization]

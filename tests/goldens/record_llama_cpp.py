@@ -56,7 +56,7 @@ def continuation(llm: llama_cpp.Llama, prompt: str) -> dict[str, object]:
 
 def main() -> None:
     model, out = sys.argv[1:]
-    llm = llama_cpp.Llama(model, n_ctx=512, verbose=False, n_threads=2, seed=0)
+    llm = llama_cpp.Llama(model, n_ctx=512, verbose=False, n_threads=1, seed=0)
     cases = [continuation(llm, prompt) for prompt in PROMPTS]
     recording = {
         "model": Path(model).name,

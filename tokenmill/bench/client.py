@@ -51,6 +51,10 @@ class Connection(asyncio.Protocol):
         record.sent_s = time.perf_counter() - self._began
         self._transport.write(request)
 
+    def time_out(self) -> None:
+        self._finish(time.perf_counter() - self._began, "timeout", "no complete answer in time")
+        self.close()
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -215,7 +219,7 @@ class Client:
             return
         done: asyncio.Future[None] = loop.create_future()
         connection.start(request, record, done)
-        timer = loop.call_later(timeout_s, self._time_out, connection)
+        timer = loop.call_later(timeout_s, connection.time_out)
         try:
             await done
         except asyncio.CancelledError:
@@ -243,10 +247,6 @@ class Client:
             record.error, record.detail = "connect", str(problem)
             return None
         return made
-
-    def _time_out(self, connection: Connection) -> None:
-        connection._finish(time.perf_counter() - self._began, "timeout", "no complete answer in time")
-        connection.close()
 
     def close(self) -> None:
         for connection in self._idle:

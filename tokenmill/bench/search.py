@@ -93,8 +93,8 @@ def queue_grows(records: Sequence[Record], limit_s: float = math.inf) -> bool:
     second, third, last = (
         median([record.ttft_s for record in done[n * quarter : (n + 1) * quarter]]) for n in (1, 2, 3)
     )
-    matters = last - second > min(0.1 * limit_s, second)
-    return second < third < last and last > GROWTH * second and matters
+    matters = 0.1 * limit_s if math.isfinite(limit_s) else second
+    return second < third < last and last > GROWTH * second and last - second > matters
 
 
 def search(try_level: Try, settings: SearchSettings, known: Sequence[Trial] = ()) -> Verdict:

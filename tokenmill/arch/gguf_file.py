@@ -19,6 +19,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,13 +63,19 @@ class GGUFFile:
 def read_gguf(path: Path | str) -> GGUFFile:
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise DamagedFile(f"{path}: the file is empty", hint="download it again")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data).read()
+        seen = path.stat()
+        return _read(path, (seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns))
     except OSError as error:
         raise DamagedFile(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+@lru_cache(maxsize=1)  # a start asks for spec, tokenizer and weights one after the other: large vocabularies take long
+def _read(path: Path, _identity: tuple[int, ...]) -> GGUFFile:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise DamagedFile(f"{path}: the file is empty", hint="download it again")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(path, data).read()
 
 
 class _Header:

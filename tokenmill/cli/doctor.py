@@ -97,23 +97,9 @@ def choice_rows(store: Store, manifests: list[Manifest]) -> tuple[list[Row], str
 
 
 def _reasons(store: Store, manifest: Manifest) -> list[str]:
-    import torch
+    from tokenmill.engine.build import foreseen  # torch
 
-    from tokenmill.arch.read import read_spec
-    from tokenmill.engine.build import TORCH_DTYPES, machine_facts
-    from tokenmill.engine.resolve import resolve
-    from tokenmill.kv.layout import KVLayout
-    from tokenmill.ops.interface import OpsWanted
-    from tokenmill.ops.table import choose_ops
-
-    config = EngineConfig(ModelConfig(model=manifest.name))
-    path = store.path_of(manifest)
-    spec = read_spec(path)
-    resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec, path))
-    settled = resolved.config
-    dtype, kv_dtype = TORCH_DTYPES[settled.model.dtype], TORCH_DTYPES[settled.cache.kv_dtype]
-    wanted = OpsWanted(spec, torch.device(settled.ops.device), dtype, kv_dtype, settled.ops.backend)
-    return [*resolved.reasons, *choose_ops(wanted)[1]]
+    return foreseen(EngineConfig(ModelConfig(model=manifest.name)), store.path_of(manifest))
 
 
 def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.cli import flags, session
+from tokenmill.engine.child import CoreChild
 
 
 def command(
@@ -24,6 +25,7 @@ def command(
     """
     config = flags.engine_config(model, model_config, cache, scheduler, ops)
     session.fetch(config.model.model)
+    child = CoreChild()  # imports torch while this process imports the server
     from tokenmill.server.run import run_server
 
-    return run_server(config, server)
+    return run_server(config, server, child)

@@ -2,7 +2,7 @@
 
 LLM, AsyncEngine      the two fronts (offline, serving)
 intake, outlet        text → token ids, token ids → text
-link, process         how a front reaches its core: a thread, or a process behind a unix socket
+link, process, child  how a front reaches its core: a thread, or a process behind a unix socket
 core, loop            one step as a sentence, and who calls it
 resolve, build        `auto` settings settled; everything put together
 """

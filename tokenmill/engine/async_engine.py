@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from tokenmill.config import EngineConfig
+from tokenmill.engine.child import CoreChild
 from tokenmill.engine.front import Front, load_front
 from tokenmill.engine.intake import ClientRequest, Intake
 from tokenmill.engine.link import CoreLink, ThreadLink
@@ -57,10 +58,25 @@ class AsyncEngine:
         self._idle.set()
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, in_process: bool = False) -> AsyncEngine:
-        """Load the model and return once it answers. `in_process` keeps the core in a thread of this process."""
-        front = await asyncio.to_thread(load_front, config)
-        engine = cls(front, lambda: open_link(front, in_process=in_process))
+    async def start(
+        cls, config: EngineConfig, *, in_process: bool = False, child: CoreChild | None = None
+    ) -> AsyncEngine:
+        """Load the model and return once it answers. `in_process` keeps the core in a thread of this process.
+
+        `child` is a core's process that was started beforehand; it imports while the front reads the tokenizer.
+        """
+        waiting = [] if in_process else [child or CoreChild()]
+        try:
+            front = await asyncio.to_thread(load_front, config)
+        except BaseException:
+            for one in waiting:
+                one.discard()
+            raise
+
+        def make_link() -> CoreLink:
+            return open_link(front, in_process=in_process, child=waiting.pop() if waiting else None)
+
+        engine = cls(front, make_link)
         await engine.open()
         return engine
 
@@ -277,9 +293,9 @@ class EventStream(AsyncIterator[Event]):
         self.end()
 
 
-def open_link(front: Front, *, in_process: bool) -> CoreLink:
+def open_link(front: Front, *, in_process: bool, child: CoreChild | None = None) -> CoreLink:
     if not in_process:
-        return ProcessLink(front.config, front.model_path)
+        return ProcessLink(front.config, front.model_path, child)
     from tokenmill.engine.build import build_core  # torch, only where the core lives in this process
 
     return ThreadLink(lambda: build_core(front.config, front.model_path))

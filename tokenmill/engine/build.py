@@ -14,7 +14,6 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
-from tokenmill.engine.front import eos_ids, tokenizer_of
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
@@ -50,7 +49,8 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     resolved = resolve(config, spec, layout, machine_facts(config, spec, model_path))
     settled = resolved.config
     assert settled.ops.threads is not None and settled.model.max_context is not None
-    torch.set_num_threads(settled.ops.threads)
+    # Native kernels bring their own threads; torch's would wait in busy loops on the same cores.
+    torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
     storage = kv_storage(settled, layout)
     model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
     core = assemble(settled, model, storage, lambda: vocabulary_of(model_path, spec))
@@ -85,12 +85,30 @@ def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> 
             hint=f"they know {known}",
         )
     if config.ops.backend == "cpu":
-        return native_model(config, spec, source), [f"ops: native kernels ({instruction_set()})"]
-    device, dtype = torch.device(config.ops.device), TORCH_DTYPES[config.model.dtype]
-    kv_dtype = TORCH_DTYPES[config.cache.kv_dtype]
-    wanted = OpsWanted(spec, device, dtype, kv_dtype, config.ops.backend, config.model.quantization)
+        return native_model(config, spec, source), [native_reason()]
+    wanted = ops_wanted(config, spec)
     ops, reasons = choose_ops(wanted)
-    return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context), reasons
+    return Decoder(spec, Loader(source, ops, wanted.dtype, wanted.device), config.model.max_context), reasons
+
+
+def ops_wanted(config: EngineConfig, spec: ModelSpec) -> OpsWanted:
+    dtype, kv_dtype = TORCH_DTYPES[config.model.dtype], TORCH_DTYPES[config.cache.kv_dtype]
+    return OpsWanted(
+        spec, torch.device(config.ops.device), dtype, kv_dtype, config.ops.backend, config.model.quantization
+    )
+
+
+def native_reason() -> str:
+    return f"ops: native kernels ({instruction_set()})"
+
+
+def foreseen(config: EngineConfig, model_path: Path) -> list[str]:
+    """What would be chosen for a model here, and why, without loading it."""
+    spec = read_spec(model_path)
+    resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec, model_path))
+    if resolved.config.ops.backend == "cpu":
+        return [*resolved.reasons, native_reason()]
+    return [*resolved.reasons, *choose_ops(ops_wanted(resolved.config, spec))[1]]
 
 
 def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
@@ -115,7 +133,7 @@ def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
         return reason
     if config.model.dtype not in ("auto", "float32"):
         return f"the native kernels compute in float32, not {config.model.dtype}"
-    kv_dtype = TORCH_DTYPES.get("float32" if config.cache.kv_dtype == "auto" else config.cache.kv_dtype)
+    kv_dtype = TORCH_DTYPES.get("float16" if config.cache.kv_dtype == "auto" else config.cache.kv_dtype)
     if kv_dtype is None:
         return f"the native kernels have no {config.cache.kv_dtype} KV cache"
     return refusal(spec, config.cache.block_size, kv_dtype)
@@ -164,6 +182,9 @@ def assemble(
 
 
 def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
+    # Text is needed for grammars only, and a start is to be quick.
+    from tokenmill.engine.front import eos_ids, tokenizer_of
+
     tokenizer = tokenizer_of(model_path)
     if tokenizer is None:
         return no_vocabulary()

@@ -12,9 +12,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -22,13 +20,13 @@ import zmq
 import zmq.asyncio
 
 from tokenmill.config import EngineConfig
+from tokenmill.engine.child import CoreChild
 from tokenmill.engine.link import Receive
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
-EXIT_PATIENCE_S = 3.0
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)
@@ -36,30 +34,25 @@ _from_core = msgspec.msgpack.Decoder(FromCore)
 
 
 class ProcessLink:
-    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+    def __init__(self, config: EngineConfig, model_path: Path, child: CoreChild | None = None) -> None:
+        """`child`: a core's process that waits already; by default one is started."""
         self._start = Start(config, str(model_path))
         self._context = zmq.asyncio.Context()
         # Two pipes, since a plain send on a socket that asyncio reads from can swallow its wake-up.
         self._outbox: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child = child
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
 
     async def start(self, receive: Receive) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-")  # mode 0700
-        for pipe, address in ((self._outbox, to_core(self._folder.name)), (self._inbox, from_core(self._folder.name))):
+        self._child = self._child or CoreChild()
+        folder = self._child.folder
+        for pipe, address in ((self._outbox, to_core(folder)), (self._inbox, from_core(folder))):
             pipe.setsockopt(zmq.LINGER, 0)
             pipe.set_hwm(0)
             pipe.setsockopt(zmq.RECONNECT_IVL, 10)
             pipe.connect(address)  # the side that connects may send before the other one is there
-        # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tokenmill.engine.process", self._folder.name, str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
         self.send(self._start)
         self._tasks = [asyncio.create_task(self._listen(receive)), asyncio.create_task(self._watch(receive))]
 
@@ -72,15 +65,13 @@ class ProcessLink:
         if self._child is not None:
             with contextlib.suppress(zmq.ZMQError):
                 self.send(Shutdown())
-            await asyncio.to_thread(end_child, self._child)
+            await asyncio.to_thread(self._child.end)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._outbox.close(linger=0)
         self._inbox.close(linger=0)
         self._context.term()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     async def _listen(self, receive: Receive) -> None:
         while True:
@@ -88,24 +79,9 @@ class ProcessLink:
 
     async def _watch(self, receive: Receive) -> None:
         assert self._child is not None
-        code = await asyncio.to_thread(self._child.wait)
+        ending = await asyncio.to_thread(self._child.wait)
         if not self._is_closing:
-            receive(Failed(f"the engine process ended with {describe_exit(code)}"))
-
-
-def end_child(child: subprocess.Popen[bytes]) -> None:
-    """Ask, then insist."""
-    for insist in (child.terminate, child.kill):
-        try:
-            child.wait(timeout=EXIT_PATIENCE_S)
-            return
-        except subprocess.TimeoutExpired:
-            insist()
-    child.wait()
-
-
-def describe_exit(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            receive(Failed(f"the engine process ended with {ending}"))
 
 
 class SocketMailbox:

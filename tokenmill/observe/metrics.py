@@ -13,6 +13,8 @@
 | kv_usage_ratio                    | gauge     | share of KV blocks in use                                     |
 | prefix_hits_total, _queries_total | counter   | prompt tokens found in, and looked up in, the prefix cache    |
 | preemptions_total                 | counter   | sequences sent back to the queue for lack of KV blocks        |
+| engine_steps_total                | counter   | steps computed                                                |
+| engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
 
 Engine counters arrive as totals since the engine's start; `set_engine` turns them into increments, across a restart.
@@ -50,6 +52,8 @@ class EngineState:
     prefix_hits: int
     prefix_queries: int
     preemptions: int
+    steps: int = 0
+    busy_s: float = 0.0
 
 
 class Metrics:
@@ -81,6 +85,8 @@ class Metrics:
         self._prefix_hits = self._counter("prefix_hits", "Prompt tokens found in the prefix cache")
         self._prefix_queries = self._counter("prefix_queries", "Prompt tokens looked up in the prefix cache")
         self._preemptions = self._counter("preemptions", "Sequences sent back to the queue")
+        self._steps = self._counter("engine_steps", "Steps computed")
+        self._busy = self._counter("engine_busy_seconds", "Time spent in steps")
         self._restarts = self._counter("engine_restarts", "Engine processes started again after a death")
 
     # ── what moves them ────────────────────────────────────────────────────────────────────────────────
@@ -109,6 +115,8 @@ class Metrics:
             (self._prefix_hits, self._last.prefix_hits, now.prefix_hits),
             (self._prefix_queries, self._last.prefix_queries, now.prefix_queries),
             (self._preemptions, self._last.preemptions, now.preemptions),
+            (self._steps, self._last.steps, now.steps),
+            (self._busy, self._last.busy_s, now.busy_s),
         ):
             series.inc(total - before if total >= before else total)  # smaller: the engine started anew
         self._last = now

@@ -50,5 +50,7 @@ class Accounting:
                 prefix_hits=stats.prefix_hit_tokens,
                 prefix_queries=stats.prefix_query_tokens,
                 preemptions=stats.preemptions,
+                steps=stats.steps,
+                busy_s=stats.busy_s,
             )
         )

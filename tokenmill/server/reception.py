@@ -57,7 +57,8 @@ class Reception:
         record.is_finished = True
         record.status = record.status or 500
         self.on_done(record)
-        level = logging.DEBUG if record.path in PROBES and record.status < 400 else logging.INFO
+        is_expected = record.status < 400 or record.status == 503  # loading and draining are answers too
+        level = logging.DEBUG if record.path in PROBES and is_expected else logging.INFO
         event(log, "request", level=level, **record.log_fields())
 
 

@@ -22,13 +22,15 @@ import uvloop
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.engine.child import CoreChild
 from tokenmill.errors import InvalidConfig, TokenmillError
-from tokenmill.observe.log import configure_logging
+from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
 from tokenmill.server.door import Door, Engine
 
+log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
 FORCED_CLOSE_S = 1.0
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
@@ -37,12 +39,17 @@ EXIT_FORCED = 1
 StartEngine = Callable[[], Awaitable[Engine]]
 
 
-def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until told to stop; the process's exit code."""
+def run_server(engine_config: EngineConfig, server_config: ServerConfig, child: CoreChild | None = None) -> int:
+    """Serve until told to stop; the process's exit code. `child`: the core's process, if it was started already."""
     configure_logging(server_config.log_level)
+    unused = [child] if child else []
 
     async def start_engine() -> Engine:
-        return await AsyncEngine.start(engine_config)
+        engine = await AsyncEngine.start(engine_config, child=unused.pop() if unused else None)
+        for reason in engine.core.reasons:
+            log.info("chosen: %s", reason)
+        log.info("weights loaded in %.2f s", engine.core.load_s)
+        return engine
 
     model = engine_config.model.served_name or engine_config.model.model
     try:
@@ -50,6 +57,9 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code
+    finally:
+        for one in unused:  # the port was busy, or a setting wrong
+            one.discard()
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
@@ -178,7 +188,8 @@ def welcome(listener: socket.socket, model: str, *, needs_key: bool) -> str:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    question = '[{"role": "user", "content": "What is the capital of France?"}]'
+    body = f'{{"model": "{model}", "temperature": 0, "messages": {question}}}'  # at 1 small models talk nonsense
     return (
         f"{model} is ready on {url} (documentation: {url}/docs). Try:\n\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n"

@@ -1,0 +1,55 @@
+"""The core's process, as its parent sees it: started, asked to end, made to end.
+
+Starting it needs none of the engine's imports, so whoever knows that a core will be wanted starts it first and imports
+and reads afterwards: the child's longest wait, importing torch, then runs beside all that. It waits for its `Start`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+EXIT_PATIENCE_S = 3.0
+
+
+class CoreChild:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-")  # mode 0700: where its sockets lie
+        # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tokenmill.engine.process", self._folder.name, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+
+    @property
+    def folder(self) -> str:
+        return self._folder.name
+
+    def wait(self) -> str:
+        """How it ended, in words."""
+        return describe_exit(self._process.wait())
+
+    def end(self) -> None:
+        """It was told to stop: wait a moment, ask, then insist."""
+        for insist in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(timeout=EXIT_PATIENCE_S)
+                break
+            except subprocess.TimeoutExpired:
+                insist()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def discard(self) -> None:
+        """It was never told anything and has nothing to finish."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def describe_exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -28,10 +28,10 @@ from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
 
 CACHE_BYTES = 64 << 20
-MAX_COMPILE_S = 1.5
+MAX_COMPILE_S = 1.8
 TRIAL_TOKENS = 64
 NUM_WORKERS = 2
-WORKER_NICENESS = 10
+WORKER_NICENESS = 5
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
 )

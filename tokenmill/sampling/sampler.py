@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,9 +92,9 @@ def _choose(logits: Tensor, rows: RowsInUse) -> list[int]:
         best, is_sound = _best(logits)
         return best.where(is_sound, _BROKEN).tolist()
     padded = aligned_rows(logits)
-    is_sound = padded.amax(dim=-1).isfinite()  # the maximum of a row with a NaN is NaN
+    is_sound = _has_highest(padded)
     final = run_steps(padded, rows, LOGITS_STEPS)
-    has_token = is_sound if final is padded else final.amax(dim=-1).isfinite()
+    has_token = is_sound if final is padded else _has_highest(final)
     tokens = torch.empty(len(rows.states), dtype=torch.int64, device=logits.device)
     for is_greedy, pick in ((True, _highest), (False, _drawn)):
         lines = [line for line, state in enumerate(rows.states) if state.params.is_greedy is is_greedy]
@@ -123,6 +124,13 @@ def _places_of_highest(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
+
+
+def _has_highest(logits: Tensor) -> Tensor:
+    """bool [S]: the highest logit is a number. The maximum of a row with a NaN is NaN."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.isfinite(logits.numpy().max(axis=-1)))
+    return logits.amax(dim=-1).isfinite()
 
 
 def _asked_logprobs(

@@ -42,7 +42,7 @@ test-all: lint
 	$(BIN)/pytest -m "not gpu"
 
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu tests/gpu
 
 clean:
 	rm -rf $(VENV) build

@@ -20,7 +20,8 @@ SCRIPT = """
 import json, re, sys
 from tokenmill.engine.llm import LLM
 from tokenmill.params import SamplingParams
-llm = LLM(sys.argv[1], max_context=2048, max_running=8, token_budget=512, num_blocks=8 * 128 + 1, threads=1)
+llm = LLM(sys.argv[1], max_context=2048, max_running=8, token_budget=512, num_blocks=8 * 128 + 1,
+          kv_dtype="float16", threads=1)
 storage = llm.core.runner.storage
 storage.keys.fill_(0), storage.values.fill_(0)  # memory counts once it is touched
 llm.generate([[i + 1] * 600 for i in range(8)], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
@@ -43,6 +44,6 @@ def test_planned_bytes_are_the_engine_s(smollm2_path: Path) -> None:
     model = model_at(smollm2_path, "smollm2")
     device = replace(plan_device("Xeon 8380"), available_bytes=64 << 30)
     limits = Limits(context=2048, max_running=8, token_budget=512)
-    plan = plan_memory(model.spec, model.weights("auto"), "float32", device, Split(), limits)
+    plan = plan_memory(model.spec, model.weights("auto"), "float16", device, Split(), limits)
     assert plan.kv_pool == measured["pool"]
     assert plan.total == pytest.approx(measured["resident"], rel=0.05)

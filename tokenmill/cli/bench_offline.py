@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -88,6 +89,7 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
     for concurrency in workload.concurrency:
         rounds = [bench.measure_concurrency(measured, workload, concurrency, n) for n in range(workload.rounds)]
         results.append(bench.against_peaks(bench.middle(rounds), found))
+        tell(results[-1])
     report: dict[str, Any] = {
         "benchmark": "offline",
         "model": measured.llm.front.name,
@@ -104,6 +106,13 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
     if workload.num_requests:
         report["throughput"] = bench.measure_throughput(measured, workload)
     return report
+
+
+def tell(result: dict[str, Any]) -> None:
+    """One line on stderr as soon as a concurrency is measured; the rest may take a while."""
+    decode = f", decode {number(result['decode_tok_s'])} tok/s" if result["decode_tok_s"] else ""
+    line = f"{result['concurrency']} sequences: prefill {number(result['prefill_tok_s'], 0)} tok/s{decode}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def show(report: dict[str, Any]) -> None:

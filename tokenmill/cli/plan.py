@@ -56,7 +56,7 @@ def command(
     weight_dtype
         float32, bfloat16, fp8, int8, int4 or a GGUF type such as Q4_K; auto: as stored.
     kv_dtype
-        Precision of cached keys and values; auto: bfloat16, float32 on a CPU.
+        Precision of cached keys and values; auto: bfloat16, float16 on a CPU.
     input_len
         Prompt tokens of a request.
     output_len

@@ -28,6 +28,7 @@ from tokenmill.planner.reading import readers_kept_up_with
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
 
 TERA = 1e12
+AUTO_KV_DTYPE = {True: "float16", False: "bfloat16"}  # what the engine takes on a CPU, on a GPU
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     question.split.check(model.spec)
     weight_dtype = model.dtype(question.weight_dtype)
     parts = model.weights(question.weight_dtype)
-    kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else ("float32" if device.is_cpu else "bfloat16")
+    kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else AUTO_KV_DTYPE[device.is_cpu]
     memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, question.limits)
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)
     roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)

@@ -170,7 +170,7 @@ class CudaRunner:
             return self._plain.run_rows(plans, masks)
         rows, positions = [plan.row for plan in plans], [plan.start for plan in plans]
         graph = self._graphs.start(np.array(rows), np.array(positions), np.array([p.token_ids[0] for p in plans]))
-        drawn = self._plain.sampler.sample(self._model.logits(graph.hidden[: len(plans)]), plans)
+        drawn = self._plain.sampler.sample(self._model.logits(graph.hidden[: len(plans)]), plans, masks)
         return [drawn_result(plan.row, one, None) for plan, one in zip(plans, drawn, strict=True)]
 
     def _only_draws(self, plan: RowPlan) -> bool:
@@ -228,7 +228,8 @@ class CudaRunner:
 
 def _is_plain(new: NewRow) -> bool:
     """Wants the most likely token as the model has it."""
-    return new.pooling is None and new.params.is_greedy and not steps_used(new.params)
+    params = new.params
+    return new.pooling is None and params.is_greedy and params.guided is None and not steps_used(params)
 
 
 def _result(plan: RowPlan, tokens: list[int], lines: dict[int, int]) -> RowResult:

@@ -5,6 +5,7 @@
 Prints a table for people and one JSON object as the last line.
 """
 
+# ruff: noqa: E402  (the clock starts before anything is imported)
 from __future__ import annotations
 
 import time

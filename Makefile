@@ -14,7 +14,7 @@ help:
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make clean      remove the virtual environment and build files"
 
-$(VENV)/.runtime: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.runtime: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e .

@@ -22,7 +22,7 @@ from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
 
 MIB = 1 << 20
 GPU_RUNTIME_BYTES = 600 * MIB  # driver context, loaded kernels, library workspaces
-CPU_RUNTIME_BYTES = 320 * MIB  # interpreter and torch
+CPU_RUNTIME_BYTES = 272 * MIB  # interpreter, torch, tokenizer
 GRAPH_BYTES = 6 * MIB  # one captured decode batch size
 NUM_GRAPHS = 12
 POOL_SHARE = {True: 0.25, False: 0.9}  # of what is left after the weights: on a CPU, on a GPU
@@ -77,6 +77,12 @@ class MemoryPlan:
     num_blocks: int
     available: int
     max_concurrency: int  # requests of full context that the pool holds
+    mapped: int = 0  # pages of the model's file: counted as resident, given back when memory is short
+
+    @property
+    def resident(self) -> int:
+        """What the system shows for the process once the pool is in use."""
+        return self.total + self.mapped
 
     @property
     def total(self) -> int:
@@ -88,8 +94,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec, parts: WeightParts, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits
+    spec: ModelSpec,
+    parts: WeightParts,
+    kv_dtype: str,
+    device: PlanDevice,
+    split: Split,
+    limits: Limits,
+    *,
+    file_bytes: int = 0,
 ) -> MemoryPlan:
+    """`file_bytes`: of a file that stays mapped while its packed copy is used (a GGUF file on a CPU)."""
     weights = device_weight_bytes(spec, parts, split)
     activations = activation_bytes(spec, limits, device, split)
     runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_RUNTIME_BYTES
@@ -99,7 +113,7 @@ def plan_memory(
     held = 0 if blocks < 2 else (blocks - 1) // per_request
     return MemoryPlan(
         weights, activations, runtime, graphs, blocks * block_bytes, per_request * block_bytes, blocks,
-        device.available_bytes, held,
+        device.available_bytes, held, file_bytes if device.is_cpu else 0,
     )  # fmt: skip
 
 

@@ -100,7 +100,8 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     weight_dtype = model.dtype(question.weight_dtype)
     parts = model.weights(question.weight_dtype)
     kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else AUTO_KV_DTYPE[device.is_cpu]
-    memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, question.limits)
+    file_bytes = model.stored.total if model.stored else 0
+    memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, question.limits, file_bytes=file_bytes)
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)
     roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)
     most = min(memory.max_concurrency, question.max_running)
@@ -176,6 +177,7 @@ def _memory_facts(plan: Plan) -> dict[str, Any]:
         "kv_pool_bytes": memory.kv_pool,
         "kv_pool_blocks": memory.num_blocks,
         "total_bytes": memory.total,
+        "resident_bytes": memory.resident,
         "rule_of_thumb_bytes": rule_of_thumb_bytes(
             num_parameters(plan.model.spec), 8 * plan.roofline.parts.total / num_parameters(plan.model.spec)
         ),

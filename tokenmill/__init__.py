@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenmill.engine.async_engine import AsyncEngine
     from tokenmill.engine.llm import LLM
-    from tokenmill.params import BeamParams, SamplingParams
+    from tokenmill.params import BeamParams, Guided, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "BeamParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "BeamParams", "Guided", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "tokenmill.engine.llm",
     "AsyncEngine": "tokenmill.engine.async_engine",
     "SamplingParams": "tokenmill.params",
     "BeamParams": "tokenmill.params",
+    "Guided": "tokenmill.params",
 }
 
 

@@ -30,6 +30,7 @@ from tokenmill.params import Guided
 CACHE_BYTES = 64 << 20
 MAX_COMPILE_S = 1.8
 TRIAL_TOKENS = 64
+GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # what a grammar takes, estimated on the high side from hundreds
 NUM_WORKERS = 2
 WORKER_NICENESS = 5
 LIMITS = llguidance.LLParserLimits(
@@ -151,7 +152,7 @@ def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
         explain(guided, warnings[0])
     matcher = Matcher(ll, vocabulary.eos_token_ids)
     _try_out(guided, matcher, vocabulary.vocab_size)
-    return Compiled(matcher, 64 * 1024 + 64 * len(guided.text))
+    return Compiled(matcher, GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(guided.text))
 
 
 def _try_out(guided: Guided, matcher: Matcher, vocab_size: int) -> None:

@@ -1,0 +1,40 @@
+"""`tokenmill run --schema FILE`: the file becomes the constraint, and what is wrong with it is said before loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tokenmill.cli.run import following
+from tokenmill.errors import InvalidRequest
+from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
+
+
+def test_the_file_s_text_is_the_schema(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    params = following(file, SamplingParams(temperature=0.3))
+    assert params.guided == Guided("json_schema", '{"type": "integer"}')
+    assert params.temperature == 0.3
+    assert following(None, params) is params
+
+
+@pytest.mark.parametrize("content", ["", " " * 10, "1" * (MAX_GUIDED_BYTES + 1)])
+def test_an_unusable_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(content)
+    with pytest.raises(InvalidRequest, match=r"schema\.json"):
+        following(file, SamplingParams())
+
+
+def test_an_absent_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="can't be read"):
+        following(tmp_path / "absent.json", SamplingParams())
+
+
+def test_a_schema_and_no_end_contradict_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text("{}")
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        following(file, SamplingParams(ignore_eos=True))

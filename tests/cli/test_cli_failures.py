@@ -1,0 +1,98 @@
+"""What can go wrong on a user's machine, met by the real command with a real model: one clear line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_cli_process import environment, one_line, real
+
+__all__ = ["environment"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"half": 0.5, "header only": 0.03, "in the vocabulary": 0.005}
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+@pytest.mark.parametrize("part", SIZES.values(), ids=SIZES.keys())
+def test_a_truncated_gguf(
+    environment: dict[str, str], tmp_path: Path, smollm2_path: Path, verb: str, part: float
+) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    with smollm2_path.open("rb") as whole:
+        damaged.write_bytes(whole.read(int(smollm2_path.stat().st_size * part)))
+    arguments = ["run", str(damaged), "hi"] if verb == "run" else ["serve", str(damaged), "--port", "0"]
+    one_line(real(environment, *arguments), 1, "damaged.gguf")
+
+
+def test_serving_on_a_busy_port(environment: dict[str, str], smollm2_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        one_line(real(environment, "serve", str(smollm2_path), "--port", port), 1, "cannot listen", port, "--port")
+    wait_for_no_engine(environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["./none.gguf"], 1, ["none.gguf"]),
+        (["smolm2:135m"], 1, ["did you mean smollm2:135m"]),
+        (["--prot", "1"], 2, ["--prot", "--port"]),
+        (["--port", "many"], 2, ["--port", "many"]),
+        (["--max-runing", "1"], 2, ["--max-running"]),
+    ],
+)
+def test_serving_what_is_not_there(
+    environment: dict[str, str], arguments: list[str], code: int, words: list[str]
+) -> None:
+    one_line(real(environment, "serve", *arguments), code, *words)
+
+
+def test_an_open_address_leaves_no_engine_behind(environment: dict[str, str], smollm2_path: Path) -> None:
+    arguments = ["serve", str(smollm2_path), "--host", "0.0.0.0", "--port", "0"]
+    one_line(real(environment, *arguments), 2, "--allow-open")
+    wait_for_no_engine(environment)
+
+
+def wait_for_no_engine(environment: dict[str, str]) -> None:
+    """No process is left that was started with this test's own store in its environment."""
+    deadline = time.monotonic() + 10
+    while engines_of(environment["TOKENMILL_HOME"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def engines_of(home: str) -> list[int]:
+    listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True).stdout.splitlines()
+    pids = [int(line.split()[0]) for line in listed if "tokenmill.engine.process" in line]
+    return [pid for pid in pids if f"TOKENMILL_HOME={home}".encode() in started_with(pid)]
+
+
+def started_with(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="small disks are mounted on Linux")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_pulling_to_a_full_disk(environment: dict[str, str], tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("mount is not permitted here")
+    try:
+        done = real({**environment, "TOKENMILL_HOME": str(small)}, "pull")
+        if "could not be pulled" in done.stderr:
+            pytest.skip("no source of models can be reached")
+        assert done.returncode == 1 and "no space left" in done.stderr.splitlines()[-1], done.stderr
+        assert "Traceback" not in done.stderr
+        assert sum(path.stat().st_size for path in small.rglob("*") if path.is_file()) == 0
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

@@ -1,6 +1,7 @@
 // Repacks GGUF blocks into panels (matrix.h says how a panel lies in memory).
-#include "matrix.h"
+#include "packing.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -145,16 +146,21 @@ void pack_row(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
   pack_simple(m, panel, output, row);
 }
 
-}  // namespace
-
-std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes) {
+std::shared_ptr<uint8_t[]> unset_pages(size_t bytes) {
   const size_t alignment = bytes >= kHuge ? kHuge : 64;
   auto* memory = static_cast<uint8_t*>(::operator new[](round_up(bytes, alignment), std::align_val_t(alignment)));
 #if defined(__linux__)
   if (bytes >= kHuge) madvise(memory, round_up(bytes, alignment), MADV_HUGEPAGE);  // streams cross fewer pages
 #endif
-  std::memset(memory, 0, bytes);
   return {memory, [alignment](uint8_t* p) { ::operator delete[](p, std::align_val_t(alignment)); }};
+}
+
+}  // namespace
+
+std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes) {
+  std::shared_ptr<uint8_t[]> memory = unset_pages(bytes);
+  std::memset(memory.get(), 0, bytes);
+  return memory;
 }
 
 Kind kind_from_name(const std::string& name) {
@@ -203,12 +209,26 @@ Matrix matrix_layout(Kind kind, int rows, int cols) {
   return m;
 }
 
-Matrix pack_matrix(Kind kind, int rows, int cols, const uint8_t* source, size_t row_bytes) {
+Matrix empty_matrix(Kind kind, int rows, int cols) {
   Matrix m = matrix_layout(kind, rows, cols);
-  m.owner = allocate_pages(m.num_bytes());
+  m.owner = unset_pages(m.num_bytes());
   m.data = m.owner.get();
-  for (int row = 0; row < rows; ++row)
-    pack_row(m, m.data + static_cast<size_t>(row / kPanel) * m.panel_bytes, row % kPanel, source + row * row_bytes);
+  return m;
+}
+
+void pack_panels(const Matrix& m, int first, int last, const uint8_t* source, size_t row_bytes) {
+  for (int p = first; p < last; ++p) {
+    uint8_t* panel = m.data + static_cast<size_t>(p) * m.panel_bytes;
+    std::memset(panel, 0, m.panel_bytes);
+    const int outputs = std::min(kPanel, m.rows - p * kPanel);
+    for (int o = 0; o < outputs; ++o)
+      pack_row(m, panel, o, source + (static_cast<size_t>(p) * kPanel + o) * row_bytes);
+  }
+}
+
+Matrix pack_matrix(Kind kind, int rows, int cols, const uint8_t* source, size_t row_bytes) {
+  const Matrix m = empty_matrix(kind, rows, cols);
+  pack_panels(m, 0, m.panels, source, row_bytes);
   return m;
 }
 

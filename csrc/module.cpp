@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "decoder.h"
+#include "packing.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -24,6 +25,8 @@ using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using FloatVector = Array<const float, 1>;
 
+constexpr size_t kWorthThreads = 1 << 19;  // bytes of a matrix that are packed sooner by several threads
+
 const Kernels& kernels_or_best(const std::string& name) {
   if (name.empty()) return best_kernels();
   const Kernels* found = kernels_named(name);
@@ -31,14 +34,19 @@ const Kernels& kernels_or_best(const std::string& name) {
   return *found;
 }
 
-Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_t, 2> source) {
+Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_t, 2> source, int threads) {
   const Kind kind = kind_from_name(kind_name);
   matrix_layout(kind, rows, cols);  // refuses impossible shapes before sizes are compared
   if (source.shape(0) != static_cast<size_t>(rows) || source.shape(1) != source_row_bytes(kind, cols))
     throw std::invalid_argument("the bytes given are not " + std::to_string(rows) + " rows of " +
                                 std::to_string(source_row_bytes(kind, cols)) + " bytes");
+  if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
   nb::gil_scoped_release free;
-  return pack_matrix(kind, rows, cols, source.data(), source.shape(1));
+  const Matrix m = empty_matrix(kind, rows, cols);
+  if (m.num_bytes() < kWorthThreads) threads = 1;
+  Pool pool(threads);
+  pool.run(m.panels, [&](int panel, int) { pack_panels(m, panel, panel + 1, source.data(), source.shape(1)); });
+  return m;
 }
 
 Vector vector_of(const std::optional<FloatVector>& array, size_t size, const char* what) {
@@ -209,7 +217,7 @@ NB_MODULE(_native, m) {
       .def_ro("rows", &Matrix::rows)
       .def_ro("cols", &Matrix::cols)
       .def_prop_ro("num_bytes", &Matrix::num_bytes);
-  m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a);
+  m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a, "threads"_a = 1);
 
   nb::class_<Bench>(m, "Bench")
       .def(nb::init<int, const std::string&, int>(), "threads"_a, "isa"_a = "", "parts"_a = 1)

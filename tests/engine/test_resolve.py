@@ -16,17 +16,18 @@ LAYER = LayerSpec(AttentionSpec(8, 2, 64, 0.125, None), MlpSpec(1024))
 SPEC = ModelSpec("llama", 32_000, 512, (LAYER,) * 4, 1e-5, 131_072, tied_head=True, dtype="bfloat16")
 LAPTOP = MachineFacts(cores=4, available_bytes=8 << 30, weight_bytes=1 << 30, native_reason=None)
 SERVER = replace(LAPTOP, available_bytes=140 << 30, has_cuda=True)
-BLOCK_BYTES = 2 * 4 * 2 * 16 * 64 * 4  # keys and values, layers, heads, tokens, head_dim, float32
+BLOCK_BYTES = 2 * 4 * 2 * 16 * 64 * 2  # keys and values, layers, heads, tokens, head_dim, float16
 
 
 def settle(config: EngineConfig | None = None, machine: MachineFacts = LAPTOP, spec: ModelSpec = SPEC) -> Resolved:
     return resolve(config or EngineConfig(), spec, KVLayout.from_spec(spec), machine)
 
 
-def test_a_cpu_computes_natively_in_float32() -> None:
+def test_a_cpu_computes_natively_in_float32_over_a_float16_cache() -> None:
     settled = settle().config
     assert (settled.ops.device, settled.ops.backend, settled.ops.threads) == ("cpu", "cpu", 4)
-    assert (settled.model.dtype, settled.cache.kv_dtype) == ("float32", "float32")
+    assert (settled.model.dtype, settled.cache.kv_dtype) == ("float32", "float16")
+    assert settle(spec=replace(SPEC, dtype="float32")).config.cache.kv_dtype == "float32"
 
 
 def test_without_native_kernels_the_reference_serves_and_says_why() -> None:

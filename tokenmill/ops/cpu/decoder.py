@@ -80,7 +80,7 @@ class NativeDecoder:
             parts=activation_bits // 8,
             isa=instruction_set,
         )
-        self._parts = _Parts(weights, dense, quantization)
+        self._parts = _Parts(weights, dense, quantization, threads)
         self._cache_owner: object = None
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
         for number, layer in enumerate(spec.layers):
@@ -173,14 +173,14 @@ class NativeDecoder:
 class _Parts:
     """Weights by name, in the forms the native decoder is built from."""
 
-    def __init__(self, weights: Weights, dense: Dense, quantization: Quantization) -> None:
-        self.weights, self.dense, self.quantization = weights, dense, quantization
+    def __init__(self, weights: Weights, dense: Dense, quantization: Quantization, threads: int) -> None:
+        self.weights, self.dense, self.quantization, self.threads = weights, dense, quantization, threads
 
     def vector(self, name: str) -> torch.Tensor:
         return self.dense(self.weights.get(name)).float().contiguous()
 
     def linear(self, name: str, has_bias: bool = False) -> Any:
-        matrix = pack_matrix(self.weights.get(f"{name}.weight"), self.dense, self.quantization)
+        matrix = pack_matrix(self.weights.get(f"{name}.weight"), self.dense, self.quantization, self.threads)
         return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
 
     def mlp(self, name: str, spec: MlpSpec) -> Any:
@@ -189,7 +189,7 @@ class _Parts:
 
     def moe(self, name: str, spec: MoeSpec) -> Any:
         packed = [
-            pack_experts(self.weights.get(f"{name}experts.{part}.weight"), self.dense, self.quantization)
+            pack_experts(self.weights.get(f"{name}experts.{part}.weight"), self.dense, self.quantization, self.threads)
             for part in ("gate", "up", "down")
         ]
         linears = ([native().Linear(matrix, None) for matrix in matrices] for matrices in packed)

@@ -22,23 +22,23 @@ Dense = Callable[[RawTensor], torch.Tensor]
 Quantization = Literal["none", "int8"]
 
 
-def pack_matrix(raw: RawTensor, dense: Dense, quantization: Quantization = "none") -> Any:
+def pack_matrix(raw: RawTensor, dense: Dense, quantization: Quantization = "none", threads: int = 1) -> Any:
     """A matrix [rows, columns] as the kernels read it."""
     rows, columns = raw.shape
     if raw.quant in PACKED_QUANTS:
-        return native().pack(raw.quant, rows, columns, raw.data.contiguous().numpy())
+        return native().pack(raw.quant, rows, columns, raw.data.contiguous().numpy(), threads)
     values = dense(raw).to(torch.float16) if raw.quant else raw.data.contiguous()
     if quantization == "int8" and columns % 32 == 0:
-        return native().pack("Q8_0", rows, columns, quantized_q8(values.float()).numpy())
+        return native().pack("Q8_0", rows, columns, quantized_q8(values.float()).numpy(), threads)
     if values.dtype not in _PLAIN_KINDS:
         values = values.float()
-    return native().pack(_PLAIN_KINDS[values.dtype], rows, columns, values.view(torch.uint8).numpy())
+    return native().pack(_PLAIN_KINDS[values.dtype], rows, columns, values.view(torch.uint8).numpy(), threads)
 
 
-def pack_experts(raw: RawTensor, dense: Dense, quantization: Quantization = "none") -> list[Any]:
+def pack_experts(raw: RawTensor, dense: Dense, quantization: Quantization = "none", threads: int = 1) -> list[Any]:
     """[experts, rows, columns] as one matrix per expert."""
     parts = (RawTensor(raw.name, raw.shape[1:], raw.data[index], raw.quant) for index in range(raw.shape[0]))
-    return [pack_matrix(part, dense, quantization) for part in parts]
+    return [pack_matrix(part, dense, quantization, threads) for part in parts]
 
 
 def quantized_q8(values: torch.Tensor) -> torch.Tensor:

@@ -158,6 +158,8 @@ OTHER_CASES: list[tuple[str, str, Any]] = [
     (EMBED, "input", ["x"] * 2049),
     (EMBED, "encoding_format", "int8"),
     (EMBED, "encoding_format", 5),
+    (EMBED, "pooling", "max"),
+    (EMBED, "pooling", 5),
     (EMBED, "dimensions", 0),
     (EMBED, "dimensions", 17),
     (EMBED, "user", 5),

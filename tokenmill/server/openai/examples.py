@@ -39,7 +39,13 @@ COMPLETION = body_of(
 )
 EMBEDDING = body_of(
     ["model", "input"],
-    {"model": TEXT, "input": {}, "encoding_format": {"enum": ["float", "base64"]}, "dimensions": INTEGER},
+    {
+        "model": TEXT,
+        "input": {},
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": INTEGER,
+        "pooling": {"enum": ["mean", "last", "cls"]},
+    },
     {"model": "smollm2:135m", "input": "a sentence"},
 )
 TOKENIZE = body_of(

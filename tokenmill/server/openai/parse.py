@@ -17,7 +17,7 @@ from tokenmill.server.fields import Fields, refuse, require_token_ids, shown
 from tokenmill.server.limits import require_plausible_length
 from tokenmill.server.openai.messages import parse_messages
 from tokenmill.server.openai.sampling import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
-from tokenmill.types import ChatRequest, EmbedRequest, Message, PromptRequest
+from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest
 
 CHAT_UNSUPPORTED = (
     "audio",
@@ -203,9 +203,11 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
         refuse("input", "must not hold an empty string")
     dimensions = fields.integer("dimensions", 1, info.spec.hidden_size)
     is_base64 = fields.one_of("encoding_format", ("float", "base64")) == "base64"
+    kind = fields.one_of("pooling", ("mean", "last", "cls"))
+    pooling = None if kind is None else Pooling(kind)  # type: ignore[arg-type]  # one of the three
     fields.text("user")
     priority = _priority(fields)
-    requests = [EmbedRequest(prompt=text, dimensions=dimensions, priority=priority) for text in inputs]
+    requests = [EmbedRequest(prompt=text, pooling=pooling, dimensions=dimensions, priority=priority) for text in inputs]
     return EmbeddingCall(requests, dimensions, is_base64)
 
 

@@ -3,20 +3,30 @@
 A fresh Python runs each round, so that every import is paid for:
 
     process ─► import tokenmill ─► import the engine (torch) ─► load weights ─► first token
+    process ─► `tokenmill serve` answers /health with 200
+
+On a busy machine the times grow and the CPU times do not; so the server's start is told in both.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.measures import median
 from tokenmill.errors import RequestFailed
 
 STAGES = ("python_s", "import_s", "engine_import_s", "load_s", "first_token_s", "total_s")
+SERVER_STAGES = ("server_ready_s", "front_cpu_s", "engine_cpu_s")
 
 SCRIPT = """
 import json, sys, time
@@ -53,3 +63,53 @@ def measure_starts(model: str, settings: dict[str, Any], rounds: int) -> dict[st
     found = [measure_start(model, settings) for _ in range(rounds)]
     counted = found[1:] if len(found) > 1 else found
     return {stage: median([one[stage] for one in counted]) for stage in STAGES}
+
+
+# ── a server's start ───────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_server_starts(arguments: list[str], rounds: int) -> dict[str, float]:
+    """Medians of `tokenmill serve` with these arguments, from the process to its readiness."""
+    found = [measure_server_start(arguments) for _ in range(rounds)]
+    return {stage: median([one[stage] for one in found]) for stage in SERVER_STAGES}
+
+
+def measure_server_start(arguments: list[str]) -> dict[str, float]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    began = time.monotonic()
+    command = [sys.executable, "-m", "tokenmill", "serve", *arguments, "--port", port, "--log-level", "warning"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            while not _is_ready(port):
+                if server.poll() is not None:
+                    raise RequestFailed(f"the started server ended with exit code {server.returncode}")
+                time.sleep(0.02)
+            times = {"server_ready_s": time.monotonic() - began, "front_cpu_s": _cpu_s(server.pid)}
+            return {**times, "engine_cpu_s": sum(_cpu_s(child) for child in _children(server.pid))}
+        finally:
+            server.send_signal(signal.SIGTERM)
+
+
+def _is_ready(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process so far; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

@@ -78,7 +78,7 @@ def startup(
     scheduler: flags.SchedulerFlags = flags.SCHEDULER,
     ops: flags.OpsFlags = flags.OPS,
 ) -> int:
-    """From a cold process to the first token: import, load, first token.
+    """From a cold process to the first token: import, load, first token; and to a server that answers.
 
     Parameters
     ----------
@@ -87,12 +87,14 @@ def startup(
     rounds
         Starts; the first warms the disk's cache and is left out.
     """
-    from tokenmill.bench.startup import STAGES, measure_starts
+    from tokenmill.bench.startup import SERVER_STAGES, STAGES, measure_server_starts, measure_starts
 
     config = flags.engine_config(model, model_config, cache, scheduler, ops)
     session.fetch(config.model.model)
     found = measure_starts(config.model.model, changed_settings(config), max(1, rounds))
-    print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), [[s, number(found[s], 3)] for s in STAGES])
+    found |= measure_server_starts([config.model.model, *changed_flags(config)], max(1, rounds))
+    rows = [[stage, number(found[stage], 3)] for stage in (*STAGES, *SERVER_STAGES)]
+    print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), rows)
     print_json_line({"benchmark": "startup", "model": config.model.model, "rounds": rounds, **found})
     return 0
 
@@ -106,6 +108,19 @@ def changed_settings(config: Any) -> dict[str, Any]:
         for field in fields(part)
         if field.name != "model" and getattr(part, field.name) != field.default
     }
+
+
+def changed_flags(config: Any) -> list[str]:
+    """The same as flags; a switch is given by its name alone."""
+    found = []
+    for section in ("model", "cache", "scheduler", "ops"):
+        part = getattr(config, section)
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name != "model" and value != field.default:
+                flag = flags.flag_name(section, field.name)
+                found.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+    return found
 
 
 def compare(

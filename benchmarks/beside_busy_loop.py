@@ -1,0 +1,76 @@
+"""How much of its decode speed an engine keeps when another process spins on one of its cores.
+
+    python benchmarks/beside_busy_loop.py MODEL.gguf [--peer-python PYTHON] [--engines tokenmill,llama.cpp,openvino]
+
+Every engine takes turns with and without a busy loop beside it, `--rounds` times; what is printed is the median of
+the share kept, round by round. The loop is an ordinary process at ordinary priority, as a neighbour's would be. The
+machine must otherwise be idle: a core that is already contended shows nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenmill.bench.compare import Engine, engines
+from tokenmill.bench.measures import spread
+
+
+@contextmanager
+def busy_loop() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def decode_speed(engine: Engine, asked: dict[str, int]) -> float:
+    found = engine.measure(asked)["decode_tok_s"]
+    assert found is not None
+    return found
+
+
+def kept_shares(engine: Engine, shape: dict[str, int], rounds: int) -> list[float]:
+    shares = []
+    for number in range(rounds):
+        alone = decode_speed(engine, {**shape, "seed": 2 * number})
+        with busy_loop():
+            beside = decode_speed(engine, {**shape, "seed": 2 * number + 1})
+        shares.append(beside / alone)
+    return shares
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--engines", default="tokenmill,llama.cpp,openvino")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--concurrency", default="1,16")
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    results = []
+    with engines(args.engines.split(","), args.peer_python, args.model, args.threads) as running:
+        for concurrency in map(int, args.concurrency.split(",")):
+            shape = {"input_len": 64, "output_len": args.output_len, "concurrency": concurrency}
+            for engine in running:
+                kept = spread(kept_shares(engine, shape, args.rounds))
+                results.append({"engine": engine.name, "concurrency": concurrency, "kept": vars(kept)})
+                print(f"{engine.name:12s} {concurrency:3d} sequences: keeps {kept} of its speed", flush=True)
+    print(json.dumps({"benchmark": "beside_busy_loop", "model": args.model.name, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

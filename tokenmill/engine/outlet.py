@@ -98,11 +98,11 @@ class Outlet:
                 break
         if matched is not None and output.finish_reason is None:
             self._stopped.append(output.index)
+        if matched is None and output.finish_reason is not None:
+            rest, matched = self._rest(choice)
+            text += rest
         finish = "stop" if matched is not None else output.finish_reason
-        if finish is not None:
-            choice.is_finished = True
-            if matched is None:
-                text += self._rest(choice)
+        choice.is_finished = finish is not None
         choice.num_emitted += len(text)
         return self._event(choice, output, text, finish, matched)
 
@@ -122,11 +122,11 @@ class Outlet:
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
 
-    def _rest(self, choice: Choice) -> str:
-        """What was held back: an unfinished character, or text that only began like a stop string."""
+    def _rest(self, choice: Choice) -> tuple[str, str | None]:
+        """What was held back: an unfinished character, or text that began like a stop string (and may hold one)."""
         tail = choice.detokenizer.finish() if choice.detokenizer else ""
-        emitted, matched = choice.stops.push(tail)
-        return emitted if matched is not None else emitted + choice.stops.flush()
+        emitted, _ = choice.stops.push(tail)
+        return emitted + choice.stops.flush(), choice.stops.matched
 
     def _event(
         self, choice: Choice, output: SequenceOutput, text: str, finish: str | None, matched: str | None

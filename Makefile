@@ -14,14 +14,22 @@ help:
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make clean      remove the virtual environment and build files"
 
-$(VENV)/.runtime: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*)
+
+# torch first, by its pin: left to itself pip would choose a build with gigabytes of CUDA.
+define install_package
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e .
-	touch $@
+	$(BIN)/pip install -q -c constraints.txt -e '$(1)'
+	touch $(VENV)/.runtime
+endef
 
-$(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+$(VENV)/.runtime: $(SOURCES)
+	$(call install_package,.)
+
+# Everything at once, so that the kernels are compiled once.
+$(VENV)/.dev: $(SOURCES)
+	$(call install_package,.[dev])
 	touch $@
 
 install: $(VENV)/.runtime

@@ -261,3 +261,4 @@ def test_random_file_takes_a_real_vocabulary(smollm2_path: Path, tmp_path: Path)
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 50000
     assert file.metadata["tokenizer.ggml.merges"] == read_gguf(smollm2_path).metadata["tokenizer.ggml.merges"]
     assert file.tensors["blk.0.ffn_up.weight"].type == "Q4_0"
+    assert file.metadata["general.file_type"] == 2  # mostly Q4_0, in llama.cpp's numbering

@@ -28,16 +28,21 @@ from tokenmill.weights.source import WeightSource, row_order
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _UNUSED_TOKEN = 5  # tokenizer.ggml.token_type
 _PADDING_SCORE = -1000.0
+_SIZED_QUANTS = ("Q4_K", "Q5_K")  # file types of these come in sizes; M is the usual one
 
 
-def write_gguf(path: Path | str, spec: ModelSpec, weights: WeightSource, vocabulary: Mapping[str, Any]) -> None:
-    """`vocabulary` is metadata under `tokenizer.`, as in `read_gguf(...).metadata`."""
+def write_gguf(
+    path: Path | str, spec: ModelSpec, weights: WeightSource, vocabulary: Mapping[str, Any], quant: str = ""
+) -> None:
+    """`vocabulary` is metadata under `tokenizer.`, as in `read_gguf(...).metadata`; `quant`: what most tensors are."""
     import gguf  # only here: serving never writes
 
     family = BY_NAME[spec.family]
     metadata, factors = architecture_metadata(spec, family)
     writer = gguf.GGUFWriter(Path(path), family.gguf.arch)
     writer.add_name(spec.name or spec.family)
+    if quant:  # OpenVINO does not load a file that keeps this to itself
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quant}_M" if quant in _SIZED_QUANTS else f"MOSTLY_{quant}"])
     for key, value in metadata.items():
         _add(writer, f"{family.gguf.arch}.{key}", value)
     for key, value in padded_vocabulary(vocabulary, spec.vocab_size).items():
@@ -52,7 +57,7 @@ def write_gguf(path: Path | str, spec: ModelSpec, weights: WeightSource, vocabul
 
 def write_random_gguf(path: Path | str, spec: ModelSpec, quant: str, vocab_from: Path | str, seed: int = 0) -> None:
     """A file of the spec's shape with random weights, for speed comparisons: every engine loads the same bytes."""
-    write_gguf(path, spec, dummy_weights(spec, seed, quant=quant), vocabulary_of(vocab_from))
+    write_gguf(path, spec, dummy_weights(spec, seed, quant=quant), vocabulary_of(vocab_from), quant)
 
 
 def vocabulary_of(path: Path | str) -> dict[str, Any]:

@@ -18,13 +18,15 @@ from tokenmill.ops.cpu import is_available
 
 RECORDINGS = Path(__file__).parents[1] / "goldens"
 SURE = 0.3
-# llama.cpp rounds activations over blocks of 256 for this format; the torch reference differs from it up to 0.32.
-SURE_OF = {"tinyllama": 0.6}
+# Known and unexplained: margins of 0.31, 0.32 and 0.53; the torch reference misses the first two but not the third.
+TINYLLAMA = pytest.param(
+    "tinyllama", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason="3 positions of IQ2_XXS differ")]
+)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen-coder", "tinyllama"))],
+    ["smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen-coder")), TINYLLAMA],
 )
 def test_top_token_agrees_where_llama_cpp_is_sure(
     name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -43,7 +45,7 @@ def test_top_token_agrees_where_llama_cpp_is_sure(
             assert info is not None
             total += 1
             agreed += info.top[0][0] == token_id
-            if margin > SURE_OF.get(name, SURE):
+            if margin > SURE:
                 sure += 1
                 if info.top[0][0] != token_id:
                     missed.append((case["prompt"], margin, info))

@@ -63,8 +63,7 @@ class Pooling(msgspec.Struct, frozen=True):
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[int]
-    pooling: Pooling | None = None  # None: what the model was trained for
-    dimensions: int | None = None
+    pooling: Pooling | None = None  # None: the mean
     request_id: str = ""
     priority: int = 0
 

@@ -85,6 +85,12 @@ def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:
         LLM("anything", no_such_setting=1)
 
 
+def test_a_format_that_is_not_there_is_refused(stories_dir: Path) -> None:
+    assert LLM(str(stories_dir), load_format="safetensors", threads=1).generate([[1, 2]], GREEDY)[0].finished
+    with pytest.raises(InvalidConfig, match="holds safetensors"):
+        LLM(str(stories_dir), load_format="gguf", threads=1)
+
+
 def test_random_weights_from_a_config_alone(stories_dir: Path, tmp_path: Path) -> None:
     config = json.loads((stories_dir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -35,6 +35,7 @@ from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
+from tokenmill.weights.locate import locate
 from tokenmill.weights.source import WeightSource, open_weights
 
 # What each backend can make of plain weights while it loads them.
@@ -71,9 +72,16 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
             dtype = TORCH_DTYPES[config.model.dtype]
             return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=torch.device("cuda"))
         return dummy_weights(spec, seed=config.model.seed)
+    require_format(config, path)
     source = open_weights(path, spec)
     source.check()
     return source
+
+
+def require_format(config: EngineConfig, path: Path) -> None:
+    wanted, found = config.model.load_format, locate(path).format
+    if wanted not in ("auto", found):
+        raise InvalidConfig(f"load_format {wanted} was asked for, but {path} holds {found}", param="load_format")
 
 
 def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> tuple[Model, list[str]]:

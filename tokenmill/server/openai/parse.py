@@ -207,7 +207,7 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
     pooling = None if kind is None else Pooling(kind)  # type: ignore[arg-type]  # one of the three
     fields.text("user")
     priority = _priority(fields)
-    requests = [EmbedRequest(prompt=text, pooling=pooling, dimensions=dimensions, priority=priority) for text in inputs]
+    requests = [EmbedRequest(prompt=text, pooling=pooling, priority=priority) for text in inputs]
     return EmbeddingCall(requests, dimensions, is_base64)
 
 

@@ -84,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     beam: BeamParams | None = None
     guided: Guided | None = None  # what the answer must follow
+    context_shift: bool | None = None  # go on past the context, forgetting what is oldest; None: as the engine is set
+    context_keep: int | None = None  # how many of the first tokens are never forgotten; None: as the engine is set
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -142,6 +144,7 @@ def _check_ranges(params: SamplingParams) -> None:
         ("max_tokens", 0, 2**31 - 1),
         ("logprobs", 0, MAX_LOGPROBS),
         ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ("context_keep", 0, 2**31 - 1),
     ):
         if getattr(params, name) is not None:
             _require_int(params, name, low, high)
@@ -179,6 +182,10 @@ def _check_combinations(params: SamplingParams) -> None:
             _refuse("n", f"must not exceed the beam width ({params.beam.width})")
         if params.best_of is not None:
             _refuse("best_of", "does not combine with beam search")
+        if params.context_shift:
+            _refuse("context_shift", "does not combine with beam search")
+    if params.context_shift is False and params.context_keep is not None:
+        _refuse("context_keep", "needs context_shift to be on")
 
 
 def _check_guided(params: SamplingParams) -> None:

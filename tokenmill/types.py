@@ -68,6 +68,14 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
+class ContextShift(msgspec.Struct, frozen=True):
+    """How a sequence goes on past the context: its first `keep` tokens stay, the oldest others go, `drop` at a time."""
+
+    context: int
+    keep: int
+    drop: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine computes: token ids in, token ids (or a vector) out."""
 
@@ -75,12 +83,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: list[int] = []
-    max_tokens: int  # settled: never None, prompt + max_tokens fits the context
+    max_tokens: int  # settled: never None; prompt + max_tokens fits the context, or the context shifts
     seed: int  # settled: the user's, or drawn at intake
     priority: int = 0  # smaller runs first
     arrival_s: float = 0.0
     cache_salt: str = ""
     pooling: Pooling | None = None
+    shift: ContextShift | None = None  # None: the context is the end
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
@@ -111,6 +120,9 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens of the sequence:  [0 .......... start | start .. start+len(token_ids) | .......... total]
                                in the KV cache     fed in this step                 later (a chunk)
+
+    Positions are those in the cache. Where the context has shifted, `num_dropped` tokens of the sequence are missing
+    from it (see scheduler/window.py), so a fed token's place among all tokens is that much higher.
     """
 
     row: int
@@ -121,6 +133,12 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     output_index: int = 0  # how many output tokens precede the one drawn (position in the seed's stream)
     num_logprobs: int | None = None  # for the drawn token
     num_prompt_logprobs: int | None = None  # for the prompt tokens that these positions predict
+    num_dropped: int = 0
+
+    @property
+    def place(self) -> int:
+        """Of the first fed token among all tokens of the sequence."""
+        return self.start + self.num_dropped
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.sequence import mixed_seed
-from tokenmill.types import NewRow, Request, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenmill.types import ContextShift, NewRow, Request, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 50
 EOS = 0
@@ -53,16 +53,23 @@ def drawn_logprob(history: int, token_id: int) -> float:
 
 def expected_tokens(request: Request, index: int) -> list[int]:
     """What sample `index` of a request must say, whatever else is running."""
-    tokens, known, seed = list(request.prompt_token_ids), [], mixed_seed(request.seed, index)
+    tokens, seed = list(request.prompt_token_ids), mixed_seed(request.seed, index)
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(request.eos_token_ids))
     for output_index in range(request.max_tokens):
-        token = drawn(seed, output_index, histories(tokens, known)[-1])
+        token = drawn(seed, output_index, histories(in_sight(tokens, request.shift), [])[-1])
         if output_index + 1 < request.params.min_tokens and token in stops:
             token = 1 + EOS
         tokens.append(token)
         if token in stops and output_index + 1 >= request.params.min_tokens:
             break
     return tokens[len(request.prompt_token_ids) :]
+
+
+def in_sight(tokens: list[int], shift: ContextShift | None) -> list[int]:
+    """What the token after these may depend on."""
+    while shift is not None and len(tokens) > shift.context:
+        tokens = tokens[: shift.keep] + tokens[shift.keep + shift.drop :]
+    return tokens
 
 
 class Row:
@@ -72,6 +79,13 @@ class Row:
         self.known: list[int] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_fed = 0
+        self.num_dropped = 0
+
+    def window(self, num_dropped: int, shift: ContextShift | None) -> list[int]:
+        if num_dropped != self.num_dropped:
+            self.num_dropped, self.known = num_dropped, []
+        keep = shift.keep if shift else 0
+        return self.tokens[:keep] + self.tokens[keep + num_dropped :]
 
 
 class SimulatedRunner:
@@ -80,6 +94,7 @@ class SimulatedRunner:
         self.memory: dict[int, list[tuple[int, int] | None]] = {}
         self.rows: dict[int, Row] = {}
         self.fail_rows_of: set[int] = set()  # seeds whose rows report an error
+        self.shifts: dict[int, ContextShift] = {}  # by the seed of a row
 
     def run(self, plan: StepPlan) -> StepResult:
         for row in plan.freed_rows:
@@ -109,9 +124,10 @@ class SimulatedRunner:
             assert update.start <= len(table), "a table update leaves a hole"
             table[update.start : update.start + len(update.blocks)] = update.blocks
         end = plan.start + len(plan.token_ids)
-        assert plan.token_ids and plan.token_ids == row.tokens[plan.start : end], "fed tokens are not the sequence's"
+        window = row.window(plan.num_dropped, self.shifts.get(row.new.seed))
+        assert plan.token_ids and plan.token_ids == window[plan.start : end], "fed tokens are not the sequence's"
         assert plan.output_index == len(row.tokens) - len(row.new.prompt_token_ids)
-        histories(row.tokens, row.known)
+        histories(window, row.known)
         row.num_fed += len(plan.token_ids)
         for table in row.tables:
             for position in range(plan.start, end):
@@ -138,7 +154,10 @@ class SimulatedRunner:
         return self._result(plan, row, end)
 
     def _result(self, plan: RowPlan, row: Row, end: int) -> RowResult:
-        assert plan.sample <= (end == len(row.tokens)), "a draw before the last token is computed"
+        is_last = end + plan.num_dropped == len(row.tokens)
+        assert plan.sample <= is_last, "a draw before the last token is computed"
+        shift = self.shifts.get(row.new.seed)
+        assert shift is None or end <= shift.context, "a position beyond the context"
         history = row.known[end - 1]
         token_ids, logprobs = [], None
         if plan.sample:
@@ -164,8 +183,8 @@ class SimulatedRunner:
         if plan.num_prompt_logprobs is None:
             return None
         prompt = row.new.prompt_token_ids
-        positions = range(plan.start + 1, min(end + 1, len(prompt)))
-        return [expected_prompt_logprob(prompt, row.known, position) for position in positions]
+        fed = range(plan.start, min(end, len(prompt) - 1 - plan.num_dropped))
+        return [scored(row.known[position], prompt[position + 1 + plan.num_dropped]) for position in fed]
 
     def _embedding(self, row: Row, end: int) -> list[float] | None:
         if row.new.pooling is None or end < len(row.tokens):
@@ -175,5 +194,11 @@ class SimulatedRunner:
         return [float(row.known[end - 1] % 1000)]
 
 
-def expected_prompt_logprob(prompt: list[int], known: list[int], position: int) -> TokenLogprobs:
-    return TokenLogprobs(prompt[position], -float(known[position] % 97), 1, [], [])
+def scored(history: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -float(mix(history, token) % 97), 1, [], [])
+
+
+def expected_prompt_logprobs(request: Request) -> list[TokenLogprobs]:
+    prompt = request.prompt_token_ids
+    befores = (in_sight(prompt[:position], request.shift) for position in range(1, len(prompt)))
+    return [scored(histories(before, [])[-1], token) for before, token in zip(befores, prompt[1:], strict=True)]

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from integrity import check_all, check_plan
-from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprob, expected_tokens, histories
+from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest, Overloaded
@@ -14,7 +14,7 @@ from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
 from tokenmill.scheduler.sequence import mixed_seed
-from tokenmill.types import Pooling, Request, SequenceOutput
+from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput
 
 MAX_STEPS = 3000
 POOLINGS = (Pooling("mean"), Pooling("last"))
@@ -95,6 +95,7 @@ class Life(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "tenant"]),
         fails=st.integers(0, 9),
+        shift=st.sampled_from([None, None, ContextShift(6, 0, 3), ContextShift(11, 2, 4), ContextShift(14, 4, 5)]),
     )
     def add(
         self,
@@ -110,6 +111,7 @@ class Life(RuleBasedStateMachine):
         priority,
         salt,
         fails,
+        shift,
     ) -> None:
         self.num_added += 1
         params = SamplingParams(
@@ -131,6 +133,7 @@ class Life(RuleBasedStateMachine):
             arrival_s=self.now,
             cache_salt=salt,
             pooling=POOLINGS[width % 2] if kind == "embed" else None,
+            shift=shift if kind in ("one", "n") else None,
         )
         used_before = self.cache.num_used
         try:
@@ -140,6 +143,8 @@ class Life(RuleBasedStateMachine):
             return
         self.requests[request.request_id] = request
         self.answers[request.request_id] = Answers()
+        if request.shift:
+            self.runner.shifts |= {mixed_seed(request.seed, index): request.shift for index in range(16)}
         if fails == 0:
             self.failing.add(request.request_id)
             self.runner.fail_rows_of.add(mixed_seed(request.seed, 0))
@@ -227,10 +232,7 @@ class Life(RuleBasedStateMachine):
         if request.params.prompt_logprobs is None or request.pooling is not None:
             assert not answers.prompt_logprobs
             return
-        prompt = request.prompt_token_ids
-        known = histories(prompt, [])
-        expected = [expected_prompt_logprob(prompt, known, position) for position in range(1, len(prompt))]
-        assert answers.prompt_logprobs == [expected]
+        assert answers.prompt_logprobs == [expected_prompt_logprobs(request)]
 
 
 TestLife = Life.TestCase

@@ -43,6 +43,11 @@ class CacheConfig:
     """Precision of cached keys and values."""
     prefix_caching: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
+    context_shift: bool = False
+    """Let conversations go on past the context: the first tokens stay, the older half of the others is forgotten each
+    time the context is full. Requests can ask for it, or against it, themselves."""
+    context_keep: int = 4
+    """How many of the first tokens stay when the context shifts."""
 
 
 @dataclass(frozen=True)

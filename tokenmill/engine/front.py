@@ -14,6 +14,7 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.engine.intake import Intake
 from tokenmill.engine.outlet import Outlet
+from tokenmill.engine.shifting import Shifting
 from tokenmill.engine.status import ModelInfo
 from tokenmill.store import resolve_model
 from tokenmill.text.load import load_tokenizer, tokenizer_from_gguf
@@ -36,6 +37,7 @@ class Front:
             vocab_size=self.spec.vocab_size,
             max_context=max_context,
             eos_token_ids=self.eos_token_ids,
+            shifting=Shifting(self.config.cache.context_shift, self.config.cache.context_keep),
         )
 
     @property
@@ -58,6 +60,7 @@ class Front:
             spec=self.spec,
             has_chat_template=self.tokenizer is not None and self.tokenizer.chat_template is not None,
             can_embed=True,
+            shifts_context=self.config.cache.context_shift,
         )
 
 

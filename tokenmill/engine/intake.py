@@ -11,24 +11,32 @@ import uuid
 
 import msgspec
 
+from tokenmill.engine.shifting import NO_SHIFTING, Shifting, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.text.messages import messages_for_template
 from tokenmill.text.template import CHATML, ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import ChatRequest, EmbedRequest, Pooling, PromptRequest, Request
+from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request
 
 ClientRequest = ChatRequest | PromptRequest | EmbedRequest
 
 
 class Intake:
     def __init__(
-        self, *, tokenizer: Tokenizer | None, vocab_size: int, max_context: int, eos_token_ids: tuple[int, ...]
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_context: int,
+        eos_token_ids: tuple[int, ...],
+        shifting: Shifting = NO_SHIFTING,
     ) -> None:
         self.max_context = max_context
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
+        self._shifting = shifting
         self._template = _template_of(tokenizer) if tokenizer else None
 
     @property
@@ -43,18 +51,20 @@ class Intake:
         if isinstance(asked, EmbedRequest):
             return self._take_embedding(asked)
         prompt_ids = self.prompt_ids(asked)
-        self._require_fit(prompt_ids, "messages" if isinstance(asked, ChatRequest) else "prompt")
+        shift = self._shifting.asked_for(asked.params, self.max_context)
+        self._require_fit(prompt_ids, "messages" if isinstance(asked, ChatRequest) else "prompt", shift)
         params = self._settle(asked.params)
         return Request(
             request_id=asked.request_id or new_request_id(),
             prompt_token_ids=prompt_ids,
             params=params,
             eos_token_ids=self._eos_token_ids,
-            max_tokens=self._room_after(prompt_ids, params),
+            max_tokens=self._longest_answer(prompt_ids, params, shift),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             priority=asked.priority,
             arrival_s=time.monotonic(),
             cache_salt=asked.cache_salt,
+            shift=shift,
         )
 
     def prompt_ids(self, asked: ChatRequest | PromptRequest) -> list[int]:
@@ -110,15 +120,26 @@ class Intake:
                     param=param,
                 )
 
-    def _require_fit(self, prompt_ids: list[int], param: str) -> None:
-        if len(prompt_ids) >= self.max_context:
+    def _require_fit(self, prompt_ids: list[int], param: str, shift: ContextShift | None) -> None:
+        longest = longest_prompt(self.max_context)
+        if shift is not None and len(prompt_ids) > longest:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt_ids)} tokens; even where the context shifts it must not have more than "
+                f"{longest}",
+                param=param,
+                hint="leave out the oldest messages",
+            )
+        if shift is None and len(prompt_ids) >= self.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
                 param=param,
-                hint="shorten the prompt",
+                hint="shorten the prompt, or let the context shift (context_shift)",
             )
 
-    def _room_after(self, prompt_ids: list[int], params: SamplingParams) -> int:
+    def _longest_answer(self, prompt_ids: list[int], params: SamplingParams, shift: ContextShift | None) -> int:
+        """To the end of the context; where that shifts as long as asked for, or one context long."""
+        if shift is not None:
+            return self.max_context if params.max_tokens is None else params.max_tokens
         room = self.max_context - len(prompt_ids)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 

@@ -56,6 +56,7 @@ def _require_ranges(config: EngineConfig) -> None:
         ("block_size", config.cache.block_size, 1, 1024),
         ("num_blocks", config.cache.num_blocks, 2, 2**31),
         ("memory_fraction", config.cache.memory_fraction, 0.001, 1.0),
+        ("context_keep", config.cache.context_keep, 0, 2**31),
         ("max_running", config.scheduler.max_running, 1, 4096),
         ("token_budget", config.scheduler.token_budget, 1, 2**20),
         ("max_waiting", config.scheduler.max_waiting, 0, sys.maxsize),

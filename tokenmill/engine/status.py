@@ -22,6 +22,7 @@ class ModelInfo:
     spec: ModelSpec
     has_chat_template: bool
     can_embed: bool
+    shifts_context: bool = False  # unless a request says otherwise
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ DIGEST_BYTES = 16
 class HashChain:
     """Names of a sequence's full blocks, computed once each."""
 
-    __slots__ = ("_block_size", "_last", "names")
+    __slots__ = ("_block_size", "_last", "_root", "names")
 
     def __init__(self, salt: str, block_size: int) -> None:
         self._block_size = block_size
-        self._last = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._last = self._root
         self.names: list[bytes] = []
 
     def extend(self, token_ids: Seq[int], num_blocks: int) -> list[bytes]:
@@ -38,9 +39,15 @@ class HashChain:
             self.names.append(self._last)
         return self.names
 
-    def fork(self) -> HashChain:
+    def fresh(self) -> HashChain:
+        """An empty chain with the same salt, for other tokens."""
         twin = HashChain.__new__(HashChain)
-        twin._block_size, twin._last, twin.names = self._block_size, self._last, list(self.names)
+        twin._block_size, twin._root, twin._last, twin.names = self._block_size, self._root, self._root, []
+        return twin
+
+    def fork(self) -> HashChain:
+        twin = self.fresh()
+        twin._last, twin.names = self._last, list(self.names)
         return twin
 
 

@@ -77,6 +77,7 @@ class CudaRunner:
         self._is_greedy = [False] * max_rows
         self._max_outputs = [0] * max_rows  # tokens each row draws at most
         self._held = [0] * max_rows  # blocks in each row's tables
+        self._dropped = [0] * max_rows  # tokens that went when the row's context shifted
         self._max_context = max_context
         self._graphs = DecodeGraphs(model, storage, max_rows, self._rows.tables.shape[2], max_context)
         self._runs_ahead = runs_ahead
@@ -112,10 +113,12 @@ class CudaRunner:
         for new in plan.new_rows:
             expected.pop(new.row, None)
             self._is_greedy[new.row] = _is_plain(new)
-            self._held[new.row] = 0
+            self._held[new.row] = self._dropped[new.row] = 0
             self._max_outputs[new.row] = new.params.max_tokens or NO_LIMIT
         changes: list[tuple[int, int, int, list[int]]] = []
         for row in plan.rows:
+            if row.num_dropped != self._dropped[row.row]:  # all its blocks are others
+                self._held[row.row], self._dropped[row.row] = 0, row.num_dropped
             for update in row.table_updates:
                 changes.append((update.group, row.row, update.start, update.blocks))
                 self._held[row.row] = max(self._held[row.row], update.start + len(update.blocks))

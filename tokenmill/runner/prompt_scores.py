@@ -16,8 +16,11 @@ MAX_LOGITS = 1 << 24  # float32 logits alive at once: 64 MiB, however long the p
 
 
 def scored_tokens(plan: RowPlan, prompt: list[int]) -> list[int]:
-    """The prompt tokens that this step's positions predict; the k-th fed token predicts the k-th of them."""
-    return prompt[plan.start + 1 : plan.start + 1 + len(plan.token_ids)]
+    """The prompt tokens that this step's positions predict; the k-th fed token predicts the k-th of them.
+
+    Of a shifted context's first tokens it is not true, but their successors have long been scored: nobody looks.
+    """
+    return prompt[plan.place + 1 : plan.place + 1 + len(plan.token_ids)]
 
 
 def score_prompt(

@@ -154,7 +154,7 @@ class Rows:
         for plan in plans:
             state = self._states[plan.row]
             if state is not None and state.has_history:
-                for token in plan.token_ids[max(0, state.num_seen - plan.start) :]:
+                for token in plan.token_ids[max(0, state.num_seen - plan.place) :]:
                     state.record(token)
 
     def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:

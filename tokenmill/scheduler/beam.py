@@ -29,7 +29,7 @@ class Branch(NamedTuple):
     logprob_sum: float
 
     def grow(self, sequence: Sequence, *, keep_logprobs: bool) -> None:
-        sequence.tokens.append(self.token.token_id)
+        sequence.append(self.token.token_id)
         sequence.logprob_sum = self.logprob_sum
         if keep_logprobs:
             sequence.logprobs.append(self.token)
@@ -72,7 +72,7 @@ class BeamSearch:
 
     def _has_reported(self, sequence: Sequence) -> bool:
         """A report from before a preemption doesn't count: the sequence is being computed again."""
-        return sequence in self._reports and sequence.computed == len(sequence.tokens)
+        return sequence in self._reports and sequence.computed == len(sequence.window)
 
     def next_beams(self) -> list[tuple[Branch, bool]]:
         """Hands over the chosen branches (none: not decided yet), each with: the runner drew that very token."""

@@ -31,14 +31,16 @@ class Draft:
 def row_plan(sequence: Sequence, num_tokens: int) -> RowPlan:
     job = sequence.job
     start, end = sequence.computed, sequence.computed + num_tokens
-    draws = end == len(sequence.tokens) and job.draws_tokens
+    draws = end == len(sequence.window) and sequence.is_whole and job.draws_tokens
+    is_scored = job.lacks_prompt_logprobs(end + sequence.num_dropped)
     return RowPlan(
         row=sequence.row,
         start=start,
-        token_ids=sequence.tokens[start:end],
+        token_ids=sequence.window[start:end],
         table_updates=sequence.held_table.updates(),
         sample=draws,
-        output_index=len(sequence.tokens) - sequence.prompt_len,
+        output_index=sequence.num_outputs,
         num_logprobs=job.delivery.num_logprobs if draws else None,
-        num_prompt_logprobs=job.request.params.prompt_logprobs if job.lacks_prompt_logprobs(end) else None,
+        num_prompt_logprobs=job.request.params.prompt_logprobs if is_scored else None,
+        num_dropped=sequence.num_dropped,
     )

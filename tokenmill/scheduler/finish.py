@@ -36,7 +36,7 @@ def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], E
     job = sequence.job
     taken: list[int] = []
     for token_id in token_ids:
-        sequence.tokens.append(token_id)
+        sequence.append(token_id)
         taken.append(token_id)
         if ending := ending_after(job.request, job.stop_token_ids, token_id, sequence.num_outputs):
             return taken, ending

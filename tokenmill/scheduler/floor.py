@@ -41,6 +41,12 @@ class Floor:
         insort(self.gangs, gang, key=_key)
         gang.is_running = True
 
+    def reopen(self, sequence: Sequence, hit: Hit) -> None:
+        """Its window is another one now: other blocks, on the same row."""
+        self._cache.release(sequence.held_table)
+        sequence.table = self._cache.open(hit)
+        sequence.computed = hit.num_tokens
+
     def preempt(self, gang: Gang) -> None:
         """Rows and blocks go back; tokens stay, and will be computed again."""
         self.dismiss(gang)
@@ -125,7 +131,7 @@ class Floor:
 
     def _seat_on(self, sequence: Sequence, parent: Sequence, gang: Gang) -> None:
         sequence.table = self._cache.fork(parent.held_table)
-        sequence.computed = parent.computed
+        sequence.join(parent)
         sequence.row = gang.spare_rows.pop()
         sequence.gang = gang
 

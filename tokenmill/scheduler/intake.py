@@ -53,10 +53,11 @@ def refuse_impossible(request: Request, cache: KVCache, num_rows: int, chunk: in
 def blocks_needed(request: Request, cache: KVCache, chunk: int) -> int:
     """The most blocks that must be held at once: beams together, samples one after another if need be.
 
-    The last token drawn is never computed.   prompt + max_tokens - 1 positions
+    The last token drawn is never computed.   prompt + max_tokens - 1 positions, or the context where it shifts
     """
     prompt_len = len(request.prompt_token_ids)
-    alone = cache.blocks_for(prompt_len + max(0, request.max_tokens - 1), chunk)
+    longest = prompt_len + max(0, request.max_tokens - 1)
+    alone = cache.blocks_for(min(longest, request.shift.context) if request.shift else longest, chunk)
     if request.params.beam is None:
         return alone
     num_full_groups = sum(window is None for window in cache.windows)

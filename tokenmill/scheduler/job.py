@@ -60,15 +60,20 @@ class Job:
     @property
     def wants_prompt_logprobs(self) -> bool:
         asked = self.request.params.prompt_logprobs is not None
-        return asked and len(self.prompt_logprobs) < len(self.request.prompt_token_ids) - 1
+        return asked and self.num_scored < len(self.request.prompt_token_ids) - 1
+
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens that have their logprobs; the first one never gets any."""
+        return len(self.prompt_logprobs)
 
     def lacks_prompt_logprobs(self, end: int) -> bool:
-        """Positions before `end` predict prompt tokens that have no logprobs yet."""
-        return self.wants_prompt_logprobs and end > len(self.prompt_logprobs)
+        """Tokens before place `end` predict prompt tokens that have no logprobs yet."""
+        return self.wants_prompt_logprobs and end > self.num_scored
 
     def keep_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Those of positions start+1 ...; what a recomputed chunk repeats is dropped."""
-        self.prompt_logprobs.extend(logprobs[len(self.prompt_logprobs) - start :])
+        """Those of places start+1 ...; what a recomputed chunk repeats is dropped."""
+        self.prompt_logprobs.extend(logprobs[self.num_scored - start :])
 
     def gang_of(self, sequence: Sequence) -> Gang:
         assert sequence.gang is not None, "every sequence of a job belongs to a gang"
@@ -107,8 +112,10 @@ class Gang:
         return self.members[0]
 
     def target(self, sequence: Sequence) -> int:
-        """How far a sequence may compute now: a leader stops where its siblings fork."""
-        return sequence.prompt_len - 1 if self.unborn else len(sequence.tokens)
+        """How far a sequence may compute its window now: a leader stops where its siblings fork."""
+        if self.unborn and sequence.is_whole:
+            return len(sequence.window) - sequence.num_outputs - 1
+        return len(sequence.window)
 
     def wants(self, sequence: Sequence) -> int:
         return self.target(sequence) - sequence.computed

@@ -146,6 +146,8 @@ class Scheduler:
         """Plans all members of a gang; False when it had to be preempted itself (it was the last one)."""
         served = []
         for sequence in gang.members:
+            if sequence.refit():
+                self._floor.reopen(sequence, self._hit(gang, sequence, gang.target(sequence) - 1))
             granted = draft.budget.grant(gang.wants(sequence))
             if not granted:
                 continue
@@ -211,8 +213,11 @@ class Scheduler:
         room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
         if self._floor.gangs and room <= gang.refused_room:
             return False  # nothing came free since the last look
-        needed = self._cache.blocks_for(len(gang.leader.tokens), self._config.token_budget)
-        hit = self._hit(gang)
+        leader = gang.leader
+        leader.refit()
+        needed = self._cache.blocks_for(len(leader.window), self._config.token_budget)
+        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
+        hit = self._hit(gang, leader, min(gang.target(leader), len(leader.window) - 1))
         if self._floor.gangs and needed - self._cache.num_shared(hit) > room:
             gang.refused_room = room
             return False
@@ -220,18 +225,15 @@ class Scheduler:
         gang.refused_room = -1
         return True
 
-    def _hit(self, gang: Gang) -> Hit:
-        leader = gang.leader
+    def _hit(self, gang: Gang, sequence: Sequence, limit: int) -> Hit:
         if not gang.job.may_reuse_prefix:
             return self._cache.miss()
-        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
-        limit = min(len(leader.tokens), leader.prompt_len if gang.unborn else len(leader.tokens)) - 1
-        return self._cache.match(leader.tokens, leader.chain, limit)
+        return self._cache.match(sequence.window, sequence.chain, limit)
 
     def _note_admission(self, gang: Gang) -> None:
         job, counters = gang.job, self._counters
         if job.may_reuse_prefix and self._cache.prefix_caching:
-            counters.prefix_query_tokens += len(gang.leader.tokens)
+            counters.prefix_query_tokens += len(gang.leader.window)
             counters.prefix_hit_tokens += gang.leader.computed
         if job.queue_s is None:
             job.queue_s = max(0.0, self._clock() - job.request.arrival_s)
@@ -259,10 +261,10 @@ class Scheduler:
             return self._fail(job, result.error)
         sequence.computed += num_tokens
         chain = sequence.chain if job.is_shareable else None
-        self._cache.commit(sequence.held_table, sequence.computed, sequence.tokens, chain)
+        self._cache.commit(sequence.held_table, sequence.computed, sequence.window, chain)
         if result.prompt_logprobs:
-            job.keep_prompt_logprobs(start, result.prompt_logprobs)
-        if sequence.computed < gang.target(sequence):
+            job.keep_prompt_logprobs(start + sequence.num_dropped, result.prompt_logprobs)
+        if sequence.computed < gang.target(sequence) or not sequence.is_whole:
             return []
         if gang.unborn:
             self._floor.bear(gang)

@@ -3,7 +3,8 @@
     tokens:  [ prompt ............................ | outputs ... ]
              [ computed (in the KV cache) | wanted ............. ]
 
-A long prompt, a prefix hit, a return from preemption and ordinary decoding differ only in how much is wanted.
+A long prompt, a prefix hit, a return from preemption and ordinary decoding differ only in how much is wanted. What is
+in the cache is the sequence's window: all its tokens, unless they have outgrown the context (see `window.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.kv.prefix import HashChain
 from tokenmill.kv.table import Table
+from tokenmill.scheduler.window import num_dropped, window_of
 from tokenmill.types import NewRow, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -41,11 +43,13 @@ class Sequence:
         "job",
         "logprob_sum",
         "logprobs",
+        "num_dropped",
         "prompt_len",
         "row",
         "seed",
         "table",
         "tokens",
+        "window",
     )
 
     def __init__(self, job: Job, index: int, chain: HashChain) -> None:
@@ -55,8 +59,10 @@ class Sequence:
         self.seed = mixed_seed(job.request.seed, index)
         self.tokens = list(job.request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
-        self.computed = 0
-        self.chain = chain
+        self.window = self.tokens  # what is to be in the cache; a list of its own once something was dropped
+        self.num_dropped = 0
+        self.computed = 0  # of the window
+        self.chain = chain  # of the window
         self.table: Table | None = None
         self.row = -1
         self.is_seated = False  # the runner knows the row
@@ -64,6 +70,7 @@ class Sequence:
         self.has_spoken = False  # an output was emitted
         self.logprob_sum = 0.0
         self.logprobs: list[TokenLogprobs] = []  # kept only where results are held back to the end
+        self.refit()
 
     @property
     def num_outputs(self) -> int:
@@ -77,6 +84,41 @@ class Sequence:
     def held_table(self) -> Table:
         assert self.table is not None, "a running sequence has a table"
         return self.table
+
+    # ── the window ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_whole(self) -> bool:
+        """The window reaches to the last token."""
+        return self.num_dropped + len(self.window) == len(self.tokens)
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self.window is not self.tokens:
+            self.window.append(token_id)
+
+    def refit(self) -> bool:
+        """Cuts another window where this one is not (or no longer) the right one; True: what was computed is void.
+
+        While a prompt longer than the context is scored, the window is that of the next token without a score.
+        """
+        shift = self.job.request.shift
+        if shift is None:
+            return False
+        num_tokens = self.job.num_scored + 1 if self.job.wants_prompt_logprobs else len(self.tokens)
+        dropped = num_dropped(shift, num_tokens)
+        if dropped == self.num_dropped and len(self.window) <= shift.context:
+            return False
+        self.window, self.num_dropped = window_of(shift, self.tokens, dropped), dropped
+        self.chain = self.chain.fresh()
+        return True
+
+    def join(self, parent: Sequence) -> None:
+        """Takes over the window of a sequence with the same tokens, as far as it is computed."""
+        self.window = self.tokens if parent.window is parent.tokens else list(parent.window)
+        self.num_dropped, self.computed, self.chain = parent.num_dropped, parent.computed, parent.chain.fork()
+
+    # ── its likes ──────────────────────────────────────────────────────────────────────────────────────
 
     def new_row(self) -> NewRow:
         request = self.job.request
@@ -92,9 +134,9 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """A twin with the same tokens; table and row are the caller's to give."""
-        twin = Sequence(self.job, self.index, self.chain.fork())
+        twin = Sequence(self.job, self.index, self.chain)
         twin.tokens = list(self.tokens)
-        twin.computed = self.computed
+        twin.join(self)
         twin.logprob_sum = self.logprob_sum
         twin.logprobs = list(self.logprobs)
         return twin

@@ -9,8 +9,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.shifting import longest_prompt
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded
+from tokenmill.params import SamplingParams
 from tokenmill.server.failures import BodyTooLarge, BodyTooSlow, WrongContentType
 from tokenmill.server.fields import parse_object
 
@@ -75,11 +77,17 @@ async def _discard(stream: Any) -> None:
         return
 
 
-def require_plausible_length(num_characters: int, info: ModelInfo, param: str) -> None:
+def prompt_limit(params: SamplingParams, info: ModelInfo) -> int:
+    """Tokens of the longest prompt that such a request may have."""
+    shifts = info.shifts_context if params.context_shift is None else params.context_shift
+    return longest_prompt(info.max_context) if shifts and params.beam is None else info.max_context
+
+
+def require_plausible_length(num_characters: int, longest: int, param: str) -> None:
     """Text that cannot fit is refused before it is tokenised, which for megabytes would take seconds."""
-    if num_characters > info.max_context * MAX_CHARACTERS_PER_TOKEN:
+    if num_characters > longest * MAX_CHARACTERS_PER_TOKEN:
         raise ContextLengthExceeded(
-            f"a prompt of {num_characters} characters does not fit in {info.max_context} tokens",
+            f"a prompt of {num_characters} characters does not fit in {longest} tokens",
             param=param,
             hint="shorten the prompt",
         )

@@ -58,13 +58,14 @@ def _ids(fields: Fields, engine: Engine, info: ModelInfo) -> list[int]:
     if fields.get("messages") is not None:
         return engine.tokenize_chat(_conversation(fields, info))
     text = fields.required_text("prompt")
-    require_plausible_length(len(text), info, "prompt")
+    require_plausible_length(len(text), info.max_context, "prompt")
     return engine.tokenize(text, fields.boolean("add_special_tokens", True))
 
 
 def _conversation(fields: Fields, info: ModelInfo) -> ChatRequest:
     messages = parse_messages(fields)
-    require_plausible_length(sum(len(message.content or "") for message in messages), info, "messages")
+    num_characters = sum(len(message.content or "") for message in messages)
+    require_plausible_length(num_characters, info.max_context, "messages")
     fields.refuse_any(("tools", "chat_template", "continue_final_message"))
     return ChatRequest(
         messages=messages,

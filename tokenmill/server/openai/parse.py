@@ -14,7 +14,7 @@ from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from tokenmill.params import SamplingParams
 from tokenmill.server.fields import Fields, refuse, require_token_ids, shown
-from tokenmill.server.limits import require_plausible_length
+from tokenmill.server.limits import prompt_limit, require_plausible_length
 from tokenmill.server.openai.messages import parse_messages
 from tokenmill.server.openai.sampling import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
 from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest
@@ -70,10 +70,11 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     _refuse_reasoning(fields)
     stream = _stream_options(fields)
     messages = parse_messages(fields)
-    require_plausible_length(_length(messages), info, "messages")
+    params = parse_chat_params(fields, info, config)
+    require_plausible_length(_length(messages), prompt_limit(params, info), "messages")
     request = ChatRequest(
         messages=messages,
-        params=parse_chat_params(fields, info, config),
+        params=params,
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         priority=_priority(fields),
@@ -134,7 +135,7 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     echo = fields.boolean("echo")
     if echo and stream.is_stream and params.logprobs is not None:
         refuse("echo", "with logprobs does not combine with stream")
-    prompts = parse_prompts(fields, "prompt", info, config.max_prompts)
+    prompts = parse_prompts(fields, "prompt", info, prompt_limit(params, info), config.max_prompts)
     _require_bounded_choices(len(prompts), params, config)
     fields.text("user")
     return CompletionCall([_prompt_request(fields, prompt, params) for prompt in prompts], stream, echo)
@@ -156,7 +157,9 @@ def _require_bounded_choices(num_prompts: int, params: SamplingParams, config: S
         refuse("n", f"times the number of prompts must be at most {limit}, got {num_prompts * params.num_sequences}")
 
 
-def parse_prompts(fields: Fields, key: str, info: ModelInfo, max_prompts: int) -> list[str | list[int]]:
+def parse_prompts(
+    fields: Fields, key: str, info: ModelInfo, max_tokens: int, max_prompts: int
+) -> list[str | list[int]]:
     """A string, a list of strings, one list of token ids, or a list of such lists; never a mixture."""
     given = fields.get(key)
     if isinstance(given, str):
@@ -171,23 +174,23 @@ def parse_prompts(fields: Fields, key: str, info: ModelInfo, max_prompts: int) -
         refuse(key, f"takes at most {max_prompts} prompts, got {len(given)}")
     kind = type(given[0])
     for prompt in given:
-        _require_prompt(prompt, kind, key, info)
+        _require_prompt(prompt, kind, key, info.vocab_size, max_tokens)
     return given
 
 
-def _require_prompt(prompt: object, kind: type, key: str, info: ModelInfo) -> None:
+def _require_prompt(prompt: object, kind: type, key: str, vocab_size: int, max_tokens: int) -> None:
     if type(prompt) is not kind or not isinstance(prompt, str | list):
         refuse(key, f"must hold either strings or lists of token ids, got {shown(prompt)}")
     if isinstance(prompt, str):
-        require_plausible_length(len(prompt), info, key)
+        require_plausible_length(len(prompt), max_tokens, key)
     elif not prompt:
         refuse(key, "must not hold an empty list of token ids")
-    elif len(prompt) > info.max_context:
+    elif len(prompt) > max_tokens:
         raise ContextLengthExceeded(
-            f"{key} has {len(prompt)} tokens; at most {info.max_context} fit", param=key, hint="shorten the prompt"
+            f"{key} has {len(prompt)} tokens; at most {max_tokens} fit", param=key, hint="shorten the prompt"
         )
     else:
-        require_token_ids(prompt, key, info.vocab_size)
+        require_token_ids(prompt, key, vocab_size)
 
 
 # ── embeddings ─────────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +201,7 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
     require_model(fields, info, config)
     if not info.can_embed:
         raise InvalidRequest(f"the model {info.name} has no embeddings", param="model")
-    inputs = parse_prompts(fields, "input", info, config.max_embedding_inputs)
+    inputs = parse_prompts(fields, "input", info, info.max_context, config.max_embedding_inputs)
     if "" in inputs:
         refuse("input", "must not hold an empty string")
     dimensions = fields.integer("dimensions", 1, info.spec.hidden_size)

@@ -79,6 +79,8 @@ def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, 
         "ignore_eos": fields.boolean("ignore_eos"),
         "include_stop": fields.boolean("include_stop_str_in_output"),
         "skip_special_tokens": fields.boolean("skip_special_tokens", True),
+        "context_shift": None if fields.get("context_shift") is None else fields.boolean("context_shift"),
+        "context_keep": fields.integer("context_keep", 0, info.max_context // 2),
     }
 
 

@@ -1,0 +1,126 @@
+"""Perplexity along a text many times longer than the context: the shifting context against a plain window.
+
+    python benchmarks/context_shift.py [--model smollm2:135m] [--context 1024] [--keep 4] [--tokens 20000] [--turned]
+
+shifted   the engine with `--context-shift`: first tokens and a window, positions within the cache
+no sinks  the same with nothing kept: a recomputed window grows sinks of its own, so this is to be flat too
+plain     the same weights with a sliding window in every layer and no shift: the first tokens leave the cache, and with
+          them what attention rests on
+turned    (`--turned`) the first tokens and a window whose keys are turned to their new positions in place and not
+          computed again, in the torch reference; with and without the kept tokens (see `turned_keys.py`)
+
+The text is the language reference that comes with Python (`--text FILE` for another), paragraphs that repeat left out.
+Prints a table and one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from turned_keys import turned_logprobs
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
+from tokenmill.engine.build import assemble, build_model, kv_storage, machine_facts, open_source
+from tokenmill.engine.resolve import resolve
+from tokenmill.kv.layout import KVLayout
+from tokenmill.types import Request
+
+Logprobs = list[float]
+
+
+def reference_text() -> str:
+    """Python's own documentation, each paragraph once."""
+    topics = pydoc_data.topics.topics
+    paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n"))
+    return "\n\n".join(dict.fromkeys(paragraphs))
+
+
+def shifted_logprobs(model: str, context: int, keep: int, tokens: list[int]) -> Logprobs:
+    llm = LLM(model, max_context=context, context_shift=True, context_keep=keep, threads=1)
+    (answer,) = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
+    assert answer.prompt_logprobs is not None
+    return [info.logprob for info in answer.prompt_logprobs if info is not None]
+
+
+def windowed(spec: ModelSpec, window: int, max_context: int) -> ModelSpec:
+    layers = tuple(replace(layer, attention=replace(layer.attention, window=window)) for layer in spec.layers)
+    return replace(spec, layers=layers, max_context=max_context)
+
+
+def plain_logprobs(path: Path, context: int, tokens: list[int]) -> Logprobs:
+    """Positions go on to the end of the text; what counts is how far apart they are, and that is never more than the
+    window."""
+    spec = windowed(read_spec(path), context, len(tokens) + 1)
+    asked = EngineConfig(
+        ModelConfig(model=str(path), max_context=len(tokens) + 1), CacheConfig(num_blocks=256), ops=OpsConfig(threads=1)
+    )
+    config = resolve(asked, spec, KVLayout.from_spec(spec), machine_facts(asked, spec, path)).config
+    model, _ = build_model(config, spec, open_source(config, path, spec))
+    core = assemble(config, model, kv_storage(config, KVLayout.from_spec(spec)))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    core.add(Request(request_id="text", prompt_token_ids=tokens, params=params, max_tokens=1, seed=0))
+    outputs = [output for _ in iter(lambda: core.has_work, False) for output in core.step()]
+    (scores,) = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    return [one.logprob for one in scores]
+
+
+def perplexities(logprobs: Logprobs, bin_size: int) -> list[float]:
+    parts = [logprobs[first : first + bin_size] for first in range(0, len(logprobs), bin_size)]
+    return [math.exp(-sum(part) / len(part)) for part in parts if len(part) > bin_size // 2]
+
+
+def table(curves: dict[str, list[float]], bin_size: int) -> str:
+    names = list(curves)
+    lines = ["tokens up to  " + "  ".join(f"{name:>16}" for name in names)]
+    for number, values in enumerate(zip(*curves.values(), strict=True), start=1):
+        lines.append(f"{number * bin_size:12,}  " + "  ".join(f"{value:16.2f}" for value in values))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2:135m")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--keep", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--bin", type=int, default=2_000)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--turned", action="store_true")
+    asked = parser.parse_args()
+    front = LLM(asked.model, max_context=asked.context, threads=1).front
+    text = asked.text.read_text(encoding="utf-8") if asked.text else reference_text()
+    assert front.tokenizer is not None
+    tokens = front.tokenizer.encode(text, add_special_tokens=True)[: asked.tokens]
+    path, context, keep = front.model_path, asked.context, asked.keep
+    ways: dict[str, Callable[[], Logprobs]] = {
+        "shifted": lambda: shifted_logprobs(asked.model, context, keep, tokens),
+        "no sinks": lambda: shifted_logprobs(asked.model, context, 0, tokens),
+        "plain": lambda: plain_logprobs(path, context, tokens),
+    }
+    if asked.turned:
+        ways["turned"] = lambda: turned_logprobs(path, context, keep, tokens)
+        ways["turned, no sinks"] = lambda: turned_logprobs(path, context, 0, tokens)
+    curves: dict[str, list[float]] = {}
+    for name, score in ways.items():
+        began = time.perf_counter()
+        curves[name] = perplexities(score(), asked.bin)
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"{len(tokens):,} tokens, context {context:,}, {keep} kept: perplexity of each {asked.bin:,} tokens")
+    print(table(curves, asked.bin))
+    print(json.dumps({"context": context, "keep": keep, "bin": asked.bin, "perplexity": curves}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -117,7 +117,7 @@ def test_neighbours_chunks_and_preemption_change_nothing(setting: str, backend: 
     assert run(llm, mixed_asks(), together=True) == alone
     stats = llm.core.stats()
     assert stats.kv_blocks_used == 0
-    assert stats.preemptions > 5 or "num_blocks" not in SETTINGS[setting]
+    assert stats.preemptions >= 5 or "num_blocks" not in SETTINGS[setting]
 
 
 def test_the_engine_setting_holds_unless_a_request_says_otherwise(stories_dir: Path) -> None:

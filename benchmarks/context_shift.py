@@ -1,13 +1,14 @@
 """Perplexity along a text many times longer than the context: the shifting context against a plain window.
 
-    python benchmarks/context_shift.py [--model smollm2:135m] [--context 1024] [--keep 4] [--tokens 20000] [--turned]
+    python benchmarks/context_shift.py [--model smollm2:135m] [--context 1024] [--keep 4] [--tokens 20000] [--ways …]
 
-shifted   the engine with `--context-shift`: first tokens and a window, positions within the cache
-no sinks  the same with nothing kept: a recomputed window grows sinks of its own, so this is to be flat too
-plain     the same weights with a sliding window in every layer and no shift: the first tokens leave the cache, and with
-          them what attention rests on
-turned    (`--turned`) the first tokens and a window whose keys are turned to their new positions in place and not
-          computed again, in the torch reference; with and without the kept tokens (see `turned_keys.py`)
+shifted         the engine with `--context-shift`: first tokens and a window, positions within the cache
+shifted-0       the same with nothing kept: a window computed anew grows sinks of its own, so this should be flat too
+plain           the same weights with a sliding window in every layer, no shift: the first tokens leave the cache, and
+                with them what attention rests on
+turned          first tokens and a window whose keys are turned to their new positions in place and not computed again,
+turned-0        with nothing kept; both in the torch reference with a float16 cache (see `turned_keys.py`)
+turned-float32  with a float32 cache: what rounding again and again costs
 
 The text is the language reference that comes with Python (`--text FILE` for another), paragraphs that repeat left out.
 Prints a table and one JSON object as the last line.
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from turned_keys import turned_logprobs
 
 from tokenmill import LLM, SamplingParams
@@ -96,7 +98,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--bin", type=int, default=2_000)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--turned", action="store_true")
+    parser.add_argument("--ways", default="shifted,shifted-0,plain", help="which curves, separated by commas")
     asked = parser.parse_args()
     front = LLM(asked.model, max_context=asked.context, threads=1).front
     text = asked.text.read_text(encoding="utf-8") if asked.text else reference_text()
@@ -105,16 +107,16 @@ def main() -> int:
     path, context, keep = front.model_path, asked.context, asked.keep
     ways: dict[str, Callable[[], Logprobs]] = {
         "shifted": lambda: shifted_logprobs(asked.model, context, keep, tokens),
-        "no sinks": lambda: shifted_logprobs(asked.model, context, 0, tokens),
+        "shifted-0": lambda: shifted_logprobs(asked.model, context, 0, tokens),
         "plain": lambda: plain_logprobs(path, context, tokens),
+        "turned": lambda: turned_logprobs(path, context, keep, tokens),
+        "turned-0": lambda: turned_logprobs(path, context, 0, tokens),
+        "turned-float32": lambda: turned_logprobs(path, context, keep, tokens, torch.float32),
     }
-    if asked.turned:
-        ways["turned"] = lambda: turned_logprobs(path, context, keep, tokens)
-        ways["turned, no sinks"] = lambda: turned_logprobs(path, context, 0, tokens)
     curves: dict[str, list[float]] = {}
-    for name, score in ways.items():
+    for name in asked.ways.split(","):
         began = time.perf_counter()
-        curves[name] = perplexities(score(), asked.bin)
+        curves[name] = perplexities(ways[name](), asked.bin)
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print(f"{len(tokens):,} tokens, context {context:,}, {keep} kept: perplexity of each {asked.bin:,} tokens")
     print(table(curves, asked.bin))

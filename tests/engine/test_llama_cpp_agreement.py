@@ -1,16 +1,20 @@
 """Real GGUF files against llama.cpp: its recorded greedy continuations are fed to us, and where it was sure
 (margin above 0.3) our most likely token must be its own. `tests/goldens/record_llama_cpp.py` made the recordings.
 
-llama.cpp rounds activations to 8 bits, so we do the same here. At 16 bits, our default for small models, we follow the
-exact arithmetic (tests/ops_cpu) and differ from llama.cpp in a token or two of 640 where it was barely sure.
+llama.cpp rounds activations to 8 bits, which moves its margins by up to 0.5. So the comparison is made twice: as it
+comes, where we round as it does, and with recordings of llama.cpp on the same weights expanded to float32, where we run
+as by default. For files in blocks of 256 (IQ2, the K formats) it shares one scale among 256 activations; the torch
+reference is given the same rounding for the file that needs it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from real_models import fetched_model
 
 from tokenmill import LLM, SamplingParams
@@ -18,26 +22,19 @@ from tokenmill.ops.cpu import is_available
 
 RECORDINGS = Path(__file__).parents[1] / "goldens"
 SURE = 0.3
-# Known and unexplained: margins of 0.31, 0.32 and 0.53; the torch reference misses the first two but not the third.
-TINYLLAMA = pytest.param(
-    "tinyllama", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason="3 positions of IQ2_XXS differ")]
-)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen-coder")), TINYLLAMA],
-)
-def test_top_token_agrees_where_llama_cpp_is_sure(
-    name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recording = json.loads((RECORDINGS / f"{name}.json").read_text())
-    llm = LLM(str(fetched_model(shared_dir, name)), max_context=512, num_blocks=600, activation_bits="8")
-    agreed = sure = total = 0
-    missed = []
-    cases = recording["cases"]
+def slow(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+def sure_but_missed(llm: LLM, recording: str, capsys: pytest.CaptureFixture[str]) -> list[object]:
+    """The positions where llama.cpp was sure of a token that we don't put first; prints the agreement."""
+    cases = json.loads((RECORDINGS / f"{recording}.json").read_text())["cases"]
     prompts = [case["prompt_ids"] + case["ids"] for case in cases]
     answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1))
+    agreed = sure = total = 0
+    missed: list[object] = []
     for case, answer in zip(cases, answers, strict=True):
         assert answer.prompt_logprobs is not None, answer.error
         predicted = answer.prompt_logprobs[len(case["prompt_ids"]) :]
@@ -45,15 +42,53 @@ def test_top_token_agrees_where_llama_cpp_is_sure(
             assert info is not None
             total += 1
             agreed += info.top[0][0] == token_id
-            if margin > SURE:
-                sure += 1
-                if info.top[0][0] != token_id:
-                    missed.append((case["prompt"], margin, info))
+            sure += margin > SURE
+            if margin > SURE and info.top[0][0] != token_id:
+                missed.append((case["prompt"], margin, info))
     with capsys.disabled():
-        print(
-            f"\n{name}: top-1 agreement {agreed}/{total} ({agreed / total:.1%}), {sure - len(missed)}/{sure} where sure"
-        )
-    assert len(missed) <= (0 if is_available()[0] else sure // 100), missed
+        shares = f"{agreed}/{total} ({agreed / total:.1%}), {sure - len(missed)}/{sure} where sure"
+        print(f"\n{recording}: top-1 agreement {shares}")
+    return missed
+
+
+@pytest.mark.parametrize("name", ["smollm2", slow("gemma3"), slow("qwen-coder")])
+def test_top_token_agrees_where_llama_cpp_is_sure(
+    name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = LLM(str(fetched_model(shared_dir, name)), max_context=512, num_blocks=600, activation_bits="8")
+    missed = sure_but_missed(llm, name, capsys)
+    # The reference doesn't round at all, so a position in a hundred may differ where there are no native kernels.
+    assert len(missed) <= (0 if is_available()[0] else 6), missed
+
+
+@pytest.mark.parametrize("name", ["smollm2", slow("tinyllama")])
+def test_top_token_agrees_with_llama_cpp_on_unrounded_activations(
+    name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = LLM(str(fetched_model(shared_dir, name)), max_context=512, num_blocks=600)
+    missed = sure_but_missed(llm, f"{name}_exact", capsys)
+    assert not missed
+
+
+def rounded_by_256(x: torch.Tensor) -> torch.Tensor:
+    """What llama.cpp multiplies such weights with: 8 bits, scaled by -127 / (the value of the block furthest from 0)"""
+    blocks = x.reshape(-1, 256)
+    furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = torch.where(furthest == 0, 0.0, -127.0 / furthest)
+    step = torch.where(furthest == 0, 0.0, 1.0 / scale)
+    return (torch.round(blocks * scale).clamp(max=127) * step).reshape(x.shape)
+
+
+@pytest.mark.slow
+def test_top_token_agrees_with_llama_cpps_rounding_by_256(
+    shared_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linear = importlib.import_module("tokenmill.ops.reference.linear")
+    exact = linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda x, matrix, bias=None: exact(rounded_by_256(x), matrix, bias))
+    path = fetched_model(shared_dir, "tinyllama")
+    llm = LLM(str(path), max_context=512, num_blocks=600, backend="reference", dtype="float32")
+    assert not sure_but_missed(llm, "tinyllama", capsys)
 
 
 def test_prompt_ids_equal_llama_cpps(smollm2_path: Path) -> None:

@@ -1,15 +1,20 @@
 """Record what llama.cpp says about a GGUF file: greedy continuations with the margin of each choice.
 
-    python tests/goldens/record_llama_cpp.py MODEL.gguf OUT.json      (needs llama-cpp-python)
+    python tests/goldens/record_llama_cpp.py MODEL.gguf OUT.json [--exact]      (needs llama-cpp-python)
 
 The recording is the truth that `test_llama_cpp_agreement.py` compares with; each token is llama.cpp's own choice, and
 `margin` is how far its logit stood above the second best.
+
+On quantised weights llama.cpp rounds activations to 8 bits, for formats in blocks of 256 with one scale for all 256
+values. `--exact` lets llama.cpp expand the file to float32 first: the same weights, computed without rounding.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import llama_cpp
@@ -54,16 +59,29 @@ def continuation(llm: llama_cpp.Llama, prompt: str) -> dict[str, object]:
     return {"prompt": prompt, "prompt_ids": list(prompt_ids), "ids": ids, "margins": margins}
 
 
-def main() -> None:
-    model, out = sys.argv[1:]
+def expand_to_float32(model: str, out: str) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_ALL_F32, True
+    if llama_cpp.llama_model_quantize(model.encode(), out.encode(), ctypes.byref(params)) != 0:
+        raise SystemExit(f"llama.cpp could not expand {model}")
+
+
+def record(model: str, out: str, name: str) -> None:
     llm = llama_cpp.Llama(model, n_ctx=512, verbose=False, n_threads=1, seed=0)
     cases = [continuation(llm, prompt) for prompt in PROMPTS]
-    recording = {
-        "model": Path(model).name,
-        "reference": f"llama-cpp-python {llama_cpp.__version__}",
-        "cases": cases,
-    }
+    recording = {"model": name, "reference": f"llama-cpp-python {llama_cpp.__version__}", "cases": cases}
     Path(out).write_text(json.dumps(recording, indent=None, separators=(",", ":")) + "\n")
+
+
+def main() -> None:
+    model, out, *options = sys.argv[1:]
+    if options != ["--exact"]:
+        record(model, out, Path(model).name)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        expanded = f"{folder}/float32.gguf"
+        expand_to_float32(model, expanded)
+        record(expanded, out, f"{Path(model).name}, expanded to float32")
 
 
 if __name__ == "__main__":

@@ -4,24 +4,53 @@
     share      one machine shared by all: a token of each of n running streams takes n × `itl` seconds
     queue      one at a time: a request waits for all before it (`ttft` seconds each), so a queue grows under load
 
-Each piece of text is the moment it was written, on the clock that all processes of this machine share.
+Each piece of text is the moment it was written, on the clock that all processes of this machine share. The server never
+sleeps: a machine that has to be woken, or a timer of whole milliseconds, would make it late by more than is measured.
+`GET /stolen` lists the moments at which something else had its processor all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import time
+from heapq import heappop, heappush
+from itertools import count
 from typing import cast
 
 import uvloop
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+STOLEN_S = 0.0005
 MODELS = b'{"object": "list", "data": [{"id": "stub", "object": "model"}]}'
+
+
+class Timetable:
+    """What is due when, to the microsecond, by looking at the clock all the time."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Stream]] = []
+        self._numbers = count()
+        self._looked, self._computed = time.perf_counter(), time.thread_time()
+        self.stolen: list[tuple[float, float]] = []
+
+    def add(self, at: float, stream: Stream) -> None:
+        heappush(self._due, (at, next(self._numbers), stream))
+
+    def run(self) -> None:
+        now, computed = time.perf_counter(), time.thread_time()
+        if now - self._looked > STOLEN_S and computed - self._computed < (now - self._looked) / 2:
+            self.stolen.append((self._looked, now))
+        self._looked, self._computed = now, computed
+        if self._due and self._due[0][0] <= now:
+            heappop(self._due)[2].token()
+        asyncio.get_running_loop().call_soon(self.run)
 
 
 class Stream(asyncio.Protocol):
     settings: argparse.Namespace
+    timetable = Timetable()
     running = 0
     free_at = 0.0
 
@@ -37,8 +66,8 @@ class Stream(asyncio.Protocol):
         if not found:
             return
         if head.startswith(b"GET"):
-            size = str(len(MODELS)).encode()
-            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: " + size + b"\r\n\r\n" + MODELS)
+            answer = json.dumps(self.timetable.stolen).encode() if head.startswith(b"GET /stolen") else MODELS
+            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
             self.data = b""
             return
         length = next(
@@ -50,13 +79,13 @@ class Stream(asyncio.Protocol):
         self.begin()
 
     def begin(self) -> None:
-        s, loop = Stream.settings, asyncio.get_running_loop()
+        s, now = Stream.settings, time.perf_counter()
         Stream.running += 1
-        self.transport.write(HEAD)
-        self.left, self.due = s.tokens, loop.time() + s.ttft
+        self.left, self.due = s.tokens, now + s.ttft
         if s.mode == "queue":
-            Stream.free_at = self.due = max(Stream.free_at, loop.time()) + s.ttft
-        loop.call_at(self.due, self.token)
+            Stream.free_at = self.due = max(Stream.free_at, now) + s.ttft
+        self.timetable.add(self.due, self)
+        self.transport.write(HEAD)
 
     def token(self) -> None:
         s = Stream.settings
@@ -65,7 +94,7 @@ class Stream(asyncio.Protocol):
         self.write(b"data: " + payload + b"\n\n")
         if self.left:
             self.due += s.itl * Stream.running if s.mode == "share" else s.itl
-            asyncio.get_running_loop().call_at(self.due, self.token)
+            self.timetable.add(self.due, self)
             return
         Stream.running -= 1
         usage = b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d}}' % s.tokens
@@ -81,6 +110,7 @@ class Stream(asyncio.Protocol):
 async def main() -> None:
     server = await asyncio.get_running_loop().create_server(Stream, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
+    Stream.timetable.run()
     await server.serve_forever()
 
 

@@ -1,9 +1,10 @@
 """A streaming HTTP/1.1 client that does as little as possible between the socket and the clock.
 
-One asyncio protocol object is one connection; bytes are looked at where they arrive, without tasks, queues or copies of
-what was already seen. That is what lets one core hold thousands of streams and still know when each piece came.
+One asyncio protocol object is one connection. Bytes are stamped where they arrive and read soon after (`inbox.py`), without
+tasks or copies of what was already seen. That is what lets one core hold thousands of streams and still know when each
+piece came.
 
-    bytes ─► head ─► body (chunked, counted, or until the end) ─► lines ─► the dialect's reader ─► Record
+    bytes ─► stamp ─► head ─► body (chunked, counted, or until the end) ─► lines ─► the dialect's reader ─► Record
 
 A connection whose answer ended cleanly is kept for the next request.
 """
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from tokenmill.bench.dialects import Ask, Dialect
+from tokenmill.bench.inbox import Inbox
 from tokenmill.bench.records import Record
 from tokenmill.errors import InvalidConfig
 
@@ -27,9 +29,10 @@ MAX_ERROR_BYTES = 4096
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, dialect: Dialect, began: float) -> None:
+    def __init__(self, dialect: Dialect, began: float, inbox: Inbox) -> None:
         self._dialect = dialect
         self._began = began
+        self._inbox = inbox
         self._transport: asyncio.Transport | None = None
         self._record: Record | None = None
         self._done: asyncio.Future[None] | None = None
@@ -38,18 +41,22 @@ class Connection(asyncio.Protocol):
         self._error_body = b""
         self._in_body = self._is_chunked = self._has_length = False
         self._remaining = 0
-        self.is_reusable = False
+        self._may_be_kept = self._is_lost = False
 
     # ── used by the client ─────────────────────────────────────────────────────────────────────────────
 
     def start(self, request: bytes, record: Record, done: asyncio.Future[None]) -> None:
         assert self._transport is not None
-        self._record, self._done, self.is_reusable = record, done, False
+        self._record, self._done, self._may_be_kept = record, done, False
         self._buffer = self._line = self._error_body = b""
         self._in_body = self._is_chunked = self._has_length = False
         self._remaining = 0
         record.sent_s = time.perf_counter() - self._began
         self._transport.write(request)
+
+    @property
+    def is_reusable(self) -> bool:
+        return self._may_be_kept and not self._is_lost
 
     def time_out(self) -> None:
         self._finish(time.perf_counter() - self._began, "timeout", "no complete answer in time")
@@ -65,22 +72,28 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        now = time.perf_counter() - self._began
+        self._inbox.put(self._read, data, time.perf_counter() - self._began)
+
+    def eof_received(self) -> None:
+        self._is_lost = True  # at once: nobody may take this connection while its last bytes wait to be read
+        self._inbox.put(self._read, None, time.perf_counter() - self._began)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.eof_received()
+
+    # ── parsing ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, data: bytes | None, now: float) -> None:
+        if data is None:
+            self._lost(now)
+            return
         if self._record is None:  # bytes after the end of an answer: not a connection to use again
-            self.is_reusable = False
+            self._may_be_kept = False
             return
         try:
             self._take(self._buffer + data if self._buffer else data, now)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as problem:
             self._finish(now, "bad_reply", f"{type(problem).__name__}: {problem}")
-
-    def eof_received(self) -> None:
-        self._lost()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost()
-
-    # ── parsing ────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, data: bytes, now: float) -> None:
         self._buffer = b""
@@ -112,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
         self._has_length = not self._is_chunked and b"content-length" in headers
         self._remaining = int(headers[b"content-length"]) if self._has_length else 0
-        self.is_reusable = headers.get(b"connection", b"").lower() != b"close"
+        self._may_be_kept = headers.get(b"connection", b"").lower() != b"close"
 
     def _take_chunks(self, data: bytes, now: float) -> None:
         """hex length, CRLF, bytes, CRLF; a length of 0 ends the answer. Splits may fall anywhere."""
@@ -169,7 +182,7 @@ class Connection(asyncio.Protocol):
         self._record = self._done = None
         record.end_s = now
         if error is not None:
-            self.is_reusable = False
+            self._may_be_kept = False
             record.error, record.detail = error, detail
         elif record.status != 200:
             record.error, record.detail = f"http_{record.status}", self._error_body.decode("utf-8", "replace")
@@ -178,10 +191,9 @@ class Connection(asyncio.Protocol):
         if not done.done():
             done.set_result(None)
 
-    def _lost(self) -> None:
+    def _lost(self, now: float) -> None:
         """The end of the connection is the end of an answer that had no length; of any other it is a cut."""
-        self.is_reusable = False
-        now = time.perf_counter() - self._began
+        self._may_be_kept = False
         if self._in_body and not self._is_chunked and not self._has_length:
             self._finish(now)
         else:
@@ -206,6 +218,7 @@ class Client:
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         ).encode()
         self._idle: list[Connection] = []
+        self._inbox: Inbox | None = None
 
     def encode(self, ask: Ask) -> bytes:
         body = orjson.dumps(self._dialect.body(ask, self._model))
@@ -238,9 +251,10 @@ class Client:
             if kept.is_reusable:
                 return kept
         context = ssl.create_default_context() if self._tls else None
+        inbox = self._inbox = self._inbox or Inbox(loop)
         try:
             _, made = await loop.create_connection(
-                lambda: Connection(self._dialect, self._began), self._host, self._port, ssl=context
+                lambda: Connection(self._dialect, self._began, inbox), self._host, self._port, ssl=context
             )
         except OSError as problem:
             record.sent_s = record.end_s = time.perf_counter() - self._began

@@ -21,7 +21,7 @@ import uvloop
 
 from tokenmill.bench.client import Client
 from tokenmill.bench.dialects import find_dialect
-from tokenmill.bench.lag import Lag, LagMeter
+from tokenmill.bench.lag import Interval, Lag, LagMeter
 from tokenmill.bench.records import Record
 from tokenmill.bench.workloads import Session
 
@@ -62,6 +62,7 @@ class Run:
     in_flight: int = 0
     done: int = 0
     lag: Lag | None = None
+    stolen: list[Interval] = field(default_factory=list)  # when something else had this program's processor
     elapsed_s: float = 0.0
 
     @property
@@ -76,9 +77,11 @@ def run_load(
     warmup: Iterable[Session] = (),
     warmup_concurrency: int = 4,
     progress: Progress | None = None,
+    keep_texts: bool = False,
 ) -> Run:
+    """`keep_texts`: what was answered stays in the records, not only when."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, no_collector():
-        return runner.run(_run(target, load, list(warmup), warmup_concurrency, progress))
+        return runner.run(_run(target, load, list(warmup), warmup_concurrency, progress, keep_texts))
 
 
 @contextmanager
@@ -99,6 +102,7 @@ async def _run(
     warmup: list[Session],
     warmup_concurrency: int,
     progress: Progress | None,
+    keep_texts: bool,
 ) -> Run:
     dialect = find_dialect(target.dialect)
     if warmup:
@@ -108,7 +112,7 @@ async def _run(
         client.close()
     run, meter = Run(), LagMeter()
     client = Client(target.url, dialect, target.model, target.api_key, run.began)
-    sender = Sender(client, run, target.timeout_s)
+    sender = Sender(client, run, target.timeout_s, keep_texts=keep_texts)
     watching = asyncio.create_task(_watch(run, progress)) if progress else None
     meter.start()
     try:
@@ -119,6 +123,7 @@ async def _run(
         if watching is not None:
             watching.cancel()
     run.elapsed_s = run.now_s
+    run.stolen = [(start - run.began, end - run.began) for start, end in meter.stolen]
     is_open = isinstance(load, OpenLoop)
     run.lag = meter.lag([r.sent_s - r.scheduled_s for r in run.records if r.error != "connect"] if is_open else [])
     if progress:
@@ -135,8 +140,8 @@ async def _watch(run: Run, progress: Progress) -> None:
 class Sender:
     """Sends sessions, one turn after the other, and keeps their records."""
 
-    def __init__(self, client: Client, run: Run, timeout_s: float) -> None:
-        self._client, self._run, self._timeout_s = client, run, timeout_s
+    def __init__(self, client: Client, run: Run, timeout_s: float, *, keep_texts: bool = False) -> None:
+        self._client, self._run, self._timeout_s, self._keep_texts = client, run, timeout_s, keep_texts
 
     async def send(self, session: Session, scheduled_s: float | None = None) -> None:
         said: list[tuple[str, str]] = []
@@ -149,7 +154,7 @@ class Sender:
                 scheduled_s=now if scheduled_s is None or number else scheduled_s,
                 asked_input=ask.input_len,
                 asked_output=ask.output_len,
-                texts=[] if len(session.turns) > 1 else None,
+                texts=[] if len(session.turns) > 1 or self._keep_texts else None,
             )
             await self._exchange(request, record)
             if record.error is not None:

@@ -1,10 +1,10 @@
 """A thousand streams at once, each on a schedule that is known: does the load generator see what was written?
 
-Requests start evenly over a second, so that all thousand run together and their pieces come at different moments; a stub
-that had to write a thousand pieces in the same moment would be late itself. On a shared machine something else has a
-processor now and then, for milliseconds; both sides tell when (wall time that was not spent computing), and what fell into
-such a moment is left out, half of all at most. Our own slowness is computing, so it can't hide there. A round that was
-disturbed is repeated; figures of all rounds are printed (`pytest -s`).
+Requests start evenly over a second, so that all thousand run together and their pieces come at different moments: a
+stub that had to write a thousand pieces in the same moment would be late itself. On a shared machine something else has
+a processor now and then, for milliseconds; both sides tell when (wall time that was not spent computing), and what fell
+into such a moment is left out, half of all at most. Our own slowness is computing, so it can't hide there. A round that
+was disturbed is repeated; figures of all rounds are printed (`pytest -s`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.traffic import decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
 from tokenmill.cli import main
-from tokenmill.config import EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenmill.engine.resolve import MachineFacts, resolve
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.peaks import DEVICES
@@ -162,10 +162,16 @@ def test_wrong_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_server_s_plan_warns_when_its_limits_can_t_hold(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(plan_device("Xeon 8380"), available_bytes=1 << 30)
-    monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda: small)
+    monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda **_: small)
     lines = serving_lines(EngineConfig(), smollm2_path, "smollm2")
     assert "weights 0.10 GB" in lines[0] and any("does not fit: one request of 8,192" in line for line in lines)
     some = serving_lines(EngineConfig(ModelConfig(max_context=1024)), smollm2_path, "smollm2")
     assert any("fewer than the 64 that may run" in line for line in some)
+    few_blocks = EngineConfig(ModelConfig(max_context=64), CacheConfig(num_blocks=9), SchedulerConfig(max_running=4))
+    assert any("memory holds 2 requests of 64 tokens" in line for line in serving_lines(few_blocks, smollm2_path, "x"))
+    large = replace(small, available_bytes=4 << 30)
+    monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda **_: large)
+    assert len(serving_lines(EngineConfig(), smollm2_path, "smollm2")) == 2  # nobody chose these limits
+    monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda **_: small)
     roomy = EngineConfig(ModelConfig(max_context=64), scheduler=SchedulerConfig(max_running=4))
     assert not any("warning" in line for line in serving_lines(roomy, smollm2_path, "smollm2"))

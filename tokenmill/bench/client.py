@@ -1,8 +1,8 @@
 """A streaming HTTP/1.1 client that does as little as possible between the socket and the clock.
 
-One asyncio protocol object is one connection. Bytes are stamped where they arrive and read soon after (`inbox.py`), without
-tasks or copies of what was already seen. That is what lets one core hold thousands of streams and still know when each
-piece came.
+One asyncio protocol object is one connection. Bytes are stamped where they arrive and read soon after (`inbox.py`),
+without tasks or copies of what was already seen. That is what lets one core hold thousands of streams and still know
+when each piece came.
 
     bytes ─► stamp ─► head ─► body (chunked, counted, or until the end) ─► lines ─► the dialect's reader ─► Record
 

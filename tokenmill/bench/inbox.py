@@ -1,7 +1,7 @@
 """Stamped now, read a little later.
 
-When a thousand streams speak in the same moment, reading the first one's bytes makes the others late: not in truth, only
-on our clock. So what arrives is stamped and put here, and read in slices between two looks at the sockets:
+When a thousand streams speak in the same moment, reading the first one's bytes makes the others late: not in truth,
+only on our clock. So what arrives is stamped and put here, and read in slices between two looks at the sockets:
 
     sockets ─► stamp, put ─► sockets ─► stamp, put ─► ...
                       └─► read for a fraction of a millisecond ─┘

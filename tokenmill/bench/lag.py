@@ -1,6 +1,6 @@
 """Whether the load generator itself was the bottleneck.
 
-A timer that should fire every millisecond or two is watched: how late it fires is how late any arriving byte was seen and
+A timer that should fire every two milliseconds is watched: how late it fires is how late any arriving byte was seen and
 any request was sent. A report made of times measured late would blame the server for the client's slowness, so beyond a
 limit there is none. Where a late timer's time was not spent computing, something else had the processor; those moments
 are told apart, since a faster program would not help.

@@ -11,7 +11,7 @@ and with `num_requests` one more run: all requests at once through the scheduler
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ def figures(m: Measured, concurrency: int, inputs: Sequence[int], prefill: Run, 
     prompt_flops = sum(prefill_flops(m.spec, length) for length in inputs)
     found: dict[str, Any] = {
         "concurrency": concurrency,
+        "input_len": sum(inputs) / len(inputs),
         "input_tokens": sum(inputs),
         "prefill_tok_s": sum(inputs) / prefill.elapsed_s,
         "prefill_s": prefill.elapsed_s,
@@ -194,6 +195,21 @@ def measure_throughput(m: Measured, workload: OfflineWorkload) -> dict[str, Any]
         "total_tok_s": (sum(inputs) + run.num_output_tokens) / run.elapsed_s,
         "steps": len(run.steps),
     }
+
+
+def in_turns(
+    m: Measured, workloads: Sequence[OfflineWorkload], tell: Callable[[dict[str, Any]], None] | None = None
+) -> list[dict[str, Any]]:
+    """Every workload at every concurrency, each figure the median of the rounds. A round visits them all before the
+    next begins: a machine that is slow for a minute then makes a round slow, not one of the concurrencies."""
+    places = [(workload, concurrency) for workload in workloads for concurrency in workload.concurrency]
+    found: list[list[dict[str, Any]]] = [[] for _ in places]
+    for number in range(workloads[0].rounds):
+        for rounds, (workload, concurrency) in zip(found, places, strict=True):
+            rounds.append(measure_concurrency(m, workload, concurrency, number))
+            if tell is not None:
+                tell(rounds[-1])
+    return [middle(rounds) for rounds in found]
 
 
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -46,21 +46,17 @@ def latency(
     from tokenmill.bench.lengths import Lengths
 
     batches, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(input_lens, "input-lens")
-    shapes = [Lengths(length, length) for length in lengths]
+    answer = Lengths(max(2, output_len), max(2, output_len))
     workloads = [
-        bench.OfflineWorkload(shape, Lengths(max(2, output_len), max(2, output_len)), batches) for shape in shapes
+        bench.OfflineWorkload(Lengths(length, length), answer, batches, rounds=max(1, rounds)) for length in lengths
     ]
     largest = max(workloads, key=lambda workload: workload.longest)
     config = bench.config_for(flags.engine_config(model, model_config, cache, scheduler, ops), largest)
     session.fetch(config.model.model)
     measured = bench.open_measured(config)
-    results = []
-    for workload in workloads:
-        for batch in batches:
-            found = bench.middle([bench.measure_concurrency(measured, workload, batch, n) for n in range(rounds)])
-            results.append({"input_len": workload.input_len.low, **found})
+    results = bench.in_turns(measured, workloads)
     rows = [
-        [f"{r['concurrency']} × {r['input_len']}", number(r["ttft_last_s"] * 1e3), number(r["decode_step_ms"], 2)]
+        [f"{r['concurrency']} × {r['input_len']:.0f}", number(r["ttft_last_s"] * 1e3), number(r["decode_step_ms"], 2)]
         for r in results
     ]
     print_rich_table(f"{measured.llm.front.name}: latency", ("sequences × prompt", "TTFT ms", "ms per token"), rows)

@@ -85,11 +85,7 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
     session.fetch(config.model.model)
     measured = bench.open_measured(config)
     found = machine_peaks(measured.device, measured.weight_dtype, config.ops.threads) if with_peaks else None
-    results = []
-    for concurrency in workload.concurrency:
-        rounds = [bench.measure_concurrency(measured, workload, concurrency, n) for n in range(workload.rounds)]
-        results.append(bench.against_peaks(bench.middle(rounds), found))
-        tell(results[-1])
+    results = [bench.against_peaks(result, found) for result in bench.in_turns(measured, [workload], tell)]
     report: dict[str, Any] = {
         "benchmark": "offline",
         "model": measured.llm.front.name,
@@ -109,7 +105,7 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
 
 
 def tell(result: dict[str, Any]) -> None:
-    """One line on stderr as soon as a concurrency is measured; the rest may take a while."""
+    """One line on stderr for every measurement; all of them may take a while."""
     decode = f", decode {number(result['decode_tok_s'])} tok/s" if result["decode_tok_s"] else ""
     line = f"{result['concurrency']} sequences: prefill {number(result['prefill_tok_s'], 0)} tok/s{decode}"
     print(line, file=sys.stderr, flush=True)

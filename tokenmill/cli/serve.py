@@ -24,8 +24,13 @@ def command(
         Short name, GGUF file, model directory or Hugging Face id; the default model without it.
     """
     config = flags.engine_config(model, model_config, cache, scheduler, ops)
-    session.fetch(config.model.model)
+    found = session.fetch(config.model.model)
     child = CoreChild()  # imports torch while this process imports the server
     from tokenmill.server.run import run_server
 
-    return run_server(config, server, child)
+    def plan() -> list[str]:
+        from tokenmill.planner.serving import serving_lines
+
+        return serving_lines(config, found.path, found.name)
+
+    return run_server(config, server, child, plan)

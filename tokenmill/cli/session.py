@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 from tokenmill.cli.screen import PullScreen
 from tokenmill.config import EngineConfig
 from tokenmill.params import SamplingParams
-from tokenmill.store import resolve_model
+from tokenmill.store import ResolvedModel, resolve_model
 from tokenmill.types import Event
 
 
@@ -33,10 +33,10 @@ def open_model(config: EngineConfig) -> Model:
     return model
 
 
-def fetch(name: str) -> None:
-    """Make sure that the model is on this machine."""
+def fetch(name: str) -> ResolvedModel:
+    """Make sure that the model is on this machine; where it is."""
     with PullScreen() as screen:
-        resolve_model(name, progress=screen)
+        return resolve_model(name, progress=screen)
 
 
 class Stop:

@@ -27,7 +27,7 @@ def read_calibration(path: Path) -> Speeds:
         raise InvalidConfig(
             f"{path} holds no results of `bench offline` or `bench latency`",
             param="calibrate",
-            hint="tokenmill bench offline MODEL --concurrency 1,4,16 | tail -1 > result.json",
+            hint="tokenmill bench offline MODEL --concurrency 1,2,4,8,16,32 --rounds 3 | tail -1 > result.json",
         )
     return fit_speeds(rows)
 

@@ -67,19 +67,21 @@ def plan_device(name: str, *, mfu: float | None = None, mbu: float | None = None
     return _device(peaks, peaks.memory_bytes, mfu, mbu, "listed")
 
 
-def this_machine(*, mfu: float | None = None, mbu: float | None = None) -> PlanDevice:
+def this_machine(
+    *, mfu: float | None = None, mbu: float | None = None, use_gpu: bool = True, threads: int | None = None
+) -> PlanDevice:
     """A known GPU by its listed peaks and its real memory; otherwise the processor, measured."""
     machine = probe_machine()
-    if machine.gpus:
+    if machine.gpus and use_gpu:
         gpu = machine.gpus[0]
         peaks = find_device(gpu.name)
         if peaks is not None:
             return _device(peaks, gpu.memory_bytes, mfu, mbu, "listed")
-    return _device(measured_cpu(machine), machine.memory.available_bytes, mfu, mbu, "measured")
+    return _device(measured_cpu(machine, threads), machine.memory.available_bytes, mfu, mbu, "measured")
 
 
-def measured_cpu(machine: Machine) -> DevicePeaks:
-    found = measure_cpu(machine.cpu.usable_cores)
+def measured_cpu(machine: Machine, threads: int | None = None) -> DevicePeaks:
+    found = measure_cpu(threads or machine.cpu.usable_cores)
     flops = {"fp32": found.fp32_flops}
     if found.int8_flops is not None:
         flops["int8"] = found.int8_flops

@@ -62,6 +62,7 @@ class Limits:
     token_budget: int = 2048
     block_size: int = 16
     memory_fraction: float | None = None
+    num_blocks: int | None = None  # of the pool; None: as many as the share of memory holds
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def _pool(
     share = split.kv_share(spec)
     block_bytes = ceil(layout.block_bytes(limits.block_size, 1) * dtype_bytes * share)
     per_request = blocks_for_context(layout, limits.context, limits.block_size, limits.token_budget)
+    if limits.num_blocks is not None:
+        return limits.num_blocks, block_bytes, per_request
     fraction = limits.memory_fraction or POOL_SHARE[device.is_cpu]
     try:
         blocks = num_blocks_that_fit(

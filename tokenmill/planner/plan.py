@@ -43,6 +43,8 @@ class Question:
     max_running: int = 256
     token_budget: int = 2048
     memory_fraction: float | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
     slo: Slo = field(default_factory=Slo)
     usd_per_hour: float | None = None
     speeds: Speeds | None = None  # measured; None: from the device's peaks
@@ -53,7 +55,9 @@ class Question:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.context, self.max_running, self.token_budget, memory_fraction=self.memory_fraction)
+        return Limits(
+            self.context, self.max_running, self.token_budget, self.block_size, self.memory_fraction, self.num_blocks
+        )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenmill.config import EngineConfig
-from tokenmill.errors import InvalidConfig, ModelError
+from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.planner.device import this_machine
 from tokenmill.planner.model import model_at
 from tokenmill.planner.plan import Plan, Question, make_plan
@@ -15,27 +14,27 @@ TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
 
 
 def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
-    model, device = model_at(path, name), this_machine()
+    model = model_at(path, name)
+    device = this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
     context = config.model.max_context or min(model.spec.max_context, MAX_AUTO_CONTEXT)
-    kv_dtype = config.cache.kv_dtype
     question = Question(
         input_len=min(TYPICAL_INPUT, max(1, context // 2)),
         output_len=min(TYPICAL_OUTPUT, max(1, context // 4)),
-        kv_dtype=kv_dtype,
+        kv_dtype=config.cache.kv_dtype,
         max_context=context,
         max_running=config.scheduler.max_running,
         token_budget=config.scheduler.token_budget,
         memory_fraction=config.cache.memory_fraction,
+        block_size=config.cache.block_size,
+        num_blocks=config.cache.num_blocks,
     )
     return make_plan(model, device, question)
 
 
 def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:
-    """A few lines for the log of a start; none where no plan can be made, which is the engine's to complain about."""
-    try:
-        plan = serving_plan(config, path, name)
-    except (InvalidConfig, ModelError):
-        return []
+    """A few lines for the log of a start. That not all who may run fit at full length is normal with the limits that
+    nobody chose, and a warning with those that somebody did; what can't run at all is always one."""
+    plan = serving_plan(config, path, name)
     memory = plan.memory
     lines = [
         f"plan: weights {memory.weights / 1e9:.2f} GB, KV pool {memory.kv_pool / 1e9:.2f} GB for "
@@ -43,4 +42,15 @@ def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:
         f"plan: a prompt of {plan.question.input_len} tokens about {plan.ttft_s * 1e3:,.0f} ms to the first token, "
         f"then {plan.tpot_s * 1e3:.1f} ms a token alone ({plan.device.name})",
     ]
+    if memory.fits and not _has_chosen_limits(config):
+        return lines
     return lines + [f"plan: warning: {warning}" for warning in plan.warnings()]
+
+
+def _has_chosen_limits(config: EngineConfig) -> bool:
+    default = SchedulerConfig()
+    return (
+        config.model.max_context is not None
+        or config.scheduler.max_running != default.max_running
+        or config.cache != CacheConfig()
+    )

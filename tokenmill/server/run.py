@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -37,15 +38,23 @@ KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so t
 EXIT_FORCED = 1
 
 StartEngine = Callable[[], Awaitable[Engine]]
+MakePlan = Callable[[], list[str]]  # what the settings will take, in lines; a warning begins "plan: warning"
 
 
-def run_server(engine_config: EngineConfig, server_config: ServerConfig, child: CoreChild | None = None) -> int:
+def run_server(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    child: CoreChild | None = None,
+    plan: MakePlan | None = None,
+) -> int:
     """Serve until told to stop; the process's exit code. `child`: the core's process, if it was started already."""
     configure_logging(server_config.log_level)
     unused = [child] if child else []
 
     async def start_engine() -> Engine:
+        planning = asyncio.gather(asyncio.to_thread(plan or list), return_exceptions=True)  # while the model loads
         engine = await AsyncEngine.start(engine_config, child=unused.pop() if unused else None)
+        log_plan(*await planning)
         for reason in engine.core.reasons:
             log.info("chosen: %s", reason)
         log.info("weights loaded in %.2f s", engine.core.load_s)
@@ -60,6 +69,15 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig, child: 
     finally:
         for one in unused:  # the port was busy, or a setting wrong
             one.discard()
+
+
+def log_plan(lines: list[str] | BaseException) -> None:
+    """A plan that could not be made is not worth a start."""
+    if isinstance(lines, BaseException):
+        log.warning("plan: none could be made: %s", lines)
+        return
+    for line in lines:
+        log.log(logging.WARNING if line.startswith("plan: warning") else logging.INFO, "%s", line)
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:

@@ -22,7 +22,7 @@ from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Question, make_plan
 from tokenmill.planner.report import html_page
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 MIN_PICTURE_BYTES = 20_000  # an empty page of this size compresses to 6 kB
 
 
@@ -30,7 +30,7 @@ MIN_PICTURE_BYTES = 20_000  # an empty page of this size compresses to 6 kB
 def browser() -> str:
     found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip("no Chromium is installed (TOKENMILL_TEST_CHROMIUM names one)")
+        pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
     return found
 
 

@@ -48,9 +48,14 @@ def test_noise_moves_it_little() -> None:
 
 
 def test_ends_of_the_range() -> None:
-    assert search(server(0), SearchSettings()).best is None
+    nothing = search(server(0), SearchSettings())
+    assert (nothing.best, nothing.first_failing, len(nothing.trials)) == (None, 1, 2)
     all_pass = search(server(10_000), SearchSettings(most=100))
     assert (all_pass.best, all_pass.first_failing) == (100, None)
+    assert search(server(5), SearchSettings(start=64)).best == 5
+    assert search(server(1), SearchSettings(start=8)).best == 1
+    low_rate = search(server(0.3), SearchSettings(start=2, is_whole=False)).best
+    assert low_rate is not None and 0.28 <= low_rate <= 0.3
     rate = search(server(3.3), SearchSettings(start=0.5, is_whole=False))
     assert rate.best is not None and 3.1 <= rate.best <= 3.3
 

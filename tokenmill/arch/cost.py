@@ -7,12 +7,10 @@ active experts, head. Norms, rotations and softmax are left out; they are well u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, TensorSpec
-from tokenmill.arch.tensors import layer_tensors, tensors_of
+from tokenmill.arch.outline import LayerOutline, Model, outline_of
 
 DTYPE_BYTES: Mapping[str, float] = {
     "float32": 4.0,
@@ -21,6 +19,8 @@ DTYPE_BYTES: Mapping[str, float] = {
     "fp8": 1.0,
     "int8": 1.0,
     "int4": 0.5,
+    "mxfp4": 0.53125,  # a byte of scale for 32 values
+    "nvfp4": 0.5625,  # a byte of scale for 16
 }
 
 
@@ -35,26 +35,23 @@ def bytes_per_value(dtype: str) -> float:
 # ── parameters and weights ─────────────────────────────────────────────────────────────────────────────
 
 
-def num_parameters(spec: ModelSpec) -> int:
-    return sum(prod(tensor.shape) for tensor in tensors_of(spec).values())
+def num_parameters(model: Model) -> int:
+    outline = outline_of(model)
+    ends = outline.vocab_size * outline.hidden_size * (1 if outline.tied_head else 2) + outline.end_vectors
+    return ends + sum(layer.total for layer in outline.layers)
 
 
-def num_active_parameters(spec: ModelSpec) -> int:
+def num_active_parameters(model: Model) -> int:
     """What one token's forward pass goes through: experts it is not sent to are left out."""
-    idle = sum(_idle_parameters(layer, spec.hidden_size) for layer in spec.layers)
-    return num_parameters(spec) - idle
+    return num_parameters(model) - sum(layer.experts - layer.active_experts for layer in outline_of(model).layers)
 
 
-def _idle_parameters(layer: LayerSpec, hidden: int) -> int:
-    if not isinstance(layer.mlp, MoeSpec):
-        return 0
-    return (layer.mlp.num_experts - layer.mlp.num_active) * 3 * hidden * layer.mlp.expert.intermediate_size
-
-
-def weight_bytes(spec: ModelSpec, dtype: str, *, vector_dtype: str | None = None) -> int:
+def weight_bytes(model: Model, dtype: str, *, vector_dtype: str | None = None) -> int:
     """All weights stored in `dtype`; norms and biases in `vector_dtype` where it differs (float32 in GGUF files)."""
-    matrix, vector = bytes_per_value(dtype), bytes_per_value(vector_dtype or dtype)
-    return int(sum(prod(t.shape) * (vector if t.kind == "vector" else matrix) for t in tensors_of(spec).values()))
+    outline = outline_of(model)
+    vectors = outline.end_vectors + sum(layer.vectors for layer in outline.layers)
+    matrices = num_parameters(outline) - vectors
+    return int(matrices * bytes_per_value(dtype) + vectors * bytes_per_value(vector_dtype or dtype))
 
 
 def gguf_weight_bytes(gguf: GGUFFile) -> int:
@@ -65,58 +62,44 @@ def gguf_weight_bytes(gguf: GGUFFile) -> int:
 # ── KV cache ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
-    """Keys and values of one token over all layers, as long as every layer keeps it."""
-    return int(sum(2 * layer.attention.kv_size for layer in spec.layers) * bytes_per_value(dtype))
+def kv_bytes_per_token(model: Model, dtype: str) -> int:
+    """What one token leaves behind in all layers, as long as every layer keeps it."""
+    return int(sum(layer.kv_values for layer in outline_of(model).layers) * bytes_per_value(dtype))
 
 
-def kv_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
-    """Of one sequence with `context` tokens; a windowed layer keeps its window only."""
-    values = sum(2 * layer.attention.kv_size * _visible(layer.attention, context) for layer in spec.layers)
+def kv_bytes(model: Model, dtype: str, context: int) -> int:
+    """Of one sequence with `context` tokens; a windowed layer keeps its window only, a recurrent one its state."""
+    values = sum(layer.kv_values * _visible(layer, context) + layer.state_values for layer in outline_of(model).layers)
     return int(values * bytes_per_value(dtype))
 
 
-def _visible(attention: AttentionSpec, context: int) -> int:
-    return min(context, attention.window) if attention.window else context
+def _visible(layer: LayerOutline, context: int) -> int:
+    return min(context, layer.window) if layer.window else context
 
 
 # ── FLOPs ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def prefill_flops(spec: ModelSpec, num_tokens: int, *, start: int = 0, num_logits: int = 1, causal: bool = True) -> int:
+def prefill_flops(model: Model, num_tokens: int, *, start: int = 0, num_logits: int = 1, causal: bool = True) -> int:
     """`num_tokens` fed after `start` cached ones; the head computed for `num_logits` of them.
 
     `causal=False` counts hidden pairs too: the full square that much of the literature quotes.
     """
-    linear = num_tokens * 2 * sum(_linear_parameters(layer, spec.hidden_size) for layer in spec.layers)
+    outline = outline_of(model)
+    linear = num_tokens * 2 * sum(layer.linear + layer.active_experts for layer in outline.layers)
     full = num_tokens * (start + num_tokens)
-    attention = sum(
-        _attention_flops(
-            layer.attention, num_visible_pairs(num_tokens, start, layer.attention.window) if causal else full
-        )
-        for layer in spec.layers
-    )
-    return linear + attention + num_logits * 2 * spec.vocab_size * spec.hidden_size
+    pairs = {
+        window: num_visible_pairs(num_tokens, start, window) if causal else full
+        for window in {layer.window for layer in outline.layers}
+    }
+    # q·k and weights·v: a multiply-add each per head, dimension and query-key pair
+    attention = sum(2 * layer.pair_values * pairs[layer.window] for layer in outline.layers)
+    return linear + attention + num_logits * 2 * outline.vocab_size * outline.hidden_size
 
 
-def decode_flops(spec: ModelSpec, context: int) -> int:
+def decode_flops(model: Model, context: int) -> int:
     """One token, the last of a context of `context` tokens."""
-    return prefill_flops(spec, 1, start=context - 1)
-
-
-def _linear_parameters(layer: LayerSpec, hidden: int) -> int:
-    """Weights one token is multiplied by in one layer."""
-    total = sum(_size(tensor) for tensor in layer_tensors(layer, hidden) if tensor.kind == "linear")
-    return total - _idle_parameters(layer, hidden)
-
-
-def _size(tensor: TensorSpec) -> int:
-    return prod(tensor.shape)
-
-
-def _attention_flops(attention: AttentionSpec, num_pairs: int) -> int:
-    """q·k and weights·v: a multiply-add each per head, dimension and query-key pair."""
-    return 4 * attention.q_size * num_pairs
+    return prefill_flops(model, 1, start=context - 1)
 
 
 def num_visible_pairs(num_tokens: int, start: int, window: int | None) -> int:

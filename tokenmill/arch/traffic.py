@@ -10,12 +10,10 @@ looked up, and experts are read only where some token was sent to them:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
-from tokenmill.arch.cost import bytes_per_value, decode_flops, kv_bytes
+from tokenmill.arch.cost import bytes_per_value, decode_flops, kv_bytes, weight_bytes
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
-from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.outline import Model, outline_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +29,17 @@ class WeightParts:
         return self.embedding + self.experts + self.rest
 
 
-def weight_parts(spec: ModelSpec, dtype: str, *, vector_dtype: str | None = None) -> WeightParts:
-    """All matrices stored in `dtype`; norms and biases in `vector_dtype` where it differs."""
-    sizes = {"embedding": 0.0, "experts": 0.0, "rest": 0.0}
-    for tensor in tensors_of(spec).values():
-        stored = (vector_dtype or dtype) if tensor.kind == "vector" else dtype
-        sizes[_part_of(tensor)] += prod(tensor.shape) * bytes_per_value(stored)
-    return WeightParts(**{part: int(size) for part, size in sizes.items()})
+def weight_parts(
+    model: Model, dtype: str, *, vector_dtype: str | None = None, expert_dtype: str | None = None
+) -> WeightParts:
+    """All matrices stored in `dtype`, those of routed experts in `expert_dtype` where it differs, norms and biases in
+    `vector_dtype` where it differs."""
+    outline = outline_of(model)
+    expert_values = sum(layer.experts for layer in outline.layers)
+    embedding = int(outline.vocab_size * outline.hidden_size * bytes_per_value(dtype))
+    all_bytes = weight_bytes(outline, dtype, vector_dtype=vector_dtype)
+    rest = all_bytes - embedding - int(expert_values * bytes_per_value(dtype))
+    return WeightParts(embedding, int(expert_values * bytes_per_value(expert_dtype or dtype)), rest)
 
 
 def gguf_weight_parts(gguf: GGUFFile) -> WeightParts:
@@ -47,32 +49,26 @@ def gguf_weight_parts(gguf: GGUFFile) -> WeightParts:
     return WeightParts(embedding, experts, total - embedding - experts)
 
 
-def _part_of(tensor: TensorSpec) -> str:
-    if tensor.kind == "embedding":
-        return "embedding"
-    return "experts" if ".experts." in tensor.name else "rest"
-
-
-def weights_read_bytes(spec: ModelSpec, parts: WeightParts, num_tokens: int) -> int:
+def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int:
     """By one step of `num_tokens` tokens."""
-    head = parts.embedding if spec.tied_head else 0
-    return head + parts.rest + int(parts.experts * share_of_experts(spec, num_tokens))
+    head = parts.embedding if model.tied_head else 0
+    return head + parts.rest + int(parts.experts * share_of_experts(model, num_tokens))
 
 
-def share_of_experts(spec: ModelSpec, num_tokens: int) -> float:
+def share_of_experts(model: Model, num_tokens: int) -> float:
     """Of all expert weights, how much at least one of `num_tokens` tokens is expected to need."""
     shares = [
-        1.0 - (1.0 - layer.mlp.num_active / layer.mlp.num_experts) ** num_tokens
-        for layer in spec.layers
-        if isinstance(layer.mlp, MoeSpec)
+        1.0 - (1.0 - layer.num_active / layer.num_experts) ** num_tokens
+        for layer in outline_of(model).layers
+        if layer.experts
     ]
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def decode_step_bytes(spec: ModelSpec, parts: WeightParts, kv_dtype: str, batch: int, context: int) -> int:
+def decode_step_bytes(model: Model, parts: WeightParts, kv_dtype: str, batch: int, context: int) -> int:
     """One token for each of `batch` sequences of `context` tokens."""
-    return weights_read_bytes(spec, parts, batch) + batch * kv_bytes(spec, kv_dtype, context)
+    return weights_read_bytes(model, parts, batch) + batch * kv_bytes(model, kv_dtype, context)
 
 
-def decode_step_flops(spec: ModelSpec, batch: int, context: int) -> int:
-    return batch * decode_flops(spec, context)
+def decode_step_flops(model: Model, batch: int, context: int) -> int:
+    return batch * decode_flops(model, context)

@@ -2,10 +2,11 @@
 
     level   1 ✓  2 ✓  4 ✓  8 ✓  16 ✓  32 ✓  64 ✗ │ 48 ✗  40 ✗  36 ✓  38 ✗  37 ✓ │ 37 ✓✓  38 ✗✗   → 37
 
-A level is a concurrency (closed loop) or an arrival rate (open loop). It passes when the percentiles are within the
-limits, nearly nothing failed, and the run was steady: a queue that grows will break any limit if only one waits, so
-growth is failure even while the percentiles still pass. Close to the edge single trials are luck; there each level is
-tried several times and the majority counts. Trials are kept in a file, so a search can be resumed.
+Where the first level fails already, levels are halved until one passes. A level is a concurrency (closed loop) or an
+arrival rate (open loop). It passes when the percentiles are within the limits, nearly nothing failed, and the run was
+steady: a queue that grows will break any limit if only one waits, so growth is failure even while the percentiles still
+pass. Close to the edge single trials are luck; there each level is tried several times and the majority counts. Trials
+are kept in a file, so a search can be resumed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class SearchSettings:
     repeats: int = 3
     is_whole: bool = True  # levels are whole numbers
     resolution: float = 0.05  # of a rate: neighbours closer than this share are one level
+
+    @property
+    def lowest(self) -> float:
+        return 1 if self.is_whole else self.start / 64
 
     def between(self, low: float, high: float) -> float | None:
         """A level in the middle; None when the two are neighbours."""
@@ -116,7 +121,17 @@ def _double(log: _Log, settings: SearchSettings) -> tuple[float | None, float | 
         if level >= settings.most:
             return low, None
         level = min(level * 2, settings.most)
-    return low, level
+    return (low, level) if low is not None else _go_down(log, settings, level)
+
+
+def _go_down(log: _Log, settings: SearchSettings, failing: float) -> tuple[float | None, float | None]:
+    """From a first level that failed to one that passes; the lowest of all is not given up after one unlucky trial."""
+    while failing > settings.lowest:
+        level = max(failing // 2 if settings.is_whole else failing / 2, settings.lowest)
+        if log.passes_once(level):
+            return level, failing
+        failing = level
+    return (failing, failing * 2) if log.passes_repeatedly(failing) else (None, failing)
 
 
 def _halve(log: _Log, settings: SearchSettings, low: float, high: float) -> tuple[float, float]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from tokenmill.arch.cost import bytes_per_value
-from tokenmill.arch.spec import ModelSpec, MoeSpec
+from tokenmill.arch.cost import bytes_per_value, kv_bytes, kv_bytes_per_token
+from tokenmill.arch.outline import Model, ModelOutline, outline_of
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
@@ -37,16 +37,16 @@ class Split:
     def num_devices(self) -> int:
         return self.tensor * self.pipeline
 
-    def layers(self, spec: ModelSpec) -> float:
+    def layers(self, spec: Model) -> float:
         """Share of the layers that the fullest stage holds."""
         return ceil(spec.num_layers / self.pipeline) / spec.num_layers
 
-    def kv_share(self, spec: ModelSpec) -> float:
-        heads = max(layer.attention.num_kv_heads for layer in spec.layers)
+    def kv_share(self, spec: Model) -> float:
+        heads = max(layer.num_kv_heads for layer in outline_of(spec).layers)
         return ceil(heads / self.tensor) / heads * self.layers(spec)
 
-    def check(self, spec: ModelSpec) -> None:
-        heads = spec.layers[0].attention.num_heads
+    def check(self, spec: Model) -> None:
+        heads = max(layer.num_heads for layer in outline_of(spec).layers)
         if self.tensor < 1 or heads % self.tensor:
             raise InvalidConfig(f"{heads} heads can't be split over {self.tensor} devices", param="tp")
         if not 1 <= self.pipeline <= spec.num_layers:
@@ -95,7 +95,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec,
+    spec: Model,
     parts: WeightParts,
     kv_dtype: str,
     device: PlanDevice,
@@ -118,32 +118,26 @@ def plan_memory(
     )  # fmt: skip
 
 
-def device_weight_bytes(spec: ModelSpec, parts: WeightParts, split: Split) -> int:
+def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
     """On the fullest stage: its share of the layers, and the embedding of the first one (or the head of the last)."""
     return int((parts.embedding + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
 
 
-def activation_bytes(spec: ModelSpec, limits: Limits, device: PlanDevice, split: Split) -> int:
+def activation_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> int:
     """The widest moment of the largest step: residual, its norm, and the projections of one layer; then the logits."""
     value = 4 if device.is_cpu else 2
-    widest = max(_layer_width(spec, index) for index in range(spec.num_layers)) / split.tensor
+    widest = max(layer.width for layer in outline_of(spec).layers) / split.tensor
     step = limits.token_budget * (2 * spec.hidden_size + widest) * value
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size / split.tensor * 4
     return int(step + logits)
 
 
-def _layer_width(spec: ModelSpec, index: int) -> int:
-    layer = spec.layers[index]
-    attention = layer.attention.q_size * 2 + 2 * layer.attention.kv_size
-    mlp = layer.mlp
-    inter = mlp.num_active * mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size
-    return max(attention, 3 * inter)
-
-
 def _pool(
-    spec: ModelSpec, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
+    spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
 ) -> tuple[int, int, int]:
     """(blocks, bytes of one on a device, blocks of one request)"""
+    if isinstance(spec, ModelOutline):
+        return _outline_pool(spec, kv_dtype, device, split, limits, free)
     layout = KVLayout.from_spec(spec)
     dtype_bytes = bytes_per_value(kv_dtype)
     share = split.kv_share(spec)
@@ -166,6 +160,19 @@ def _pool(
     except InvalidConfig:
         blocks = 0
     return blocks, block_bytes, per_request
+
+
+def _outline_pool(
+    outline: ModelOutline, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
+) -> tuple[int, int, int]:
+    """Of a model that the engine has no layout for: a block holds some tokens of all layers, and a request as many as
+    its bytes come to."""
+    share = split.kv_share(outline)
+    block_bytes = ceil(kv_bytes_per_token(outline, kv_dtype) * limits.block_size * share)
+    per_request = ceil(kv_bytes(outline, kv_dtype, limits.context) * share / block_bytes)
+    affordable = int(max(0, free) * (limits.memory_fraction or POOL_SHARE[device.is_cpu])) // block_bytes
+    useful = limits.max_running * per_request + 1
+    return min(affordable, useful) if limits.num_blocks is None else limits.num_blocks, block_bytes, per_request
 
 
 # ── rules of thumb, for comparison ─────────────────────────────────────────────────────────────────────

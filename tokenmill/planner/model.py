@@ -14,27 +14,30 @@ from typing import Any
 from tokenmill.arch.cost import DTYPE_BYTES
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
-from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.outline import Model
+from tokenmill.arch.outlines import outline_from_hf
 from tokenmill.arch.read import read_json, read_spec
-from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import resolve_model
 
-FOUR_BIT_METHODS = {"gptq", "awq", "nvfp4", "mxfp4", "bitsandbytes", "modelopt_fp4"}
+FOUR_BIT_METHODS = {"gptq", "awq", "bitsandbytes"}
 
 
 @dataclass(frozen=True)
 class PlannedModel:
     name: str
-    spec: ModelSpec
+    spec: Model  # an outline where the engine does not run the model
     stored_dtype: str  # of most weights
     stored: WeightParts | None = None  # as a file really has them; None for a bare config
 
     def weights(self, dtype: str) -> WeightParts:
         """In `dtype`; `auto` is as stored."""
-        if dtype == "auto":
-            return self.stored or weight_parts(self.spec, self.stored_dtype, vector_dtype=_vector(self.stored_dtype))
+        if dtype == "auto" and self.stored is not None:
+            return self.stored
+        dtype = self.dtype(dtype)
+        if dtype == "mxfp4":  # a format of experts; everything beside them stays as it was
+            return weight_parts(self.spec, "bfloat16", expert_dtype=dtype)
         if dtype not in DTYPE_BYTES and dtype not in GGML_TYPE_BY_NAME:
             known = ", ".join([*DTYPE_BYTES, "Q8_0", "Q4_K"])
             raise InvalidConfig(f"no weight type is called {dtype}; some are {known}", param="weight_dtype")
@@ -46,7 +49,7 @@ class PlannedModel:
 
 def _vector(dtype: str) -> str | None:
     """Norms and biases are never quantised: they stay in the precision around them."""
-    if dtype in ("fp8", "int8", "int4"):
+    if dtype in ("fp8", "int8", "int4", "mxfp4", "nvfp4"):
         return "bfloat16"
     return "float32" if dtype in GGML_TYPE_BY_NAME else None
 
@@ -73,19 +76,29 @@ def model_at(path: Path, name: str) -> PlannedModel:
 
 def model_from_config(path: Path, name: str) -> PlannedModel:
     config = read_json(path)
-    quantisation = config.pop("quantization_config", None)
-    spec = spec_from_hf(config)
-    dtype = quantised_dtype(quantisation) if isinstance(quantisation, dict) else plain_dtype(spec)
-    return PlannedModel(name, spec, dtype)
+    quantisation = config.pop("quantization_config", None) or _quantised_beside(path)
+    model = outline_from_hf(config)
+    dtype = quantised_dtype(quantisation) if isinstance(quantisation, dict) else plain_dtype(model)
+    return PlannedModel(name, model, dtype)
 
 
-def plain_dtype(spec: ModelSpec) -> str:
+def _quantised_beside(path: Path) -> dict[str, Any] | None:
+    """Some checkpoints say it in a file of its own, beside config.json."""
+    beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
+    found = read_json(beside).get("quantization") if beside.is_file() else None
+    return found if isinstance(found, dict) else None
+
+
+def plain_dtype(spec: Model) -> str:
     return spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16"
 
 
 def quantised_dtype(config: dict[str, Any]) -> str:
     method = str(config.get("quant_method", config.get("quant_algo", ""))).lower()
     algorithm = str(config.get("quant_algo", "")).lower()
+    for four_bits in ("mxfp4", "nvfp4"):
+        if four_bits in (method, algorithm):
+            return four_bits
     if "fp4" in method or "fp4" in algorithm or method in FOUR_BIT_METHODS or config.get("bits") == 4:
         return "int4"
     return "fp8" if "fp8" in method or "fp8" in algorithm or method == "modelopt" else "int8"

@@ -18,7 +18,7 @@ from tokenmill.arch.cost import (
     num_parameters,
     prefill_flops,
 )
-from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.outline import Model, outline_of
 from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
@@ -130,11 +130,10 @@ def _price(roofline: Roofline, question: Question, best: Load | None) -> Price |
     )
 
 
-def embedding_once_parameters(spec: ModelSpec) -> int:
+def embedding_once_parameters(spec: Model) -> int:
     """The count of many tables: layer matrices and the embedding once, no norms or biases, whether tied or not."""
-    layers = prefill_flops(spec, 1, num_logits=0, causal=True) - 4 * sum(x.attention.q_size for x in spec.layers)
-    idle = num_parameters(spec) - num_active_parameters(spec)
-    return layers // 2 + idle + spec.vocab_size * spec.hidden_size
+    layers = sum(layer.linear + layer.experts for layer in outline_of(spec).layers)
+    return layers + spec.vocab_size * spec.hidden_size
 
 
 def _model_facts(plan: Plan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.arch.cost import prefill_flops
-from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.outline import Model
 from tokenmill.arch.traffic import WeightParts, decode_step_bytes, decode_step_flops, weights_read_bytes
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Split
@@ -42,7 +42,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Roofline:
-    spec: ModelSpec
+    spec: Model
     parts: WeightParts
     kv_dtype: str
     device: PlanDevice

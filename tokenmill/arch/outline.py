@@ -1,0 +1,108 @@
+"""What a model costs, layer by layer, without saying how it runs.
+
+Every `ModelSpec` has an outline, and cost is computed from outlines alone. Models that the engine does not run (yet)
+have nothing else: `outlines/` reads their configs, so that they can be planned for all the same.
+
+    a layer    matrices every token passes   │  matrices of routed experts, of which a token passes some   │  vectors
+               kept per token (KV)           │  multiply-adds per query-key pair                           │  window
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from tokenmill.arch.spec import LayerSpec, ModelSpec, MoeSpec
+from tokenmill.arch.tensors import layer_tensors
+
+
+@dataclass(frozen=True)
+class LayerOutline:
+    """Counts of values, not bytes."""
+
+    linear: int  # parameters of matrices that every token is multiplied by
+    vectors: int  # norms, biases
+    kv_values: int  # kept of each token
+    pair_values: int  # heads × (key width + value width)
+    num_heads: int
+    num_kv_heads: int  # parts that a tensor split can cut the KV cache into
+    width: int  # of the widest activations between its matrices
+    window: int | None = None
+    experts: int = 0  # parameters of all routed experts
+    num_experts: int = 0
+    num_active: int = 0
+    state_values: int = 0  # kept of each sequence, however long it is (recurrent layers)
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.experts + self.vectors
+
+    @property
+    def active_experts(self) -> int:
+        return self.experts * self.num_active // self.num_experts if self.experts else 0
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerOutline, ...]
+    tied_head: bool
+    max_context: int
+    dtype: str = "bfloat16"
+    end_vectors: int = 0  # final norm, biases of the head
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+Model = ModelSpec | ModelOutline
+
+
+def outline_of(model: Model) -> ModelOutline:
+    return model if isinstance(model, ModelOutline) else _outline_of_spec(model)
+
+
+@lru_cache(maxsize=64)
+def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
+    known = {layer: _layer_outline(layer, spec.hidden_size) for layer in dict.fromkeys(spec.layers)}
+    return ModelOutline(
+        spec.family,
+        spec.vocab_size,
+        spec.hidden_size,
+        tuple(known[layer] for layer in spec.layers),
+        spec.tied_head,
+        spec.max_context,
+        spec.dtype,
+        spec.hidden_size,
+    )
+
+
+def _layer_outline(layer: LayerSpec, hidden: int) -> LayerOutline:
+    sizes = {"linear": 0, "experts": 0, "vector": 0}
+    for tensor in layer_tensors(layer, hidden):
+        sizes["experts" if "experts." in tensor.name else tensor.kind] += prod(tensor.shape)
+    attention, mlp = layer.attention, layer.mlp
+    moe = mlp if isinstance(mlp, MoeSpec) else None
+    inter = moe.num_active * moe.expert.intermediate_size if moe else _intermediate(layer)
+    return LayerOutline(
+        linear=sizes["linear"],
+        vectors=sizes["vector"],
+        kv_values=2 * attention.kv_size,
+        pair_values=2 * attention.q_size,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        width=max(2 * attention.q_size + 2 * attention.kv_size, 3 * inter),
+        window=attention.window,
+        experts=sizes["experts"],
+        num_experts=moe.num_experts if moe else 0,
+        num_active=moe.num_active if moe else 0,
+    )
+
+
+def _intermediate(layer: LayerSpec) -> int:
+    assert not isinstance(layer.mlp, MoeSpec)
+    return layer.mlp.intermediate_size

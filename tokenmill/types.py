@@ -76,6 +76,16 @@ class ContextShift(msgspec.Struct, frozen=True):
     drop: int
 
 
+class SpelledKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The knobs that users write as text, as the token ids that the core needs."""
+
+    dry_break_ids: list[int] = []  # tokens that hold a DRY sequence breaker
+    dry_breakers: list[list[int]] = []  # tokens that spell one together
+    think_start_ids: list[int] = []
+    think_end_ids: list[int] = []
+    starts_thinking: bool = False  # the prompt ends inside a think section
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine computes: token ids in, token ids (or a vector) out."""
 
@@ -90,6 +100,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     pooling: Pooling | None = None
     shift: ContextShift | None = None  # None: the context is the end
+    spelled: SpelledKnobs = SpelledKnobs()
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
@@ -113,6 +124,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int]  # non-empty when forked or resumed
     stop_token_ids: list[int]  # what min_tokens must hold back (eos and stop ids)
     pooling: Pooling | None = None
+    spelled: SpelledKnobs = SpelledKnobs()
+    mirostat_mu: float | None = None  # what the row's last draw left (None: it has drawn nothing yet)
 
 
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +181,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None  # one per drawn token, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 ..., where asked for
     embedding: list[float] | None = None
+    mirostat_mu: float | None = None  # what the next draw goes by; kept for the row's return from preemption
     error: str | None = None  # this row could not be computed (NaN logits ...)
 
 

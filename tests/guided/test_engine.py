@@ -171,3 +171,33 @@ def test_a_cached_prompt_changes_nothing(llm: LLM) -> None:
     first, second = ask(llm, prompt=prompt), ask(llm, prompt=prompt)
     assert second.num_cached_tokens > first.num_cached_tokens == 0
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("knobs", [{"ignore_eos": True}, {"min_tokens": 40}, {"min_tokens": 40, "beam": BeamParams(2)}])
+def test_a_grammar_that_is_over_ends_whatever_else_is_asked(llm: LLM, knobs: dict[str, Any]) -> None:
+    output = ask(llm, REGEX, **knobs).outputs[0]
+    assert output.finish_reason == "stop" and len(output.token_ids) < 40
+    check(REGEX, output.text)
+
+
+def test_the_end_is_held_back_as_long_as_the_grammar_has_more(llm: LLM) -> None:
+    some = Guided("regex", r"(ha)+")
+    assert len(ask(llm, some, temperature=0.0).outputs[0].token_ids) < 30
+    output = ask(llm, some, temperature=0.0, min_tokens=30).outputs[0]
+    assert output.finish_reason == "stop" and len(output.token_ids) > 30
+    assert set(output.text.split("ha")) == {""}
+    endless = ask(llm, some, ignore_eos=True, max_tokens=60).outputs[0]
+    assert (endless.finish_reason, len(endless.token_ids)) == ("length", 60)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"frequency_penalty": 2.0}, {"logit_bias": {410: 6.0}}, {"no_repeat_ngram_size": 2}, {"dry_multiplier": 2.0}],
+)
+def test_beams_heed_what_changes_logits(llm: LLM, knobs: dict[str, Any]) -> None:
+    """With one beam, beam search is greedy search."""
+    shared: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    greedy = ask(llm, None, **shared, **knobs).outputs[0]
+    beam = ask(llm, None, **shared, **knobs, beam=BeamParams(1)).outputs[0]
+    assert beam.token_ids == greedy.token_ids
+    assert greedy.token_ids != ask(llm, None, **shared).outputs[0].token_ids

@@ -103,8 +103,7 @@ def test_size_of_a_regex(pattern: str, size: int) -> None:
         ({"guided": Guided("regex")}, "guided.text"),
         ({"guided": Guided("json_object", "{}")}, "guided.text"),
         ({"guided": Guided("regex", "a" * (MAX_GUIDED_BYTES + 1))}, "guided.text"),
-        ({"guided": Guided("json_object"), "ignore_eos": True}, "ignore_eos"),
-        ({"guided": Guided("json_object"), "min_tokens": 3}, "min_tokens"),
+        ({"guided": Guided("json_object"), "thinking_budget": 3}, "thinking_budget"),
     ],
 )
 def test_params_that_contradict_a_grammar(changes: dict[str, Any], param: str) -> None:

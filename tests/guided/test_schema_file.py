@@ -31,10 +31,3 @@ def test_an_unusable_file_is_refused(tmp_path: Path, content: str) -> None:
 def test_an_absent_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be read"):
         following(tmp_path / "absent.json", SamplingParams())
-
-
-def test_a_schema_and_no_end_contradict_each_other(tmp_path: Path) -> None:
-    file = tmp_path / "schema.json"
-    file.write_text("{}")
-    with pytest.raises(InvalidRequest, match="ignore_eos"):
-        following(file, SamplingParams(ignore_eos=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, Watermark
 
 NEVER = -math.inf
 
@@ -96,6 +96,75 @@ def xtc(logits: list[float], p: SamplingParams) -> list[float]:
     probs = softmax(logits)
     reaching = sorted((i for i, q in enumerate(probs) if q >= p.xtc_threshold), key=lambda i: probs[i])
     return only(logits, set(range(len(logits))) - set(reaching[1:]))
+
+
+def eta(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = softmax(logits)
+    entropy = -math.fsum(q * math.log(q) for q in probs if q > 0)
+    least = min(p.eta_cutoff, math.sqrt(p.eta_cutoff) * math.exp(-entropy), max(probs))
+    return [x if q >= least else NEVER for x, q in zip(logits, probs, strict=True)]
+
+
+def dynatemp(logits: list[float], p: SamplingParams) -> list[float]:
+    probs = [q for q in softmax(logits) if q > 0]
+    entropy = -math.fsum(q * math.log(q) for q in probs)
+    low, high = max(0.0, p.temperature - p.dynatemp_range), p.temperature + p.dynatemp_range
+    share = entropy / math.log(len(probs)) if len(probs) > 1 else 0.0
+    moved = low + (high - low) * share**p.dynatemp_exponent if len(probs) > 1 else p.temperature
+    return [x / moved for x in logits]
+
+
+def mirostat(logits: list[float], mu: float) -> list[float]:
+    probs = softmax(logits)
+    return [x if -math.log2(q) <= mu or q == max(probs) else NEVER for x, q in zip(logits, probs, strict=True)]
+
+
+def mirostat_mu(mu: float, drawn: int, logits: list[float], p: SamplingParams) -> float:
+    """After a draw from `logits`, which mirostat has cut."""
+    return mu - p.mirostat_eta * (-math.log2(softmax(logits)[drawn]) - p.mirostat_tau)
+
+
+def dry(logits: list[float], p: SamplingParams, tokens: list[int], breakers: list[list[int]]) -> list[float]:
+    """By trying every earlier place and comparing backwards, token by token."""
+    window = tokens if p.dry_penalty_last_n < 0 else tokens[len(tokens) - min(p.dry_penalty_last_n, len(tokens)) :]
+    since = _since_breaker(window, breakers)
+    if len(window) <= p.dry_allowed_length or since < p.dry_allowed_length:
+        return logits
+    longest: dict[int, int] = {}
+    for place in range(1, len(window)):
+        run = 0
+        while run < place and window[place - 1 - run] == window[-1 - run]:
+            run += 1
+        if min(run, since) >= p.dry_allowed_length:
+            longest[window[place]] = max(longest.get(window[place], 0), min(run, since))
+    result = list(logits)
+    for token, run in longest.items():
+        if [token] not in breakers:
+            result[token] -= p.dry_multiplier * p.dry_base ** (run - p.dry_allowed_length)
+    return result
+
+
+def _since_breaker(tokens: list[int], breakers: list[list[int]]) -> int:
+    for first in range(len(tokens) - 1, -1, -1):
+        found = [len(b) for b in breakers if tokens[first : first + len(b)] == b]
+        if found:
+            return len(tokens) - first - max(found)
+    return len(tokens)
+
+
+def green(mark: Watermark, context: list[int], token: int) -> bool:
+    """The hash written out: SplitMix64's finaliser over the key, the context and the token."""
+    word = _splitmix(mark.key)
+    for one in context:
+        word = _splitmix(word ^ one)
+    return _splitmix(word ^ token) / 2**64 < mark.gamma
+
+
+def _splitmix(word: int) -> int:
+    word = (word + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
 
 
 def chi_square_limit(freedom: int) -> float:

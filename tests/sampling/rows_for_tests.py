@@ -8,13 +8,26 @@ import torch
 
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.sampler import Drawn, Sampler
-from tokenmill.types import NewRow, RowPlan
+from tokenmill.types import NewRow, RowPlan, SpelledKnobs
+
+SPELLED = set(SpelledKnobs.__struct_fields__)
 
 
-def new_row(row: int = 0, seed: int = 0, prompt: Any = (), output: Any = (), stops: Any = (), **knobs: Any) -> NewRow:
+def new_row(
+    row: int = 0,
+    seed: int = 0,
+    prompt: Any = (),
+    output: Any = (),
+    stops: Any = (),
+    mirostat_mu: float | None = None,
+    **knobs: Any,
+) -> NewRow:
+    """Knobs of `SamplingParams` and of `SpelledKnobs`, by name."""
     return NewRow(
         row=row,
-        params=SamplingParams(**knobs),
+        params=SamplingParams(**{name: value for name, value in knobs.items() if name not in SPELLED}),
+        spelled=SpelledKnobs(**{name: value for name, value in knobs.items() if name in SPELLED}),
+        mirostat_mu=mirostat_mu,
         seed=seed,
         prompt_token_ids=list(prompt),
         output_token_ids=list(output),

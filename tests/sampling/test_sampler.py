@@ -12,7 +12,7 @@ import pytest
 import torch
 from rows_for_tests import draw_alone, new_row, plan
 
-from tokenmill.params import INT64_MAX, INT64_MIN
+from tokenmill.params import INT64_MAX, INT64_MIN, Watermark
 from tokenmill.sampling.sampler import Sampler
 
 MIXED: list[dict[str, Any]] = [
@@ -33,6 +33,14 @@ MIXED: list[dict[str, Any]] = [
     {"repetition_penalty": 0.8, "top_p": 0.5},
     {"temperature": 1e-5},
     {"top_n_sigma": 1.5, "top_a": 0.1, "epsilon_cutoff": 1e-4, "no_repeat_ngram_size": 2, "xtc_probability": 0.5},
+    {"eta_cutoff": 2e-3, "temperature": 1.5},
+    {"dynatemp_range": 0.5, "dynatemp_exponent": 1.3, "temperature": 0.9},
+    {"mirostat": 2, "mirostat_tau": 3.0, "temperature": 0.8},
+    {"dry_multiplier": 0.8, "dry_allowed_length": 0, "dry_break_ids": [3]},
+    {"watermark": Watermark(key=5), "temperature": 0.7},
+    {"watermark": Watermark(key=5, context=2), "temperature": 0.0},
+    {"thinking_budget": 3, "think_start_ids": [1], "think_end_ids": [7, 8], "starts_thinking": True},
+    {"logits_processors": [lambda output, logits: logits.index_fill(0, torch.tensor(output[:1]), 9.0)], "top_k": 9},
 ]
 
 
@@ -54,6 +62,9 @@ def draws(logits: list[float], count: int, **knobs: Any) -> Counter[int]:
         ({"top_p": 0.8}, [plain.top_p]),
         ({"min_p": 0.2}, [plain.min_p]),
         ({"typical_p": 0.7}, [plain.typical]),
+        ({"eta_cutoff": 0.2}, [plain.eta]),
+        ({"dynatemp_range": 0.4, "temperature": 0.9, "dynatemp_exponent": 0.7}, [plain.dynatemp]),
+        ({"temperature": 0.7, "min_p": 0.1, "eta_cutoff": 0.05}, [plain.temperature, plain.min_p, plain.eta]),
     ],
 )
 def test_draws_follow_the_distribution(knobs: dict[str, Any], steps: list[Any]) -> None:
@@ -78,8 +89,9 @@ def test_a_row_does_not_see_its_neighbours(vocab: int, num_threads: int) -> None
     torch.set_num_threads(num_threads)
     try:
         alone = [draw_alone(logits[i], rows[i], output_index=i, num_logprobs=i % 4) for i in range(len(rows))]
-        for order in (range(16, -1, -1), random.Random(1).sample(range(17), 17), [3, 0, 16, 5]):
-            sampler = Sampler(vocab, 17, "cpu")
+        many = len(MIXED)
+        for order in (range(many - 1, -1, -1), random.Random(1).sample(range(many), many), [3, 0, 16, 5, 19]):
+            sampler = Sampler(vocab, many, "cpu")
             for row in rows:
                 sampler.add_row(row)
             together = sampler.sample(logits[list(order)], [plan(i, i, i % 4) for i in order])

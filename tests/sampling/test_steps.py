@@ -49,6 +49,7 @@ REFERENCES = {
     "top_n_sigma": (plain.top_n_sigma, st.floats(0.1, 5.0)),
     "top_a": (plain.top_a, st.floats(0.001, 1.0)),
     "epsilon_cutoff": (plain.epsilon, st.floats(0.0001, 1.0)),
+    "eta_cutoff": (plain.eta, st.floats(0.0001, 0.9)),
     "xtc_threshold": (plain.xtc, st.floats(0.001, 1.0)),
 }
 ALSO: dict[str, dict[str, Any]] = {"xtc_threshold": {"xtc_probability": 1.0}}
@@ -74,6 +75,7 @@ HF_CUTS = [
     ("min_p", 0.05, hf.MinPLogitsWarper(0.05)),
     ("typical_p", 0.6, hf.TypicalLogitsWarper(0.6)),
     ("epsilon_cutoff", 0.003, hf.EpsilonLogitsWarper(0.003)),
+    ("eta_cutoff", 0.003, hf.EtaLogitsWarper(0.003)),
 ]
 
 

@@ -95,6 +95,12 @@ class AsyncEngine:
         """Everything wrong with the request is raised here, before the first event."""
         intake = self._accepting_intake()
         request = intake.take(asked)
+        if request.params.logits_processors:
+            raise InvalidRequest(
+                "logits_processors are functions of your own process, and the engine runs in another",
+                param="logits_processors",
+                hint="use tokenmill.LLM",
+            )
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         stream = EventStream(self._front.outlet(asked, request), on_leave=self._leave)

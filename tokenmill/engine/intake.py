@@ -13,11 +13,13 @@ import msgspec
 
 from tokenmill.engine.shifting import NO_SHIFTING, Shifting, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
-from tokenmill.params import SamplingParams
+from tokenmill.params import DRY_BREAKERS, SamplingParams
+from tokenmill.text.breakers import BreakerIndex
 from tokenmill.text.messages import messages_for_template
 from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.think_sections import is_open_at_end, markers_in
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request
+from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, SpelledKnobs
 
 ClientRequest = ChatRequest | PromptRequest | EmbedRequest
 
@@ -38,6 +40,7 @@ class Intake:
         self._eos_token_ids = list(eos_token_ids)
         self._shifting = shifting
         self._template = _template_of(tokenizer) if tokenizer else None
+        self._breakers: BreakerIndex | None = None  # built when a request first needs it
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -54,6 +57,7 @@ class Intake:
         shift = self._shifting.asked_for(asked.params, self.max_context)
         self._require_fit(prompt_ids, "messages" if isinstance(asked, ChatRequest) else "prompt", shift)
         params = self._settle(asked.params)
+        spelled = self._spelled(params, prompt_ids)
         return Request(
             request_id=asked.request_id or new_request_id(),
             prompt_token_ids=prompt_ids,
@@ -65,6 +69,7 @@ class Intake:
             arrival_s=time.monotonic(),
             cache_salt=asked.cache_salt,
             shift=shift,
+            spelled=spelled,
         )
 
     def prompt_ids(self, asked: ChatRequest | PromptRequest) -> list[int]:
@@ -111,6 +116,35 @@ class Intake:
             # All candidates run as choices with logprobs; the outlet keeps the best n of them.
             return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
         return params
+
+    def _spelled(self, params: SamplingParams, prompt_ids: list[int]) -> SpelledKnobs:
+        """What the core must know of the knobs that are text."""
+        spelled = SpelledKnobs()
+        if params.dry_multiplier > 0.0:
+            if self._breakers is None:
+                self._breakers = BreakerIndex(self.tokenizer, self._vocab_size)
+            breakers = DRY_BREAKERS if params.dry_sequence_breakers is None else params.dry_sequence_breakers
+            single, longer = self._breakers.token_sequences(breakers)
+            spelled = msgspec.structs.replace(spelled, dry_break_ids=single, dry_breakers=longer)
+        if params.thinking_budget is not None:
+            start, end = params.thinking_markers or self._template_markers()
+            spelled = msgspec.structs.replace(
+                spelled,
+                think_start_ids=self.tokenizer.encode(start, add_special_tokens=False),
+                think_end_ids=self.tokenizer.encode(end, add_special_tokens=False),
+                starts_thinking=is_open_at_end(self.tokenizer, prompt_ids, start, end),
+            )
+        return spelled
+
+    def _template_markers(self) -> tuple[str, str]:
+        markers = markers_in(self.tokenizer.chat_template or "")
+        if markers is None:
+            raise InvalidRequest(
+                "this model's chat template knows no think sections",
+                param="thinking_budget",
+                hint="say with thinking_markers what opens and closes one",
+            )
+        return markers
 
     def _require_known(self, ids: list[int], param: str) -> None:
         for token_id in ids:

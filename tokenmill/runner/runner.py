@@ -126,7 +126,13 @@ def drawn_result(row: int, drawn: Drawn | None, scores: list[TokenLogprobs] | No
     if drawn.error is not None:
         return RowResult(row=row, error=drawn.error)
     logprobs = None if drawn.logprobs is None else [drawn.logprobs]
-    return RowResult(row=row, token_ids=[drawn.token_id], logprobs=logprobs, prompt_logprobs=scores)
+    return RowResult(
+        row=row,
+        token_ids=[drawn.token_id],
+        logprobs=logprobs,
+        prompt_logprobs=scores,
+        mirostat_mu=drawn.mirostat_mu,
+    )
 
 
 def _pooled(plan: RowPlan, pooler: Pooler, hidden: torch.Tensor) -> RowResult:

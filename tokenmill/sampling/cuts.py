@@ -7,10 +7,13 @@ cut never depends on the order in which a sort leaves equals.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from tokenmill.sampling.best import best
+from tokenmill.sampling.fixed_point import exact_sum
 from tokenmill.sampling.rows import RowsInUse
 from tokenmill.sampling.stream import XTC
 
@@ -42,6 +45,25 @@ def keep_epsilon(mass: Tensor, rows: RowsInUse) -> Tensor:
     """Tokens with probability of at least epsilon, and always the most likely (Hewitt et al. 2022)."""
     least = (rows.knob64("epsilon_cutoff") * mass.sum(dim=-1, keepdim=True).double()).long()
     return mass.masked_fill(mass < least.minimum(mass.amax(dim=-1, keepdim=True)), 0)
+
+
+def keep_eta(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """Tokens with probability of at least min(eta, sqrt(eta) * exp(-entropy)), and always the most likely (Hewitt)."""
+    total = mass.sum(dim=-1, keepdim=True).double()
+    probs = mass.double() / total
+    entropies = exact_sum(-torch.xlogy(probs, probs)).squeeze(1).tolist()
+    etas = rows.knob64("eta_cutoff").squeeze(1).tolist()
+    least = [min(eta, math.sqrt(eta) * math.exp(-entropy)) for eta, entropy in zip(etas, entropies, strict=True)]
+    needed = (torch.tensor(least, dtype=torch.float64, device=mass.device).unsqueeze(1) * total).long()
+    return mass.masked_fill(mass < needed.minimum(mass.amax(dim=-1, keepdim=True)), 0)
+
+
+def keep_unsurprising(mass: Tensor, rows: RowsInUse) -> Tensor:
+    """Mirostat 2: tokens whose surprise, -log2 of the probability, is at most mu, and always the most likely."""
+    least = [2.0 ** -max(-500.0, min(state.mirostat_mu or 0.0, 500.0)) for state in rows.states]
+    shares = torch.tensor(least, dtype=torch.float64, device=mass.device).unsqueeze(1)
+    needed = (shares * mass.sum(dim=-1, keepdim=True).double()).ceil()
+    return mass.masked_fill(mass < needed.minimum(mass.amax(dim=-1, keepdim=True).double()), 0)
 
 
 def exclude_top_choices(mass: Tensor, rows: RowsInUse) -> Tensor:

@@ -10,7 +10,7 @@ a row uses them. Taking a row replaces everything the row held before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.counts import TokenCounts
-from tokenmill.sampling.ngrams import NgramIndex
+from tokenmill.sampling.history import History, history_of
 from tokenmill.sampling.stream import uniform
 from tokenmill.types import NewRow, RowPlan
 
@@ -34,6 +33,7 @@ KNOBS: dict[str, Callable[[SamplingParams], float]] = {
     "top_n_sigma": lambda p: p.top_n_sigma,
     "top_a": lambda p: p.top_a,
     "epsilon_cutoff": lambda p: p.epsilon_cutoff,
+    "eta_cutoff": lambda p: p.eta_cutoff,
     "xtc_threshold": lambda p: p.xtc_threshold,
     "repetition_penalty": lambda p: p.repetition_penalty,
     "presence_penalty": lambda p: p.presence_penalty,
@@ -50,21 +50,28 @@ class RowState:
     seed: int
     steps: frozenset[str]
     stop_token_ids: list[int]
-    counts: TokenCounts | None = None  # where a penalty is set
-    ngrams: NgramIndex | None = None  # where no_repeat_ngram_size is set
-    refusal: str | None = None  # why no token can be drawn for this row at all
-    num_seen: int = 0  # tokens of prompt and output that the history holds
+    history: History | None = None  # where a step looks back
+    mirostat_mu: float | None = None  # where mirostat is on: the most surprise that the next token may have
+    refusal: str | None = None  # why no token can be drawn for this row
 
     @property
-    def has_history(self) -> bool:
-        return self.counts is not None or self.ngrams is not None
+    def past(self) -> History:
+        assert self.history is not None, "a step that looks back was given no history"
+        return self.history
 
-    def record(self, token: int) -> None:
-        self.num_seen += 1
-        if self.counts is not None:
-            self.counts.record(token)
-        if self.ngrams is not None:
-            self.ngrams.record(token)
+    def record(self, token: int, surprise: float | None = None) -> None:
+        """A token was drawn or fed; `surprise`, in bits, where mirostat drew it."""
+        if self.history is not None:
+            self.history.record(token)
+        if self.mirostat_mu is not None and surprise is not None:
+            self.mirostat_mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
+
+    def after(self, tokens: Sequence[int]) -> RowState:
+        """The row as it will be once these tokens follow; this one stays as it is. (Not for mirostat: see params.)"""
+        ahead = replace(self, history=self.history.fork() if self.history else None)
+        for token in tokens:
+            ahead.record(token)
+        return ahead
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class RowsInUse:
     knobs: Tensor  # float64 [U, len(KNOBS)]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rows: Sequence[int] = ()  # their numbers
+    vocab_size: int = 0  # logits have this many columns before they are padded
     masks: StepMasks | None = None  # what grammars allow, by row number
 
     def knob(self, name: str) -> Tensor:
@@ -102,6 +110,7 @@ class RowsInUse:
             knobs=self.knobs.index_select(0, index),
             device=self.device,
             rows=[self.rows[line] for line in lines] if self.rows else (),
+            vocab_size=self.vocab_size,
             masks=self.masks,
         )
 
@@ -128,22 +137,14 @@ class Rows:
         if refusal:
             steps = frozenset()
         self._knobs[new_row.row] = torch.tensor([value(params) for value in KNOBS.values()], dtype=torch.float64)
-        counts = None
-        if "penalties" in steps:
-            counts = TokenCounts(new_row.prompt_token_ids, new_row.output_token_ids, self._vocab_size)
-        ngrams = None
-        if "no_repeat_ngram" in steps:
-            history = (*new_row.prompt_token_ids, *new_row.output_token_ids)
-            ngrams = NgramIndex(params.no_repeat_ngram_size, history)
         self._states[new_row.row] = RowState(
             params=params,
             seed=new_row.seed,
             steps=steps,
             stop_token_ids=[token for token in new_row.stop_token_ids if 0 <= token < self._vocab_size],
-            counts=counts,
-            ngrams=ngrams,
+            history=history_of(new_row, steps, self._vocab_size),
+            mirostat_mu=_first_mu(new_row) if "mirostat" in steps else None,
             refusal=refusal,
-            num_seen=len(new_row.prompt_token_ids) + len(new_row.output_token_ids),
         )
 
     def free(self, row: int) -> None:
@@ -153,8 +154,8 @@ class Rows:
         """Tokens that are fed and were not drawn here (a grammar forced them) belong to the history too."""
         for plan in plans:
             state = self._states[plan.row]
-            if state is not None and state.has_history:
-                for token in plan.token_ids[max(0, state.num_seen - plan.place) :]:
+            if state is not None and state.history is not None:
+                for token in plan.token_ids[max(0, state.history.num_tokens - plan.place) :]:
                     state.record(token)
 
     def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:
@@ -165,6 +166,7 @@ class Rows:
             knobs=self._knobs.index_select(0, index),
             device=self._device,
             rows=[plan.row for plan in plans],
+            vocab_size=self._vocab_size,
             masks=masks,
         )
 
@@ -172,6 +174,11 @@ class Rows:
         state = self._states[row]
         assert state is not None, f"row {row} is sampled before it was added"
         return state
+
+
+def _first_mu(new_row: NewRow) -> float:
+    """Where the row left off, or twice the wanted surprise, as llama.cpp."""
+    return 2.0 * new_row.params.mirostat_tau if new_row.mirostat_mu is None else new_row.mirostat_mu
 
 
 def _foreign_ids(params: SamplingParams, vocab_size: int) -> str | None:

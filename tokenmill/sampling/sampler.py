@@ -11,6 +11,7 @@ enters (see `fixed_point` and `stream`). A row whose logits are broken gets an e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.sampling.draw import draw
-from tokenmill.sampling.edits import keep_grammatical
 from tokenmill.sampling.fixed_point import aligned_rows, weights
 from tokenmill.sampling.logprobs import token_logprobs
 from tokenmill.sampling.rows import Rows, RowsInUse
@@ -35,8 +35,8 @@ _EMPTY = -2  # every token was excluded
 
 _ERRORS = {
     _BROKEN: "the model computed NaN or infinite logits for this sequence",
-    _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens, no_repeat_ngram_size and the "
-    "grammar together exclude every one",
+    _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens, no_repeat_ngram_size, logits "
+    "processors and the grammar together exclude every one",
 }
 
 
@@ -46,6 +46,7 @@ class Drawn:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    mirostat_mu: float | None = None  # what the row's next draw goes by
     error: str | None = None
 
 
@@ -74,43 +75,57 @@ class Sampler:
         if not rows:
             return []
         in_use = self._rows.gather(rows, masks)
-        tokens = _choose(logits, in_use)
+        tokens, surprises = _choose(logits, in_use)
         errors = [state.refusal or _ERRORS.get(token) for state, token in zip(in_use.states, tokens, strict=True)]
-        self._record(in_use, tokens, errors)
         logprobs = _asked_logprobs(logits, rows, in_use, tokens, errors)
-        return [Drawn(token, logprobs.get(line), errors[line]) for line, token in enumerate(tokens)]
-
-    def _record(self, in_use: RowsInUse, tokens: list[int], errors: list[str | None]) -> None:
-        for state, token, error in zip(in_use.states, tokens, errors, strict=True):
+        for line, (state, token, error) in enumerate(zip(in_use.states, tokens, errors, strict=True)):
             if error is None:
-                state.record(token)
+                state.record(token, surprises.get(line))
+        return [
+            Drawn(token, logprobs.get(line), in_use.states[line].mirostat_mu, errors[line])
+            for line, token in enumerate(tokens)
+        ]
 
 
-def _choose(logits: Tensor, rows: RowsInUse) -> list[int]:
-    """A token, _BROKEN or _EMPTY for each row."""
+def _choose(logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
+    """A token, _BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""
     if all(state.params.is_greedy and not state.steps for state in rows.states):
         best, is_sound = _best(logits)
-        return best.where(is_sound, _BROKEN).tolist()
+        return best.where(is_sound, _BROKEN).tolist(), {}
     padded = aligned_rows(logits)
     is_sound = _has_highest(padded)
     final = run_steps(padded, rows, LOGITS_STEPS)
     has_token = is_sound if final is padded else _has_highest(final)
     tokens = torch.empty(len(rows.states), dtype=torch.int64, device=logits.device)
-    for is_greedy, pick in ((True, _highest), (False, _drawn)):
+    surprises: dict[int, float] = {}
+    for is_greedy in (True, False):
         lines = [line for line, state in enumerate(rows.states) if state.params.is_greedy is is_greedy]
-        if lines:
-            index = torch.tensor(lines, device=logits.device)
-            part = final if len(lines) == len(rows.states) else final.index_select(0, index)
-            tokens[index] = pick(part, rows.select(lines))
-    return tokens.where(has_token, _EMPTY).where(is_sound, _BROKEN).tolist()
+        if not lines:
+            continue
+        index = torch.tensor(lines, device=logits.device)
+        part = final if len(lines) == len(rows.states) else final.index_select(0, index)
+        if is_greedy:
+            tokens[index] = _places_of_highest(part)
+        else:
+            tokens[index], found = _drawn(part, rows.select(lines))
+            surprises = {lines[line]: surprise for line, surprise in found.items()}
+    return tokens.where(has_token, _EMPTY).where(is_sound, _BROKEN).tolist(), surprises
 
 
-def _highest(logits: Tensor, rows: RowsInUse) -> Tensor:
-    return _places_of_highest(logits)
+def _drawn(logits: Tensor, rows: RowsInUse) -> tuple[Tensor, dict[int, float]]:
+    mass = run_steps(weights(logits), rows, CUTS)
+    tokens = draw(mass, rows.uniforms(DRAW))
+    return tokens, _surprises(mass, tokens, rows.lines_using("mirostat"))
 
 
-def _drawn(logits: Tensor, rows: RowsInUse) -> Tensor:
-    return draw(run_steps(weights(logits), rows, CUTS), rows.uniforms(DRAW))
+def _surprises(mass: Tensor, tokens: Tensor, lines: list[int]) -> dict[int, float]:
+    """-log2 of each drawn token's share of what was left, from whole numbers, so the same in any batch."""
+    if not lines:
+        return {}
+    index = torch.tensor(lines, device=mass.device)
+    chosen = mass[index, tokens[index].clamp(max=mass.shape[-1] - 1)].tolist()
+    totals = mass[index].sum(dim=-1).tolist()
+    return {line: math.log2(all_ / max(1, one)) for line, one, all_ in zip(lines, chosen, totals, strict=True) if all_}
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,10 +165,10 @@ def _asked_logprobs(
 
 
 def _told_apart(lines: list[int], rows: RowsInUse) -> list[tuple[list[int], Alternatives]]:
-    """A beam chooses among the alternatives, so with a grammar they must be allowed ones; anyone else sees them all."""
-    constrained = [line for line in lines if rows.states[line].params.beam and rows.states[line].params.guided]
-    free = [line for line in lines if line not in constrained]
-    parts: list[tuple[list[int], Alternatives]] = [(free, _any_tokens), (constrained, _allowed_tokens)]
+    """A beam chooses among the alternatives, so they must be as its knobs make them; anyone else sees the model's."""
+    edited = [line for line in lines if rows.states[line].params.beam and rows.states[line].steps]
+    plain = [line for line in lines if line not in edited]
+    parts: list[tuple[list[int], Alternatives]] = [(plain, _any_tokens), (edited, _edited_tokens)]
     return [part for part in parts if part[0]]
 
 
@@ -161,13 +176,13 @@ def _any_tokens(logits: Tensor, tokens: list[int], nums: list[int], rows: RowsIn
     return token_logprobs(logits, tokens, nums)
 
 
-def _allowed_tokens(logits: Tensor, tokens: list[int], nums: list[int], rows: RowsInUse) -> list[TokenLogprobs]:
-    """The values are those of all tokens: log-softmax over the allowed ones, times what these weigh together."""
-    masked = keep_grammatical(aligned_rows(logits), rows)[:, : logits.shape[-1]]
-    shifts = (masked.logsumexp(-1) - logits.logsumexp(-1)).tolist()
+def _edited_tokens(logits: Tensor, tokens: list[int], nums: list[int], rows: RowsInUse) -> list[TokenLogprobs]:
+    """Each logit after all steps, less the log of what all tokens weigh before any: what is cut leaves no share."""
+    edited = run_steps(aligned_rows(logits), rows, LOGITS_STEPS)[:, : logits.shape[-1]]
+    shifts = (edited.logsumexp(-1) - logits.logsumexp(-1)).tolist()
     return [
         TokenLogprobs(
             found.token_id, found.logprob + shift, found.rank, found.top_ids, [v + shift for v in found.top_logprobs]
         )
-        for found, shift in zip(token_logprobs(masked, tokens, nums), shifts, strict=True)
+        for found, shift in zip(token_logprobs(edited, tokens, nums), shifts, strict=True)
     ]

@@ -1,12 +1,14 @@
 """The two tables of steps, in the order they run. A new sampler is one pure function and one line here.
 
-    on logits    penalties -> bias -> allowed -> banned -> min_tokens -> no-repeat n-gram -> grammar
-                 -> top-n-sigma -> temperature -> top-k -> typical
-    on mass      top-p -> min-p -> top-a -> epsilon -> XTC -> draw
+    on logits    penalties -> DRY -> bias -> allowed -> banned -> no-repeat n-gram -> processors -> grammar
+                 -> min_tokens -> top-n-sigma -> temperature -> watermark -> top-k -> typical -> thinking budget
+    on mass      top-p -> min-p -> top-a -> epsilon -> eta -> XTC -> mirostat -> draw
 
 Temperature comes before the cuts, as in vLLM and the OpenAI API (top_p=0.9 means nine tenths of the distribution one
-samples from); among the cuts the order is llama.cpp's. From top-n-sigma on nothing concerns greedy rows, which take
-the highest logit. Mass is softmax in whole numbers; it is computed once, and the last cuts only set parts of it to 0.
+samples from); among the cuts the order is llama.cpp's. The watermark acts on the scaled logits: its strength does not
+depend on the temperature. The thinking budget has the last word. Greedy rows take the highest logit after the steps
+that are for them. Mass is softmax in whole numbers; it is computed once, and the cuts only set parts of it to 0.
+docs/SAMPLING.md says the same to users; a test compares the two.
 
 A step sees only the rows that use it; one that no row uses costs nothing.
 """
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from tokenmill.params import SamplingParams
 from tokenmill.sampling import cuts, edits, truncate
+from tokenmill.sampling.processors import run_processors
 from tokenmill.sampling.rows import RowsInUse
 
 
@@ -36,19 +39,31 @@ def _has_penalty(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
+def _holds_back_stops(p: SamplingParams) -> bool:
+    return p.min_tokens > 0 or (p.ignore_eos and p.guided is not None)
+
+
+def _scales_temperature(p: SamplingParams) -> bool:
+    return p.temperature != 1.0 and p.dynatemp_range == 0.0
+
+
 LOGITS_STEPS: tuple[Step, ...] = (
     Step("penalties", _has_penalty, edits.penalise_repeats),
+    Step("dry", lambda p: p.dry_multiplier > 0.0 and p.dry_penalty_last_n != 0, edits.penalise_repeated_passages),
     Step("bias", lambda p: bool(p.logit_bias), edits.add_bias),
     Step("allowed", lambda p: p.allowed_token_ids is not None, edits.keep_allowed),
     Step("banned", lambda p: bool(p.banned_token_ids), edits.remove_banned),
-    Step("min_tokens", lambda p: p.min_tokens > 0, edits.hold_back_stops),
     Step("no_repeat_ngram", lambda p: p.no_repeat_ngram_size > 0, edits.remove_repeating),
+    Step("processors", lambda p: bool(p.logits_processors), run_processors),
     Step("grammar", lambda p: p.guided is not None, edits.keep_grammatical),
-    # ── sampled rows only ──
+    Step("min_tokens", _holds_back_stops, edits.hold_back_stops),
     Step("top_n_sigma", lambda p: p.top_n_sigma > 0.0, truncate.keep_top_n_sigma, for_greedy=False),
-    Step("temperature", lambda p: p.temperature != 1.0, truncate.scale_temperature, for_greedy=False),
+    Step("temperature", _scales_temperature, truncate.scale_temperature, for_greedy=False),
+    Step("dynatemp", lambda p: p.dynatemp_range > 0.0, truncate.move_temperature, for_greedy=False),
+    Step("watermark", lambda p: p.watermark is not None, edits.favour_green),
     Step("top_k", lambda p: p.top_k > 0, truncate.keep_top_k, for_greedy=False),
     Step("typical", lambda p: p.typical_p < 1.0, truncate.keep_typical, for_greedy=False),
+    Step("thinking", lambda p: p.thinking_budget is not None, edits.end_thinking),
 )
 
 CUTS: tuple[Step, ...] = (
@@ -56,7 +71,9 @@ CUTS: tuple[Step, ...] = (
     Step("min_p", lambda p: p.min_p > 0.0, cuts.keep_min_p, for_greedy=False),
     Step("top_a", lambda p: p.top_a > 0.0, cuts.keep_top_a, for_greedy=False),
     Step("epsilon", lambda p: p.epsilon_cutoff > 0.0, cuts.keep_epsilon, for_greedy=False),
+    Step("eta", lambda p: p.eta_cutoff > 0.0, cuts.keep_eta, for_greedy=False),
     Step("xtc", lambda p: p.xtc_probability > 0.0, cuts.exclude_top_choices, for_greedy=False),
+    Step("mirostat", lambda p: p.mirostat == 2, cuts.keep_unsurprising, for_greedy=False),
 )
 
 

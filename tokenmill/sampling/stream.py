@@ -14,7 +14,8 @@ DRAW = 0  # purposes: each has its own stream, so a second draw at one position 
 XTC = 1
 
 
-def _mix(word: int) -> int:
+def mix(word: int) -> int:
+    """SplitMix64's finaliser: 64 bits to 64 bits."""
     word = (word + _GOLDEN) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -24,5 +25,5 @@ def _mix(word: int) -> int:
 def uniform(seed: int, output_index: int, purpose: int = DRAW) -> float:
     """A number in [0, 1) with 53 random bits. Any 64-bit seed, negative ones included."""
     # the words enter one after another, so (seed 1, index 0) and (seed 0, index 1) part
-    word = _mix(_mix(_mix(seed & _MASK) + output_index) + purpose)
+    word = mix(mix(mix(seed & _MASK) + output_index) + purpose)
     return (word >> 11) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Logits steps that reshape or cut the distribution: temperature, top-n-sigma, top-k, typical.
+"""Logits steps that reshape or cut the distribution: temperatures, top-n-sigma, top-k, typical.
 
 Each is a pure function (logits float32 [U, V], rows) -> logits; a cut token becomes -inf, and the next step sees the
 distribution of what is left. At least one token always survives. Tokens of exactly equal probability stay or go
@@ -7,9 +7,12 @@ together, so a cut never depends on the order in which a sort leaves equals.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from tokenmill.params import SamplingParams
 from tokenmill.sampling.best import best
 from tokenmill.sampling.cuts import last_kept, share_of
 from tokenmill.sampling.fixed_point import exact_sum, weights
@@ -21,6 +24,32 @@ _LOWEST = 1000.0  # a logit further below the highest counts as this far: square
 def scale_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
     # relative to the maximum first: a tiny temperature then cannot overflow the best token to inf
     return (logits - logits.amax(dim=-1, keepdim=True)) / rows.knob("temperature")
+
+
+def move_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
+    """Dynamic temperature, as llama.cpp: low where one token is sure, high where all are equally likely.
+
+    low, high = temperature -+ range;  low + (high - low) * (entropy / greatest entropy) ** exponent
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    entropies = (-exact_sum(torch.softmax(logits, dim=-1) * logprobs)).squeeze(1).tolist()
+    alive = (logits != -torch.inf).sum(dim=-1).tolist()
+    moved = [
+        _moved_temperature(state.params, entropy, num)
+        for state, entropy, num in zip(rows.states, entropies, alive, strict=True)
+    ]
+    temperature = torch.tensor(moved, dtype=torch.float32, device=rows.device).unsqueeze(1)
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    # at temperature 0 only the best stay, at 0 below themselves
+    return torch.where(below == 0.0, below, below / temperature)
+
+
+def _moved_temperature(params: SamplingParams, entropy: float, num_alive: int) -> float:
+    if num_alive <= 1:
+        return params.temperature
+    low, high = max(0.0, params.temperature - params.dynatemp_range), params.temperature + params.dynatemp_range
+    share = min(1.0, max(0.0, entropy / math.log(num_alive)))
+    return low + (high - low) * float(share**params.dynatemp_exponent)
 
 
 def keep_top_n_sigma(logits: Tensor, rows: RowsInUse) -> Tensor:

@@ -109,8 +109,10 @@ class BeamSearch:
         )
 
     def _is_held_back(self, sequence: Sequence, token_id: int) -> bool:
-        too_early = sequence.num_outputs + 1 < self._job.request.params.min_tokens
-        return too_early and token_id in self._job.stop_token_ids
+        params = self._job.request.params
+        too_early = sequence.num_outputs + 1 < params.min_tokens
+        # a grammar that is over can only end; its masks say so
+        return too_early and params.guided is None and token_id in self._job.stop_token_ids
 
     def _choose(self, ranked: list[Branch]) -> list[Branch]:
         """Files the hypotheses that end, returns those that go on."""

@@ -43,6 +43,7 @@ class Sequence:
         "job",
         "logprob_sum",
         "logprobs",
+        "mirostat_mu",
         "num_dropped",
         "prompt_len",
         "row",
@@ -69,6 +70,7 @@ class Sequence:
         self.is_finished = False
         self.has_spoken = False  # an output was emitted
         self.logprob_sum = 0.0
+        self.mirostat_mu: float | None = None
         self.logprobs: list[TokenLogprobs] = []  # kept only where results are held back to the end
         self.refit()
 
@@ -130,6 +132,8 @@ class Sequence:
             output_token_ids=self.outputs,
             stop_token_ids=self.job.stop_token_ids,
             pooling=request.pooling,
+            spelled=request.spelled,
+            mirostat_mu=self.mirostat_mu,
         )
 
     def fork(self) -> Sequence:

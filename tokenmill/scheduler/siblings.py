@@ -47,6 +47,7 @@ def draw(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLo
     logprobs = None if result.logprobs is None else result.logprobs[: len(taken)]
     if logprobs is not None:
         sequence.logprob_sum += sum(logprob.logprob for logprob in logprobs)
+    sequence.mirostat_mu = result.mirostat_mu
     sequence.is_finished = ending is not None
     return taken, logprobs, ending
 

@@ -1,0 +1,69 @@
+"""Which tokens are green, and how green a text is: Kirchenbauer et al. 2023, "A Watermark for Large Language Models".
+
+A token is green if a hash of (key, the last `context` tokens, the token itself) falls below `gamma` of its range. So
+the green list needs no shuffled vocabulary and no generator: it is the same on every machine, in any batch, and whoever
+reads a text looks up one token at a time. Without the key the hash says nothing.
+
+    generated   green tokens get `delta` on their logit, so far more than `gamma` of the drawn ones are green
+    read        z = (green - gamma * scored) / sqrt(scored * gamma * (1 - gamma));  plain text has z near 0
+
+A pair of context and token is scored once: text that repeats itself would count one coincidence many times.
+No torch here: reading a text needs a tokenizer and arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill.params import Watermark
+from tokenmill.sampling.stream import mix
+
+_RANGE = 1 << 64
+
+
+@dataclass(frozen=True)
+class Reading:
+    num_scored: int
+    num_green: int
+    z_score: float
+    p_value: float  # how often plain text would look at least this green
+
+
+def is_green(mark: Watermark, context: Sequence[int], token: int) -> bool:
+    return mix(_seed(mark, context) ^ token) < _threshold(mark)
+
+
+def green_tokens(mark: Watermark, context: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
+    """`is_green` of every token at once: bool [vocab_size]."""
+    word = np.arange(vocab_size, dtype=np.uint64) ^ np.uint64(_seed(mark, context))
+    word += np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (word ^ (word >> np.uint64(31))) < np.uint64(_threshold(mark))
+
+
+def read_watermark(mark: Watermark, token_ids: Sequence[int]) -> Reading:
+    size = mark.context
+    seen = {tuple(token_ids[end - size : end + 1]) for end in range(size, len(token_ids))}
+    num_green = sum(is_green(mark, run[:-1], run[-1]) for run in seen)
+    if not seen:
+        return Reading(0, 0, 0.0, 1.0)
+    spread = math.sqrt(len(seen) * mark.gamma * (1 - mark.gamma))
+    z_score = (num_green - mark.gamma * len(seen)) / spread
+    return Reading(len(seen), num_green, z_score, 0.5 * math.erfc(z_score / math.sqrt(2)))
+
+
+def _seed(mark: Watermark, context: Sequence[int]) -> int:
+    word = mix(mark.key)
+    for token in context:
+        word = mix(word ^ token)
+    return word
+
+
+def _threshold(mark: Watermark) -> int:
+    return int(mark.gamma * _RANGE)

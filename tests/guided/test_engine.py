@@ -181,18 +181,23 @@ def test_a_grammar_that_is_over_ends_whatever_else_is_asked(llm: LLM, knobs: dic
 
 
 def test_the_end_is_held_back_as_long_as_the_grammar_has_more(llm: LLM) -> None:
-    some = Guided("regex", r"(ha)+")
-    assert len(ask(llm, some, temperature=0.0).outputs[0].token_ids) < 30
-    output = ask(llm, some, temperature=0.0, min_tokens=30).outputs[0]
-    assert output.finish_reason == "stop" and len(output.token_ids) > 30
+    some, eager = Guided("regex", r"(ha)+"), {"logit_bias": {llm.front.eos_token_ids[0]: 100.0}}
+    assert len(ask(llm, some, **eager).outputs[0].token_ids) < 5
+    output = ask(llm, some, min_tokens=30, **eager).outputs[0]
+    assert output.finish_reason == "stop" and 30 < len(output.token_ids) < 35
     assert set(output.text.split("ha")) == {""}
-    endless = ask(llm, some, ignore_eos=True, max_tokens=60).outputs[0]
+    endless = ask(llm, some, ignore_eos=True, max_tokens=60, **eager).outputs[0]
     assert (endless.finish_reason, len(endless.token_ids)) == ("length", 60)
 
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"frequency_penalty": 2.0}, {"logit_bias": {410: 6.0}}, {"no_repeat_ngram_size": 2}, {"dry_multiplier": 2.0}],
+    [
+        {"frequency_penalty": 2.0},
+        {"logit_bias": {410: 6.0}},
+        {"no_repeat_ngram_size": 2},
+        {"dry_multiplier": 50.0, "dry_allowed_length": 0},
+    ],
 )
 def test_beams_heed_what_changes_logits(llm: LLM, knobs: dict[str, Any]) -> None:
     """With one beam, beam search is greedy search."""

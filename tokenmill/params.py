@@ -137,11 +137,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
     @property
-    def draws_in_order(self) -> bool:
-        """A draw depends on what came of the draws before it, not only on their tokens: none can be tried ahead."""
-        return (self.mirostat != 0 and not self.is_greedy) or bool(self.logits_processors)
-
-    @property
     def num_sequences(self) -> int:
         """How many sequences the engine runs at once for this request."""
         return self.beam.width if self.beam else (self.best_of or self.n)

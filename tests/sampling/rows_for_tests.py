@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.sampler import Drawn, Sampler
+from tokenmill.sampling.draw import Drawn
+from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import NewRow, RowPlan, SpelledKnobs
 
 SPELLED = set(SpelledKnobs.__struct_fields__)

@@ -159,23 +159,6 @@ def test_resumed_row_equals_the_row_that_was_never_interrupted(knobs: dict[str, 
         mu = drawn[0].mirostat_mu
 
 
-@pytest.mark.parametrize("knobs", [*LOOKING_BACK[2:], {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
-def test_a_row_looked_ahead_of_is_the_row_that_got_there(knobs: dict[str, Any]) -> None:
-    """A state after drafted tokens draws as the row that really has them, and leaves the row as it was."""
-    logits = torch.randn(1, 25, generator=torch.Generator().manual_seed(3))
-    rows = Rows(25, 2, torch.device("cpu"))
-    row = new_row(0, 9, prompt=[1, 2, 3], output=[4], **knobs)
-    there = new_row(1, 9, prompt=[1, 2, 3], output=[4, 6, 4, 6], **knobs)
-    for one in (row, there):
-        rows.take(one, steps_used(one.params))
-    before = run_steps(logits, rows.gather([plan(0, 1)]), LOGITS_STEPS)
-    in_use = rows.gather([plan(0, 4)])
-    ahead = type(in_use)([in_use.states[0].after([6, 4, 6])], [4], in_use.knobs, vocab_size=25)
-    wanted = run_steps(logits, rows.gather([plan(1, 4)]), LOGITS_STEPS)
-    assert torch.equal(run_steps(logits, ahead, LOGITS_STEPS), wanted)
-    assert torch.equal(run_steps(logits, rows.gather([plan(0, 1)]), LOGITS_STEPS), before)
-
-
 # ── thinking budget ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -20,7 +20,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.prompt_scores import score_prompt, scored_tokens
 from tokenmill.runner.rows import Rows
-from tokenmill.sampling.sampler import Drawn
+from tokenmill.sampling.draw import Drawn
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence"

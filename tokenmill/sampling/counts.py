@@ -33,11 +33,6 @@ class TokenCounts:
         self._ids[slot] = token
         self._outputs[slot] += 1
 
-    def fork(self) -> TokenCounts:
-        twin = TokenCounts((), (), 0)
-        twin._slots, twin._ids, twin._outputs = dict(self._slots), self._ids.copy(), self._outputs.copy()
-        return twin
-
     @property
     def ids(self) -> NDArray[np.int64]:
         """Distinct tokens of prompt and output."""

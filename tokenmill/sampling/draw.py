@@ -6,8 +6,22 @@ weights   |  t0  |t1|      t2      | t3 |      u in [0, 1) falls into exactly on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from tokenmill.types import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """`token_id` is meaningless where `error` is set."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    mirostat_mu: float | None = None  # what the row's next draw goes by if this token is taken
+    error: str | None = None
 
 
 def draw(mass: Tensor, uniforms: list[float]) -> Tensor:

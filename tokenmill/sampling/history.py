@@ -1,10 +1,6 @@
 """What a row remembers of its tokens, for the steps that look back; each part is kept only where its step is used.
 
-Everything here is a pure function of the row's own tokens, prompt and output: a resumed row builds it anew from them,
-and a row that looks ahead (drafted tokens) goes on in a fork.
-
-    history.record(token)    one more token: drawn, forced or accepted
-    history.fork()           a twin that goes its own way
+Everything here is a pure function of the row's own tokens, prompt and output: a resumed row builds it anew from them.
 """
 
 from __future__ import annotations
@@ -37,17 +33,6 @@ class History:
                 part.record(token)
         if self.tokens is not None:
             self.tokens.append(token)
-
-    def fork(self) -> History:
-        return History(
-            num_tokens=self.num_tokens,
-            prompt_len=self.prompt_len,
-            counts=self.counts.fork() if self.counts else None,
-            ngrams=self.ngrams.fork() if self.ngrams else None,
-            repeats=self.repeats.fork() if self.repeats else None,
-            thinking=self.thinking.fork() if self.thinking else None,
-            tokens=list(self.tokens) if self.tokens is not None else None,
-        )
 
 
 def history_of(new_row: NewRow, steps: frozenset[str], vocab_size: int) -> History | None:

@@ -21,12 +21,6 @@ class NgramIndex:
         longer = (*self._tail, token)
         self._tail = longer[max(0, len(longer) - (self._size - 1)) :]
 
-    def fork(self) -> NgramIndex:
-        twin = NgramIndex(self._size, ())
-        twin._tail = self._tail
-        twin._followers = {run: list(tokens) for run, tokens in self._followers.items()}
-        return twin
-
     def repeating(self) -> list[int]:
         """Tokens that must not come next."""
         if len(self._tail) < self._size - 1:

@@ -54,12 +54,6 @@ class RepeatRuns:
         self._length += 1
         self._note_breaker(end)
 
-    def fork(self) -> RepeatRuns:
-        twin = RepeatRuns((), self._breakers)
-        twin._length, twin._broken = self._length, self._broken
-        twin._tokens, twin._runs = self._tokens.copy(), self._runs.copy()
-        return twin
-
     def repeating(self, allowed_length: int, last_n: int) -> dict[int, int]:
         """Tokens that would make a repeat of at least `allowed_length` longer -> its length; of the last `last_n`."""
         looked = self._length if last_n < 0 else min(last_n, self._length)

@@ -10,7 +10,7 @@ a row uses them. Taking a row replaces everything the row held before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -59,19 +59,23 @@ class RowState:
         assert self.history is not None, "a step that looks back was given no history"
         return self.history
 
-    def record(self, token: int, surprise: float | None = None) -> None:
-        """A token was drawn or fed; `surprise`, in bits, where mirostat drew it."""
+    @property
+    def has_history(self) -> bool:
+        """What is drawn next depends on what was drawn before."""
+        return self.history is not None or self.mirostat_mu is not None
+
+    def record(self, token: int, mirostat_mu: float | None = None) -> None:
+        """A token was fed, or drawn; then with what the draw makes of mirostat's limit."""
         if self.history is not None:
             self.history.record(token)
-        if self.mirostat_mu is not None and surprise is not None:
-            self.mirostat_mu -= self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
+        if mirostat_mu is not None:
+            self.mirostat_mu = mirostat_mu
 
-    def after(self, tokens: Sequence[int]) -> RowState:
-        """The row as it will be once these tokens follow; this one stays as it is. (Not for mirostat: see params.)"""
-        ahead = replace(self, history=self.history.fork() if self.history else None)
-        for token in tokens:
-            ahead.record(token)
-        return ahead
+    def mu_after(self, surprise: float | None) -> float | None:
+        """Mirostat's limit once a token of this surprise is drawn: tighter after much of it, wider after little."""
+        if self.mirostat_mu is None or surprise is None:
+            return self.mirostat_mu
+        return self.mirostat_mu - self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class Rows:
     def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:
         index = torch.tensor([plan.row for plan in plans], device=self._device)
         return RowsInUse(
-            states=[self._state(plan.row) for plan in plans],
+            states=[self.state(plan.row) for plan in plans],
             output_indices=[plan.output_index for plan in plans],
             knobs=self._knobs.index_select(0, index),
             device=self._device,
@@ -170,7 +174,7 @@ class Rows:
             masks=masks,
         )
 
-    def _state(self, row: int) -> RowState:
+    def state(self, row: int) -> RowState:
         state = self._states[row]
         assert state is not None, f"row {row} is sampled before it was added"
         return state

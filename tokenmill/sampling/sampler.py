@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tokenmill.guided.masks import StepMasks
-from tokenmill.sampling.draw import draw
+from tokenmill.sampling.draw import Drawn, draw
 from tokenmill.sampling.fixed_point import aligned_rows, weights
 from tokenmill.sampling.logprobs import token_logprobs
 from tokenmill.sampling.rows import Rows, RowsInUse
@@ -38,16 +37,6 @@ _ERRORS = {
     _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens, no_repeat_ngram_size, logits "
     "processors and the grammar together exclude every one",
 }
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """`token_id` is meaningless where `error` is set."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    mirostat_mu: float | None = None  # what the row's next draw goes by
-    error: str | None = None
 
 
 class Sampler:
@@ -72,17 +61,22 @@ class Sampler:
         `masks`: what the grammars of rows with `params.guided` allow.
         """
         assert logits.shape == (len(rows), self._vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
+        drawn = self._draw(logits, rows, masks)
+        for plan, one in zip(rows, drawn, strict=True):
+            if one.error is None:
+                self._rows.state(plan.row).record(one.token_id, one.mirostat_mu)
+        return drawn
+
+    def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
+        """One token a line, recorded nowhere."""
         if not rows:
             return []
         in_use = self._rows.gather(rows, masks)
         tokens, surprises = _choose(logits, in_use)
         errors = [state.refusal or _ERRORS.get(token) for state, token in zip(in_use.states, tokens, strict=True)]
         logprobs = _asked_logprobs(logits, rows, in_use, tokens, errors)
-        for line, (state, token, error) in enumerate(zip(in_use.states, tokens, errors, strict=True)):
-            if error is None:
-                state.record(token, surprises.get(line))
         return [
-            Drawn(token, logprobs.get(line), in_use.states[line].mirostat_mu, errors[line])
+            Drawn(token, logprobs.get(line), in_use.states[line].mu_after(surprises.get(line)), errors[line])
             for line, token in enumerate(tokens)
         ]
 

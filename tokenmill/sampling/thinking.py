@@ -28,11 +28,6 @@ class Thinking:
         elif not self._is_open and self._tail[-len(self._start_ids) :] == self._start_ids:
             self._is_open = True
 
-    def fork(self) -> Thinking:
-        twin = Thinking(self._budget, self._start_ids, self._end_ids, is_open=self._is_open)
-        twin._num_thought, twin._tail = self._num_thought, list(self._tail)
-        return twin
-
     def forced(self) -> int | None:
         """The one token that may come next: the closing marker's next, once the budget is spent."""
         written = self._num_written()

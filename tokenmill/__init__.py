@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenmill.engine.async_engine import AsyncEngine
     from tokenmill.engine.llm import LLM
-    from tokenmill.params import BeamParams, Guided, SamplingParams
+    from tokenmill.params import BeamParams, Guided, SamplingParams, Watermark
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "BeamParams", "Guided", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "BeamParams", "Guided", "SamplingParams", "Watermark", "__version__"]
 
 _HOME = {
     "LLM": "tokenmill.engine.llm",
@@ -22,6 +22,7 @@ _HOME = {
     "SamplingParams": "tokenmill.params",
     "BeamParams": "tokenmill.params",
     "Guided": "tokenmill.params",
+    "Watermark": "tokenmill.params",
 }
 
 

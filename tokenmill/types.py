@@ -81,6 +81,7 @@ class SpelledKnobs(msgspec.Struct, frozen=True, kw_only=True):
 
     dry_break_ids: list[int] = []  # tokens that hold a DRY sequence breaker
     dry_breakers: list[list[int]] = []  # tokens that spell one together
+    stop_pieces: dict[int, bytes] = {}  # for beams: tokens that a stop string may be spelled with, and their bytes
     think_start_ids: list[int] = []
     think_end_ids: list[int] = []
     starts_thinking: bool = False  # the prompt ends inside a think section

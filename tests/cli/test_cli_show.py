@@ -13,7 +13,7 @@ from tokenmill.cli.screen import count, size
 from tokenmill.cli.settings import SECTIONS
 from tokenmill.cli.show import command
 from tokenmill.config.sampling import SamplingConfig
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, Watermark
 
 
 def test_show_agrees_with_the_gguf_package(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,9 +48,10 @@ def test_no_two_settings_share_a_flag() -> None:
 
 
 def test_sampling_flags_are_sampling_params() -> None:
-    assert set(SamplingConfig.__dataclass_fields__) <= set(SamplingParams.__struct_fields__)
+    assert set(SamplingConfig.__dataclass_fields__) - {"watermark_key"} <= set(SamplingParams.__struct_fields__)
     params = SamplingConfig(temperature=0.0, stop=("a",), seed=3).params()
     assert params == SamplingParams(temperature=0.0, stop=["a"], seed=3)
+    assert SamplingConfig(watermark_key=5).params().watermark == Watermark(5)
 
 
 def test_numbers_for_people() -> None:

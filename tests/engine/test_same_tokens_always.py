@@ -16,6 +16,7 @@ import pytest
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.ops.cpu import is_available
+from tokenmill.params import Watermark
 from tokenmill.types import PromptRequest
 
 NUM_REQUESTS = 200
@@ -64,6 +65,13 @@ def _knobs(rng: random.Random) -> SamplingParams:
         frequency_penalty=rng.choice([0.0, 0.0, 0.3]),
         logit_bias=rng.choice([None, None, {rng.randrange(512): 3.0}]),
         seed=rng.randrange(-(2**63), 2**63),
+        mirostat=rng.choice([0, 0, 0, 2]),
+        mirostat_tau=rng.choice([3.0, 5.0]),
+        dry_multiplier=rng.choice([0.0, 0.0, 0.8]),
+        dry_sequence_breakers=rng.choice([None, []]),
+        dynatemp_range=rng.choice([0.0, 0.0, 0.5]),
+        eta_cutoff=rng.choice([0.0, 0.0, 1e-3]),
+        watermark=rng.choice([None, None, None, Watermark(key=rng.randrange(100), context=rng.choice([1, 3]))]),
         min_tokens=rng.choice([0, 0, 4]),
         max_tokens=rng.choice([rng.randrange(4, 20), rng.randrange(4, 20), rng.randrange(40, 90)]),
         logprobs=0,

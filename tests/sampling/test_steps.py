@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import plain
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rows_for_tests import new_row, plan
 from transformers.generation import logits_process as hf
 
+from tokenmill.params import SamplingParams
 from tokenmill.sampling.fixed_point import weights
 from tokenmill.sampling.rows import Rows
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
@@ -203,3 +205,18 @@ def test_extreme_temperatures_stay_numbers(temperature: float) -> None:
 def test_rows_without_knobs_run_no_step() -> None:
     logits = random_logits(8, 3, 50)
     assert after_steps(logits, [{}, {"temperature": 0.0, "top_p": 0.1, "top_k": 3}, {"seed": 7}]) is logits
+
+
+def test_the_documented_order_is_the_real_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "SAMPLING.md").read_text()
+    told = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    names = {step.name for step in (*LOGITS_STEPS, *CUTS)}
+    assert [name for name in told if name in names] == [step.name for step in (*LOGITS_STEPS, *CUTS)]
+
+
+def test_every_knob_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "SAMPLING.md").read_text()
+    told_elsewhere = {"n", "beam", "max_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens"}
+    told_elsewhere |= {"context_shift", "context_keep"}
+    missing = [name for name in SamplingParams.__struct_fields__ if f"`{name}`" not in page]
+    assert set(missing) <= told_elsewhere

@@ -32,6 +32,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "hiccup"}}}, "hiccup"),
     ("guided_regex", "(", "regex"),
+    ("stop_regex", ["(?=x)y"], "looks around"),
+    ("stop_regex", "(a{99}){99}", "too large"),
     ("guided_grammar", "start: nowhere", "nowhere"),
     ("guided_json", '{"$ref": "#/nowhere"}', "#/$ref"),
 ]
@@ -72,6 +74,9 @@ def test_every_way_to_ask(process: ServerProcess) -> None:
     assert answer(process, guided_grammar='start: "a" "b"') == "ab"
     assert set(json.loads(answer(process, guided_json=json.dumps(PERSON)))) == {"name", "age"}
     assert answer(process, response_format={"type": "text"}, guided_choice=["yes"]) == "yes"
+    assert answer(process, structured_outputs={"choice": ["yes"]}) == "yes"
+    assert answer(process, structured_outputs={"regex": "[ab]{3}x", "json": None}).endswith("x")
+    assert set(json.loads(answer(process, structured_outputs={"json": PERSON}))) == {"name", "age"}
 
 
 def test_usage_counts_forced_tokens(process: ServerProcess) -> None:

@@ -20,6 +20,7 @@ VERBS = {
     "show": "Describe a model, and what of it fits here",
     "rm": "Remove models from the store",
     "plan": "Memory, speed and price of a model on a device, before buying it",
+    "detect": "Tell whether a text carries a watermark",
     "bench": "Measure: offline, serve, search, startup, latency, compare, report",
     "doctor": "What this machine has, what is chosen and why, what to fix",
 }

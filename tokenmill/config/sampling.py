@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from tokenmill.params import SamplingParams
+from tokenmill.params import SamplingParams, Watermark
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,26 @@ class SamplingConfig:
     """Leave out tokens less likely than this share of the most likely one."""
     typical_p: float = 1.0
     """Draw from the most typical tokens that together have this probability."""
+    top_n_sigma: float = 0.0
+    """Draw from the tokens within so many standard deviations of the highest logit; 0 for all."""
+    xtc_probability: float = 0.0
+    """How often the most likely tokens are left out, for more surprising answers."""
+    xtc_threshold: float = 0.1
+    """Tokens at least this likely count as the most likely ones there."""
+    dynatemp_range: float = 0.0
+    """The temperature moves this far to both sides: down where the model is sure, up where it is not."""
+    mirostat: int = 0
+    """2 keeps the surprise of each token near mirostat-tau; 0 does not."""
+    mirostat_tau: float = 5.0
+    """The wanted surprise of a token, in bits."""
+    mirostat_eta: float = 0.1
+    """How quickly mirostat corrects itself."""
+    dry_multiplier: float = 0.0
+    """Above 0, passages that repeat earlier ones become less likely the longer they are (DRY)."""
+    dry_allowed_length: int = 2
+    """Repeats up to so many tokens cost nothing."""
+    no_repeat_ngram_size: int = 0
+    """No run of so many tokens occurs twice; 0 lets it."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens that occurred already less likely."""
     presence_penalty: float = 0.0
@@ -36,8 +56,16 @@ class SamplingConfig:
     """Shortest answer in tokens."""
     stop: tuple[str, ...] = ()
     """Text that ends the answer; may be given several times."""
+    stop_regex: tuple[str, ...] = ()
+    """A pattern that ends the answer; may be given several times."""
+    thinking_budget: int | None = None
+    """The most tokens the model may spend thinking before it must answer."""
+    watermark_key: int | None = None
+    """Leaves a watermark that `tokenmill detect --key` finds."""
     ignore_eos: bool = False
     """Go on when the model would end its answer."""
 
     def params(self) -> SamplingParams:
-        return SamplingParams(**{**asdict(self), "stop": list(self.stop)})
+        given = {**asdict(self), "stop": list(self.stop), "stop_regex": list(self.stop_regex)}
+        key = given.pop("watermark_key")
+        return SamplingParams(**given, watermark=None if key is None else Watermark(key))

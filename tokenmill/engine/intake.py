@@ -8,17 +8,19 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from functools import cached_property
 
 import msgspec
 
 from tokenmill.engine.shifting import NO_SHIFTING, Shifting, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import DRY_BREAKERS, SamplingParams
-from tokenmill.text.breakers import BreakerIndex
 from tokenmill.text.messages import messages_for_template
+from tokenmill.text.stop_regex import stop_patterns
 from tokenmill.text.template import CHATML, ChatTemplate
 from tokenmill.text.think_sections import is_open_at_end, markers_in
 from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.word_search import WordSearch
 from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, SpelledKnobs
 
 ClientRequest = ChatRequest | PromptRequest | EmbedRequest
@@ -40,7 +42,6 @@ class Intake:
         self._eos_token_ids = list(eos_token_ids)
         self._shifting = shifting
         self._template = _template_of(tokenizer) if tokenizer else None
-        self._breakers: BreakerIndex | None = None  # built when a request first needs it
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -49,6 +50,10 @@ class Intake:
                 "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
             )
         return self._tokenizer
+
+    @cached_property
+    def _words(self) -> WordSearch:
+        return WordSearch(self.tokenizer, self._vocab_size)
 
     def take(self, asked: ClientRequest) -> Request:
         if isinstance(asked, EmbedRequest):
@@ -108,10 +113,10 @@ class Intake:
     def _settle(self, params: SamplingParams) -> SamplingParams:
         for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids", "logit_bias"):
             self._require_known(list(getattr(params, name) or []), name)
-        if params.beam and params.stop:
-            raise InvalidRequest("stop does not combine with beam search; use stop_token_ids", param="stop")
-        if params.stop:
+        if params.stop or params.stop_regex:
             assert self.tokenizer is not None
+        if params.stop_regex:
+            stop_patterns(tuple(params.stop_regex))
         if params.best_of is not None:
             # All candidates run as choices with logprobs; the outlet keeps the best n of them.
             return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
@@ -121,11 +126,12 @@ class Intake:
         """What the core must know of the knobs that are text."""
         spelled = SpelledKnobs()
         if params.dry_multiplier > 0.0:
-            if self._breakers is None:
-                self._breakers = BreakerIndex(self.tokenizer, self._vocab_size)
             breakers = DRY_BREAKERS if params.dry_sequence_breakers is None else params.dry_sequence_breakers
-            single, longer = self._breakers.token_sequences(breakers)
+            single, longer = self._words.breakers(breakers)
             spelled = msgspec.structs.replace(spelled, dry_break_ids=single, dry_breakers=longer)
+        if params.beam and params.stop:
+            pieces = self._words.stop_pieces(params.stop, skip_special_tokens=params.skip_special_tokens)
+            spelled = msgspec.structs.replace(spelled, stop_pieces=pieces)
         if params.thinking_budget is not None:
             start, end = params.thinking_markers or self._template_markers()
             spelled = msgspec.structs.replace(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenmill.text.detokenize import IncrementalDetokenizer
-from tokenmill.text.stops import StopStrings
+from tokenmill.text.stop_chain import Stops
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import Event, Request, SequenceOutput, TokenInfo, TokenLogprobs, Usage
 
@@ -25,7 +25,7 @@ class Choice:
     """What is known of one sequence so far."""
 
     detokenizer: IncrementalDetokenizer | None
-    stops: StopStrings
+    stops: Stops
     num_tokens: int = 0
     num_decoded: int = 0  # characters decoded
     num_emitted: int = 0  # characters handed out
@@ -86,7 +86,7 @@ class Outlet:
                 prompt_ids=self._request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
             )
-        return Choice(detokenizer, StopStrings(params.stop, include_stop=params.include_stop))
+        return Choice(detokenizer, Stops(params.stop, params.stop_regex, include_stop=params.include_stop))
 
     def _advance(self, choice: Choice, output: SequenceOutput) -> Event | None:
         text, matched = "", None
@@ -118,7 +118,8 @@ class Outlet:
             choice.has_logprobs = True
             if self._wants_logprobs and not is_stop_id:
                 choice.unsent_infos.append((choice.num_decoded, self._info(logprobs)))
-        if choice.num_tokens <= self._request.params.min_tokens and self._request.params.stop:
+        params = self._request.params
+        if choice.num_tokens <= params.min_tokens and (params.stop or params.stop_regex):
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
 

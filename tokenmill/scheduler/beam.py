@@ -1,7 +1,7 @@
 """Beam search: keep the `width` best unfinished hypotheses, grow all of them by one token at a time.
 
     live beams × 2·width most likely tokens ──► the 2·width best sums of logprobs, best first
-        ends (stop id, length) and ranks among the first `width`   ──► finished, score = sum / length ** penalty
+        ends (stop, length) and ranks among the first `width`      ──► finished, score = sum / length ** penalty
         the first `width` that go on                               ──► the next live beams
 
 Twice the width is looked at because up to `width` of them may end. The search is over when `width` hypotheses are
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from tokenmill.scheduler.beam_stops import BeamStops
 from tokenmill.scheduler.finish import Ending, ending_after
 from tokenmill.scheduler.job import Job
 from tokenmill.scheduler.sequence import Sequence
@@ -49,6 +50,7 @@ class BeamSearch:
         assert params.beam is not None
         self._job = job
         self._beam = params.beam
+        self._stops = BeamStops(job.request)
         self.num_logprobs: int | None = max(2 * params.beam.width, params.logprobs or 0)
         self._reports: dict[Sequence, RowResult] = {}
         self._finished: list[Hypothesis] = []
@@ -127,7 +129,11 @@ class BeamSearch:
 
     def _ending(self, branch: Branch) -> Ending | None:
         length = branch.parent.num_outputs + 1
-        return ending_after(self._job.request, self._job.stop_token_ids, branch.token.token_id, length)
+        token_id = branch.token.token_id
+        ending = ending_after(self._job.request, self._job.stop_token_ids, token_id, length)
+        if ending is None and self._stops.is_met(branch.parent.outputs, token_id):
+            return Ending("stop")
+        return ending
 
     def _file(self, branch: Branch, ending: Ending) -> None:
         length = branch.parent.num_outputs + 1

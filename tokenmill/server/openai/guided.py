@@ -59,7 +59,7 @@ def _json(fields: Fields, key: str) -> Guided | None:
     try:
         orjson.loads(text or "")
     except orjson.JSONDecodeError as error:
-        refuse(key, f"is not valid JSON: {error}")
+        refuse(fields.name(key), f"is not valid JSON: {error}")
     return Guided("json_schema", text or "")
 
 
@@ -73,7 +73,7 @@ def _choice(fields: Fields, key: str) -> Guided | None:
     if texts is None:
         return None
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        refuse(key, "must be a list of strings, none of them empty")
+        refuse(fields.name(key), "must be a list of strings, none of them empty")
     return Guided.choice(texts)
 
 
@@ -82,17 +82,43 @@ def _grammar(fields: Fields, key: str) -> Guided | None:
     return None if text is None else Guided("gbnf" if is_gbnf(text) else "lark", text)
 
 
+def _structured_outputs(fields: Fields, key: str) -> Guided | None:
+    """vLLM's newer field: one object with exactly one constraint."""
+    wanted = fields.object(key)
+    if wanted is None:
+        return None
+    unknown = [name for name, value in wanted.values.items() if name not in STRUCTURED and value not in (None, False)]
+    if unknown:
+        refuse(wanted.name(unknown[0]), f"is not supported; {key} takes one of {', '.join(STRUCTURED)}")
+    given = [guided for name, read in STRUCTURED.items() if (guided := read(wanted, name)) is not None]
+    if len(given) != 1:
+        refuse(key, f"must hold exactly one of {', '.join(STRUCTURED)}")
+    return given[0]
+
+
+def _any_object(fields: Fields, key: str) -> Guided | None:
+    return Guided("json_object") if fields.boolean(key) else None
+
+
 def _text(fields: Fields, key: str) -> str | None:
     text = fields.text(key)
     if text == "":
-        refuse(key, "must not be empty")
+        refuse(fields.name(key), "must not be empty")
     return text
 
 
+STRUCTURED: dict[str, Callable[[Fields, str], Guided | None]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _any_object,
+}
 READERS: dict[str, Callable[[Fields, str], Guided | None]] = {
     "response_format": _response_format,
     "guided_json": _json,
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _grammar,
+    "structured_outputs": _structured_outputs,
 }

@@ -1,6 +1,6 @@
 """The knobs of a generation as OpenAI and vLLM name them, into `SamplingParams`.
 
-OpenAI's ranges hold for OpenAI's fields; the extensions that vLLM users know have their own.
+OpenAI's ranges hold for OpenAI's fields; the extensions that users of vLLM and llama.cpp know have their own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,20 @@ from typing import Any
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.status import ModelInfo
-from tokenmill.params import INT64_MAX, INT64_MIN, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, BeamParams, SamplingParams
+from tokenmill.params import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_BREAKERS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_REGEXES,
+    MAX_STOP_STRINGS,
+    MAX_WATERMARK_CONTEXT,
+    NUMBERS,
+    WHOLE_NUMBERS,
+    BeamParams,
+    SamplingParams,
+    Watermark,
+)
 from tokenmill.server.fields import Fields, refuse, shown
 from tokenmill.server.openai.guided import parse_guided
 
@@ -24,13 +37,12 @@ UNSUPPORTED = (
     "bad_words",
     "continue_final_message",
     "documents",
+    "guided_whitespace_pattern",
     "kv_transfer_params",
     "logits_processors",
     "mm_processor_kwargs",
     "return_token_ids",
     "return_tokens_as_token_ids",
-    "structured_outputs",
-    "thinking_token_budget",
     "truncate_prompt_tokens",
     "vllm_xargs",
 )
@@ -73,7 +85,11 @@ def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, 
         "allowed_token_ids": fields.token_ids("allowed_token_ids", info.vocab_size, info.vocab_size),
         "banned_token_ids": fields.token_ids("banned_token_ids", info.vocab_size, info.vocab_size),
         "guided": parse_guided(fields),
-        "stop": _stop(fields),
+        "stop": _texts(fields, "stop", MAX_STOP_STRINGS),
+        "stop_regex": _texts(fields, "stop_regex", MAX_STOP_REGEXES),
+        "dry_sequence_breakers": _texts(fields, "dry_sequence_breakers", MAX_BREAKERS),
+        "thinking_markers": _markers(fields),
+        "watermark": _watermark(fields),
         "stop_token_ids": fields.token_ids("stop_token_ids", MAX_STOP_STRINGS, info.vocab_size),
         "prompt_logprobs": _prompt_logprobs(fields),
         "ignore_eos": fields.boolean("ignore_eos"),
@@ -85,18 +101,23 @@ def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, 
 
 
 def _numbers(fields: Fields) -> dict[str, float | int | None]:
+    """All knobs that are one number, by our names, which are vLLM's and llama.cpp's where they have them."""
+    numbers: dict[str, float | int | None] = {
+        name: fields.number(name, low, high)
+        for name, (low, high) in NUMBERS.items()
+        if name not in ("temperature", "top_n_sigma")
+    }
+    whole = {name: fields.integer(name, *WHOLE_NUMBERS[name]) for name in WHOLE_NUMBERS if name not in ("n", "top_k")}
     top_k = fields.integer("top_k", -1, MAX_COUNT)
+    top_n_sigma = fields.number("top_n_sigma", -1.0, NUMBERS["top_n_sigma"][1])
     return {
+        **numbers,
+        **whole,
         "temperature": fields.number("temperature", 0.0, 2.0),
-        "top_p": fields.number("top_p", 0.0, 1.0),
-        "min_p": fields.number("min_p", 0.0, 1.0),
-        "typical_p": fields.number("typical_p", 0.0, 1.0),
         "top_k": 0 if top_k == -1 else top_k,  # vLLM writes -1 for "all"
-        "presence_penalty": fields.number("presence_penalty", -2.0, 2.0),
-        "frequency_penalty": fields.number("frequency_penalty", -2.0, 2.0),
-        "repetition_penalty": fields.number("repetition_penalty", 1e-3, 1e3),
+        "top_n_sigma": None if top_n_sigma is None else max(0.0, top_n_sigma),  # llama.cpp writes -1 for "off"
         "seed": fields.integer("seed", INT64_MIN, INT64_MAX),
-        "min_tokens": fields.integer("min_tokens", 0, MAX_COUNT),
+        "thinking_budget": fields.integer("thinking_token_budget", 0, MAX_COUNT),
     }
 
 
@@ -131,18 +152,38 @@ def _prompt_logprobs(fields: Fields) -> int | None:
     return count
 
 
-def _stop(fields: Fields) -> list[str] | None:
-    if isinstance(fields.get("stop"), str):
-        return _require_stops([fields.get("stop")])
-    stops = fields.items("stop", MAX_STOP_STRINGS)
-    return None if stops is None else _require_stops(stops)
+def _texts(fields: Fields, key: str, most: int) -> list[str] | None:
+    """One string or a list of them."""
+    given = fields.get(key)
+    texts = [given] if isinstance(given, str) else fields.items(key, most)
+    for text in texts or []:
+        if not isinstance(text, str) or not text:
+            refuse(key, f"must be a string or a list of strings, none of them empty, got {shown(text)}")
+    return texts
 
 
-def _require_stops(stops: list[Any]) -> list[str]:
-    for stop in stops:
-        if not isinstance(stop, str) or not stop:
-            refuse("stop", f"must be a string or a list of strings, none of them empty, got {shown(stop)}")
-    return stops
+def _markers(fields: Fields) -> tuple[str, str] | None:
+    texts = _texts(fields, "thinking_markers", 2)
+    if texts is None:
+        return None
+    if len(texts) != 2:
+        refuse("thinking_markers", "must be two strings: what opens a think section and what closes it")
+    return texts[0], texts[1]
+
+
+def _watermark(fields: Fields) -> Watermark | None:
+    given = fields.object("watermark")
+    if given is None:
+        return None
+    key = given.integer("key", 0, INT64_MAX)
+    if key is None:
+        refuse("watermark.key", "is required")
+    asked = {
+        "gamma": given.number("gamma", 0.0, 1.0),
+        "delta": given.number("delta", 0.0, 100.0),
+        "context": given.integer("context", 1, MAX_WATERMARK_CONTEXT),
+    }
+    return Watermark(key, **{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float] | None:

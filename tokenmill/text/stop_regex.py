@@ -1,0 +1,184 @@
+"""Stop regexes in a stream: the first match to be complete ends the text; what may begin one is held back.
+
+All patterns are one automaton (Thompson's), and all its states are followed at once, each with the place where its
+match began: a character costs at most one look at every state, whatever the pattern. What follows from a set of states
+and a character is remembered, so that ordinary text costs one look-up a character.
+
+    text      ... 4 2 \\n              pattern  \\d+\\n
+    threads   began at "4", at "2"     complete at "\\n": the one that began first wins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.text.regex_parse import MAX_SIZE, Chars, Either, InOrder, Node, Parser, Repeat, Test
+
+MAX_MATCH = 1024  # characters: a match that grows longer is given up, and what it held back goes out
+MAX_REMEMBERED = 20_000
+
+
+@dataclass
+class Automaton:
+    """States are numbers: one reads a character (`tests`), any number of others are reached without one (`free`)."""
+
+    tests: list[Test | None] = field(default_factory=list)
+    then: list[int] = field(default_factory=list)  # where a read character leads
+    free: list[list[int]] = field(default_factory=list)
+    whole: dict[int, int] = field(default_factory=dict)  # state that completes a match -> which pattern's
+
+    def add(self, test: Test | None = None, then: int = -1, free: Sequence[int] = ()) -> int:
+        self.tests.append(test)
+        self.then.append(then)
+        self.free.append(list(free))
+        return len(self.tests) - 1
+
+    def build(self, node: Node, then: int) -> int:
+        """The state from which `node`, and then state `then`, is matched."""
+        if isinstance(node, Chars):
+            return self.add(node.test, then)
+        if isinstance(node, InOrder):
+            for part in reversed(node.parts):
+                then = self.build(part, then)
+            return then
+        if isinstance(node, Either):
+            return self.add(free=[self.build(part, then) for part in node.parts])
+        return self._repeat(node, then)
+
+    def _repeat(self, node: Repeat, then: int) -> int:
+        if node.high is None:
+            loop = self.add(free=[then])
+            self.free[loop].append(self.build(node.part, loop))
+            then = loop
+        for _ in range((node.high or 0) - node.low):
+            then = self.add(free=[then, self.build(node.part, then)])
+        for _ in range(node.low):
+            then = self.build(node.part, then)
+        return then
+
+    def reach(self, state: int, seen: set[int]) -> list[int]:
+        """States not `seen` yet that `state` leads to without a character, and that read one or complete a match."""
+        waiting, found = [state], []
+        while waiting:
+            state = waiting.pop()
+            if state in seen:
+                continue
+            seen.add(state)
+            if self.tests[state] is not None or state in self.whole:
+                found.append(state)
+            waiting.extend(self.free[state])
+        return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a character makes of threads: their new states, from which thread each comes (-1: begins anew), and
+    the thread that completed a match, with the pattern's number."""
+
+    states: tuple[int, ...]
+    sources: tuple[int, ...]
+    match: tuple[int, int] | None
+
+
+class StopPatterns:
+    """Compiled patterns; shared by all streams that look for them."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self.patterns = patterns
+        trees = [Parser(pattern).parse() for pattern in patterns]
+        if sum(tree.size for tree in trees) > MAX_SIZE:
+            raise InvalidRequest(f"the stop_regex patterns together are larger than {MAX_SIZE}", param="stop_regex")
+        automaton = Automaton()
+        begins = []
+        for number, tree in enumerate(trees):
+            end = automaton.add()
+            automaton.whole[end] = number
+            begins.append(automaton.build(tree, end))
+        self._automaton = automaton
+        seen: set[int] = set()
+        self.beginning = tuple(state for begin in begins for state in automaton.reach(begin, seen))
+        for state in self.beginning:
+            if state in automaton.whole:
+                empty = patterns[automaton.whole[state]]
+                raise InvalidRequest(f"stop_regex {empty[:60]!r} matches the empty text", param="stop_regex")
+        self._moves: dict[tuple[tuple[int, ...], str], Move] = {}
+
+    def move(self, states: tuple[int, ...], char: str) -> Move:
+        known = self._moves.get((states, char))
+        if known is None:
+            if len(self._moves) >= MAX_REMEMBERED:
+                self._moves.clear()
+            known = self._moves[states, char] = self._moved(states, char)
+        return known
+
+    def _moved(self, states: tuple[int, ...], char: str) -> Move:
+        automaton, seen = self._automaton, set[int]()
+        found: list[tuple[int, int]] = []  # (state, thread); the first thread to reach a state began first
+        for thread, state in enumerate(states):
+            test = automaton.tests[state]
+            if test is not None and test(char):
+                found += [(reached, thread) for reached in automaton.reach(automaton.then[state], seen)]
+        complete = [(thread, automaton.whole[state]) for state, thread in found if state in automaton.whole]
+        found += [(state, -1) for state in self.beginning if state not in seen]
+        return Move(tuple(s for s, _ in found), tuple(t for _, t in found), min(complete, default=None))
+
+
+@lru_cache(maxsize=64)
+def stop_patterns(patterns: tuple[str, ...]) -> StopPatterns:
+    """Raises InvalidRequest where one of them can't be followed."""
+    return StopPatterns(patterns)
+
+
+class StopRegexes:
+    """One stream. The same three words as `StopStrings`: push, flush, matched."""
+
+    def __init__(self, patterns: StopPatterns, include_stop: bool = False) -> None:
+        self._patterns = patterns
+        self._include_stop = include_stop
+        self._held = ""
+        self._states = patterns.beginning
+        self._begun = [0] * len(patterns.beginning)  # thread → the place in `_held` where it began
+        self.matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What of the text may be sent now, and the pattern that was met, if any. After a match all is dropped."""
+        if self.matched is not None:
+            return "", self.matched
+        place = len(self._held)
+        self._held += text
+        while place < len(self._held):
+            move = self._patterns.move(self._states, self._held[place])
+            place += 1
+            if move.match is not None:
+                return self._end(self._begun[move.match[0]], place, move.match[1]), self.matched
+            self._states = move.states
+            self._begun = [place if source < 0 else self._begun[source] for source in move.sources]
+            self._give_up_before(place - MAX_MATCH)
+        return self._release(), None
+
+    def flush(self) -> str:
+        """The text is over: what was held back."""
+        held, self._held = self._held, ""
+        self._states = self._patterns.beginning
+        self._begun = [0] * len(self._states)
+        return "" if self.matched is not None else held
+
+    def _end(self, begun: int, end: int, pattern: int) -> str:
+        self.matched = self._patterns.patterns[pattern]
+        sent = self._held[: end if self._include_stop else begun]
+        self._held = ""
+        return sent
+
+    def _give_up_before(self, place: int) -> None:
+        if self._begun[0] < place:  # threads stand in the order in which they began
+            old = sum(begun < place for begun in self._begun)
+            self._states, self._begun = self._states[old:], self._begun[old:]
+
+    def _release(self) -> str:
+        keep = min(self._begun)
+        sent, self._held = self._held[:keep], self._held[keep:]
+        self._begun = [begun - keep for begun in self._begun]
+        return sent

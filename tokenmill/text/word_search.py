@@ -1,0 +1,73 @@
+"""Which tokens of a vocabulary a text may be spelled with: for knobs that are text to users and ids to the core.
+
+DRY's sequence breakers (llama.cpp's rules): a breaker occurs where one token holds it, or where a token ends with its
+beginning and the tokens of its rest follow. The rest is cut as the tokenizer cuts it when it stands alone.
+
+    breaker "\\n\\n"      tokens that hold it: "\\n\\n", "}\\n\\n" ...      "...\\n" followed by "\\n"
+
+Stop strings of beams: every token that holds one, is part of one, ends with the beginning of one or begins with its
+end, with its bytes; any other token parts what stands before it from what follows.
+
+Every token is looked at once per text, so what was found is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from tokenmill.text.tokenizer import Tokenizer
+
+MAX_KEPT = 64
+MAX_TAIL_TOKENS = 20
+
+Found = tuple[list[int], list[list[int]]]  # tokens that hold a breaker; sequences that spell it together
+
+
+class WordSearch:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._words = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self._breaker: Callable[[str], Found] = lru_cache(MAX_KEPT)(self._find_breaker)
+        self._pieces: Callable[[str], dict[int, bytes]] = lru_cache(MAX_KEPT)(self._find_pieces)
+
+    def breakers(self, texts: Iterable[str]) -> Found:
+        single: set[int] = set()
+        longer: list[list[int]] = []
+        for text in dict.fromkeys(texts):
+            held, spelled = self._breaker(text)
+            single |= set(held)
+            longer += [sequence for sequence in spelled if sequence not in longer]
+        return sorted(single), longer
+
+    def stop_pieces(self, stops: Iterable[str], *, skip_special_tokens: bool) -> dict[int, bytes]:
+        """By token its bytes; none for tokens that are not shown."""
+        pieces = {token_id: piece for stop in stops for token_id, piece in self._pieces(stop).items()}
+        hidden = self._tokenizer.special_ids if skip_special_tokens else ()
+        return pieces | {token_id: b"" for token_id in hidden if token_id < len(self._words)}
+
+    def _find_breaker(self, text: str) -> Found:
+        wanted = text.encode("utf-8", "replace")
+        beginnings = tuple(text[:length].encode("utf-8", "replace") for length in range(1, len(text)))
+        single: list[int] = []
+        longer: list[list[int]] = []
+        for token_id, word in enumerate(self._words):
+            if wanted in word:
+                single.append(token_id)
+            elif beginnings and word.endswith(beginnings):
+                longer += [[token_id, *self._tail(wanted[len(b) :])] for b in beginnings if word.endswith(b)]
+        return single, longer
+
+    def _tail(self, rest: bytes) -> list[int]:
+        text = rest.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)[:MAX_TAIL_TOKENS]
+
+    def _find_pieces(self, stop: str) -> dict[int, bytes]:
+        wanted = stop.encode("utf-8", "replace")
+        beginnings = tuple(wanted[:length] for length in range(1, len(wanted)))
+        ends = tuple(wanted[length:] for length in range(1, len(wanted)))
+        return {
+            token_id: word
+            for token_id, word in enumerate(self._words)
+            if word and (wanted in word or word in wanted or word.endswith(beginnings) or word.startswith(ends))
+        }

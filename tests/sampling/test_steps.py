@@ -48,7 +48,8 @@ REFERENCES = {
     "top_p": (plain.top_p, st.floats(0.01, 0.999)),
     "min_p": (plain.min_p, st.floats(0.001, 1.0)),
     "typical_p": (plain.typical, st.floats(0.01, 0.999)),
-    "top_n_sigma": (plain.top_n_sigma, st.floats(0.1, 5.0)),
+    # never 2: two logits lie exactly two standard deviations apart
+    "top_n_sigma": (plain.top_n_sigma, st.floats(0.1, 5.0).map(lambda n: n * 1.001)),
     "top_a": (plain.top_a, st.floats(0.001, 1.0)),
     "epsilon_cutoff": (plain.epsilon, st.floats(0.0001, 1.0)),
     "eta_cutoff": (plain.eta, st.floats(0.0001, 0.9)),

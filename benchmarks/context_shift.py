@@ -65,7 +65,9 @@ def plain_logprobs(path: Path, context: int, tokens: list[int]) -> Logprobs:
     window."""
     spec = windowed(read_spec(path), context, len(tokens) + 1)
     asked = EngineConfig(
-        ModelConfig(model=str(path), max_context=len(tokens) + 1), CacheConfig(num_blocks=256), ops=OpsConfig(threads=1)
+        ModelConfig(model=str(path), max_context=len(tokens) + 1),
+        CacheConfig(num_blocks=len(tokens) // 16 + 64),
+        ops=OpsConfig(threads=1),
     )
     config = resolve(asked, spec, KVLayout.from_spec(spec), machine_facts(asked, spec, path)).config
     model, _ = build_model(config, spec, open_source(config, path, spec))
@@ -117,7 +119,8 @@ def main() -> int:
     for name in asked.ways.split(","):
         began = time.perf_counter()
         curves[name] = perplexities(ways[name](), asked.bin)
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        rounded = [round(value, 2) for value in curves[name]]
+        print(f"{name}: {time.perf_counter() - began:.0f} s, {rounded}", file=sys.stderr, flush=True)
     print(f"{len(tokens):,} tokens, context {context:,}, {keep} kept: perplexity of each {asked.bin:,} tokens")
     print(table(curves, asked.bin))
     print(json.dumps({"context": context, "keep": keep, "bin": asked.bin, "perplexity": curves}))

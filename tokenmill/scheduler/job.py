@@ -108,6 +108,11 @@ class Gang:
             sequence.gang = self
 
     @property
+    def priority(self) -> int:
+        """Smaller runs first."""
+        return self.key[0]
+
+    @property
     def leader(self) -> Sequence:
         return self.members[0]
 

@@ -1,6 +1,7 @@
 """The scheduler: which tokens are computed in the next step, and what came of them.
 
-    plan:   running sequences first, one token each at least; waiting ones with what is left of the budget
+    plan:   running sequences first, one token each at least; waiting ones with what is left of the budget; those of
+            lower priority make way for waiting ones that would not come in otherwise
     apply:  computed tokens are committed, drawn ones appended; who is done leaves
 
 It knows token ids, blocks and rows; tensors are the runner's, text is the outlet's. Time is an argument (`clock`), so
@@ -10,6 +11,7 @@ that everything here runs on a virtual one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest, Overloaded
@@ -126,6 +128,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
+        self._make_way()
         draft = Draft(TokenBudget(self._config.token_budget, self._floor.num_sequences))
         self._serve_running(draft)
         if not draft.num_preempted:
@@ -164,7 +167,9 @@ class Scheduler:
         start, end = sequence.computed, sequence.computed + num_tokens
         while (copies := self._cache.reserve(sequence.held_table, start, end)) is None:
             victim = self._floor.gangs[-1]
-            self._preempt(victim, draft)
+            draft.num_preempted += 1
+            draft.budget.give_up(len(victim.members))
+            self._preempt(victim)
             if victim is gang:
                 return None
         return copies + self._look_ahead(sequence, end)
@@ -175,14 +180,33 @@ class Scheduler:
             return []
         return self._cache.reserve(sequence.held_table, end, end + self._lookahead_tokens) or []
 
-    def _preempt(self, gang: Gang, draft: Draft) -> None:
-        draft.num_preempted += 1
-        draft.budget.give_up(len(gang.members))
+    def _preempt(self, gang: Gang) -> None:
         self._counters.preemptions += 1
         self._floor.preempt(gang)
         self._waiting.push(gang)
 
     # ── admission ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_way(self) -> None:
+        while (gang := self._waiting.peek()) is not None and self._displaces(gang):
+            pass
+
+    def _displaces(self, gang: Gang) -> bool:
+        """Running gangs of lower priority go, from the end of the order, until `gang` can come in, and it does; none
+        goes where all of them together would not be enough, or nobody has to."""
+        lower = list(takewhile(lambda other: other.priority > gang.priority, reversed(self._floor.gangs)))
+        if not lower or self._config.policy == "static" or self._hit_with_room(gang) is not None:
+            return False
+        rows = self._floor.seats.num_free + sum(other.num_rows for other in lower)
+        blocks = self._cache.num_free + sum(member.held_table.num_held for other in lower for member in other.members)
+        if rows < gang.num_rows or blocks < self._blocks_needed(gang):
+            return False
+        for victim in lower:
+            self._preempt(victim)
+            if (hit := self._hit_with_room(gang)) is not None:
+                self._enter(gang, hit)
+                return True
+        return False
 
     def _admit_waiting(self, draft: Draft) -> None:
         if self._config.policy == "static" and not self._floor.gangs:
@@ -195,12 +219,10 @@ class Scheduler:
                 return
 
     def _admit(self, gang: Gang, draft: Draft) -> bool:
-        if self._floor.seats.num_free < gang.num_rows or not self._enter_with_room(gang):
+        hit = self._hit_with_room(gang)
+        if hit is None:
             return False
-        self._waiting.pop()
-        self._note_admission(gang)
-        if not gang.wants(gang.leader):
-            self._floor.bear(gang)
+        self._enter(gang, hit)
         granted = draft.budget.spend(gang.wants(gang.leader))
         copies = self._cache.reserve(gang.leader.held_table, gang.leader.computed, gang.leader.computed + granted)
         assert copies is not None, "room for the whole sequence was checked"
@@ -208,22 +230,33 @@ class Scheduler:
         draft.add(gang.leader, granted, copies + self._look_ahead(gang.leader, end))
         return True
 
-    def _enter_with_room(self, gang: Gang) -> bool:
-        """Lets a gang in if all its leader wants fits now, and leaves each running sequence a block to grow into."""
-        room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
-        if self._floor.gangs and room <= gang.refused_room:
-            return False  # nothing came free since the last look
-        leader = gang.leader
-        leader.refit()
-        needed = self._cache.blocks_for(len(leader.window), self._config.token_budget)
-        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
-        hit = self._hit(gang, leader, min(gang.target(leader), len(leader.window) - 1))
-        if self._floor.gangs and needed - self._cache.num_shared(hit) > room:
-            gang.refused_room = room
-            return False
+    def _enter(self, gang: Gang, hit: Hit) -> None:
         self._floor.enter(gang, hit)
         gang.refused_room = -1
-        return True
+        self._waiting.pop()
+        self._note_admission(gang)
+        if not gang.wants(gang.leader):
+            self._floor.bear(gang)
+
+    def _hit_with_room(self, gang: Gang) -> Hit | None:
+        """How much of a gang is computed already, if there are rows for it and all its leader wants fits now and leaves
+        each running sequence a block to grow into; else None."""
+        if self._floor.seats.num_free < gang.num_rows:
+            return None
+        room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
+        if self._floor.gangs and room <= gang.refused_room:
+            return None  # nothing came free since the last look
+        leader = gang.leader
+        leader.refit()
+        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
+        hit = self._hit(gang, leader, min(gang.target(leader), len(leader.window) - 1))
+        if self._floor.gangs and self._blocks_needed(gang) - self._cache.num_shared(hit) > room:
+            gang.refused_room = room
+            return None
+        return hit
+
+    def _blocks_needed(self, gang: Gang) -> int:
+        return self._cache.blocks_for(len(gang.leader.window), self._config.token_budget)
 
     def _hit(self, gang: Gang, sequence: Sequence, limit: int) -> Hit:
         if not gang.job.may_reuse_prefix:

@@ -1,0 +1,83 @@
+"""Who makes way for whom: a waiting request of higher priority takes the place of running ones of lower priority."""
+
+from __future__ import annotations
+
+from simulated_runner import expected_tokens
+from test_scheduler_rules import Bench, ask, endings, tokens_of
+
+from tokenmill.params import BeamParams
+
+
+def names_running(bench: Bench) -> list[str]:
+    return [gang.job.request.request_id for gang in bench.scheduler._floor.gangs]
+
+
+def test_when_rows_are_short_the_youngest_of_the_lowest_priority_goes() -> None:
+    bench = Bench(max_running=3)
+    for name, priority in (("mid", 1), ("old", 5), ("young", 5)):
+        bench.scheduler.add(ask(name, priority=priority, max_tokens=20))
+    bench.step()
+    bench.scheduler.add(ask("urgent", priority=0, max_tokens=2))
+    bench.step()
+    assert names_running(bench) == ["urgent", "mid", "old"]
+    outputs = bench.drain()
+    assert endings(outputs)[0][0] == "urgent"
+    assert bench.scheduler.stats().preemptions == 1
+
+
+def test_when_blocks_are_short_as_many_go_as_must() -> None:
+    bench = Bench(num_blocks=13, prefix_caching=False)  # twelve of 4 tokens
+    low = [ask(name, prompt_len=8, max_tokens=4, priority=3) for name in ("a", "b", "c")]
+    for request in low:
+        bench.scheduler.add(request)
+    outputs = bench.step()
+    urgent = ask("urgent", prompt_len=22, max_tokens=2)
+    bench.scheduler.add(urgent)
+    outputs += bench.step()
+    assert names_running(bench) == ["urgent", "a", "b"] and tokens_of(outputs, "urgent")
+    outputs += bench.drain()
+    assert bench.scheduler.stats().preemptions == 1
+    for request in (urgent, *low):
+        assert tokens_of(outputs, request.request_id) == expected_tokens(request, 0)
+
+
+def test_what_made_way_comes_back_and_says_what_it_would_have_said() -> None:
+    bench = Bench(max_running=2)
+    requests = [ask("low", priority=2, n=2, max_tokens=9), ask("beams", priority=1, beam=BeamParams(2), max_tokens=6)]
+    bench.scheduler.add(requests[0])
+    first = bench.step()
+    bench.scheduler.add(requests[1])
+    outputs = first + bench.drain()
+    assert bench.scheduler.stats().preemptions == 2
+    assert endings(outputs)[0][0] == "beams"
+    for index in range(2):
+        assert tokens_of(outputs, "low", index) == expected_tokens(requests[0], index)
+
+
+def test_equals_wait_their_turn() -> None:
+    bench = Bench(max_running=1)
+    bench.scheduler.add(ask("first", max_tokens=9))
+    bench.step()
+    bench.scheduler.add(ask("second", max_tokens=2))
+    assert [name for name, _, _ in endings(bench.drain())] == ["first", "second"]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_nobody_goes_in_vain() -> None:
+    """The others of its own priority hold what it needs, so it waits for them and the lowest goes on."""
+    bench = Bench(num_blocks=13, prefix_caching=False)
+    bench.scheduler.add(ask("equal", prompt_len=28, max_tokens=3))
+    bench.scheduler.add(ask("low", prompt_len=6, max_tokens=3, priority=4))
+    bench.step()
+    bench.scheduler.add(ask("large", prompt_len=30, max_tokens=2))
+    assert tokens_of(bench.step(), "low")
+    assert [name for name, _, _ in endings(bench.drain())] == ["equal", "low", "large"]
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_a_static_batch_is_not_broken_up() -> None:
+    bench = Bench(policy="static", max_running=1)
+    bench.scheduler.add(ask("low", priority=3, max_tokens=6))
+    bench.step()
+    bench.scheduler.add(ask("urgent", priority=0, max_tokens=2))
+    assert [name for name, _, _ in endings(bench.drain())] == ["low", "urgent"]

@@ -69,6 +69,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": None, "original_max_position_embeddings": 256, "rope_parameters": LONG_ROPE},
     ),
     "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4, "sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**MOE, "num_experts": 5, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen2_moe_mixed": (
+        "Qwen2MoeConfig",
+        {
+            **MOE,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {**MOE, "head_dim": 16, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True},

@@ -35,6 +35,12 @@ from tokenmill.errors import UnsupportedModel
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_LAYERS = 10_000
 DEFAULT_LOCAL_THETA = 10000.0
+UNKNOWN_EXPERTS = (
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "leading_dense_block_count",
+    "expert_group_count",
+)
 _CONTROL = 3  # tokenizer.ggml.token_type of a token that is no text
 # Files name one end token; a chat model has more. These texts, where they are control tokens, end a turn.
 _END_TEXTS = frozenset(
@@ -201,7 +207,7 @@ class _Reader:
         num_experts = self.fields.integer_or_none("expert_count", minimum=0)
         if not num_experts:
             return None
-        for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
+        for key in UNKNOWN_EXPERTS:
             if self.fields.get(key):
                 self.fields.refuse(f"{key} is not implemented")
         has_own_size = self.fields.has("expert_feed_forward_length")

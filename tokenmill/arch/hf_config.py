@@ -116,7 +116,11 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
 
 
 def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
-    return experts and replace(experts, expert=replace(experts.expert, activation=mlp.activation))
+    if experts is None:
+        return None
+    expert = replace(experts.expert, activation=mlp.activation)
+    shared = experts.shared and replace(experts.shared, activation=mlp.activation)
+    return replace(experts, expert=expert, shared=shared)
 
 
 def _attention(fields: Fields, family: Family, window: int | None) -> AttentionSpec:

@@ -110,7 +110,8 @@ class MoeSpec:
     num_active: int
     expert: MlpSpec
     renormalize: bool  # weights of the chosen experts sum to one
-    shared: MlpSpec | None = None
+    shared: MlpSpec | None = None  # every token goes through this one too
+    has_shared_gate: bool = False  # weighted by the sigmoid of one more row of the router, not by 1
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ class TensorSpec:
     layers.{i}.{gate,up}.weight, layers.{i}.down.weight      [inter, hidden], [hidden, inter]
     layers.{i}.router.weight                           [experts, hidden]
     layers.{i}.experts.{gate,up}.weight, .down.weight  [experts, inter, hidden], [experts, hidden, inter]
+    layers.{i}.shared.{gate,up,down}.weight            as of an MLP
+    layers.{i}.shared_gate.weight                      [1, hidden]
     layers.{i}.mlp_post_norm.weight                    [hidden]
     final_norm.weight                                  [hidden]
     head.weight                                        [vocab, hidden], absent when tied

@@ -69,3 +69,5 @@ def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
     yield TensorSpec(prefix + "experts.down.weight", (experts, hidden, inter), "linear")
     if moe.shared is not None:
         yield from _mlp(moe.shared, hidden, prefix + "shared.")
+    if moe.has_shared_gate:
+        yield TensorSpec(prefix + "shared_gate.weight", (1, hidden), "vector")

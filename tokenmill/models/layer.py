@@ -27,7 +27,7 @@ class Layer:
         self.attn_post_norm = load.vector(f"{name}.attn_post_norm.weight") if spec.post_norms else None
         self.mlp_post_norm = load.vector(f"{name}.mlp_post_norm.weight") if spec.post_norms else None
         self.attention = Attention(spec.attention, number, layout, norm_eps, load)
-        self.mlp = _make_mlp(spec.mlp, number, load)
+        self.mlp = _make_mlp(spec.mlp, name, load)
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
@@ -51,5 +51,5 @@ class Layer:
         return x if weight is None else self.ops.rms_norm(x, weight, self.eps)
 
 
-def _make_mlp(spec: MlpSpec | MoeSpec, number: int, load: Loader) -> Mlp | Moe:
-    return Mlp(spec, number, load) if isinstance(spec, MlpSpec) else Moe(spec, number, load)
+def _make_mlp(spec: MlpSpec | MoeSpec, name: str, load: Loader) -> Mlp | Moe:
+    return Mlp(spec, name, load) if isinstance(spec, MlpSpec) else Moe(spec, name, load)

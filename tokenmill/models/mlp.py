@@ -9,8 +9,7 @@ from tokenmill.models.loading import Loader
 
 
 class Mlp:
-    def __init__(self, spec: MlpSpec, layer: int, load: Loader) -> None:
-        name = f"layers.{layer}"
+    def __init__(self, spec: MlpSpec, name: str, load: Loader) -> None:
         self.ops = load.ops
         self.activation = spec.activation
         self.gate_up = load.linear([f"{name}.gate", f"{name}.up"], spec.bias)

@@ -1,4 +1,5 @@
-"""Routed experts in the place of an MLP: the router picks, the chosen experts' outputs are weighted and added."""
+"""Routed experts in the place of an MLP: the router picks, the chosen experts' outputs are weighted and added. Some
+models have one more that every token goes through, weighted by a gate of its own."""
 
 from __future__ import annotations
 
@@ -7,21 +8,28 @@ import torch
 from tokenmill.arch.spec import MoeSpec
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models.loading import Loader
+from tokenmill.models.mlp import Mlp
 
 
 class Moe:
-    def __init__(self, spec: MoeSpec, layer: int, load: Loader) -> None:
-        if spec.shared is not None:
-            raise UnsupportedModel("experts shared by all tokens beside the routed ones are not implemented")
+    def __init__(self, spec: MoeSpec, name: str, load: Loader) -> None:
         if spec.expert.bias:
             raise UnsupportedModel("routed experts with biases are not implemented")
-        name = f"layers.{layer}"
         self.spec = spec
         self.ops = load.ops
         self.router = load.linear([f"{name}.router"])
         raws = [load.source.get(f"{name}.experts.{part}.weight") for part in ("gate", "up", "down")]
         self.experts = load.ops.pack_experts(raws[0], raws[1], raws[2], load.dense)
+        self.shared = Mlp(spec.shared, f"{name}.shared", load) if spec.shared else None
+        self.shared_gate = load.vector(f"{name}.shared_gate.weight").view(-1) if spec.has_shared_gate else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.ops.route(self.ops.linear(x, self.router), self.spec.num_active, self.spec.renormalize)
-        return self.ops.experts(x, weights, ids, self.experts, self.spec.expert.activation)
+        routed = self.ops.experts(x, weights, ids, self.experts, self.spec.expert.activation)
+        return routed if self.shared is None else routed + self._gated(self.shared(x), x)
+
+    def _gated(self, shared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[T, H], each token's times its gate"""
+        if self.shared_gate is None:
+            return shared
+        return shared * torch.sigmoid(x.float() @ self.shared_gate).to(x.dtype).unsqueeze(1)

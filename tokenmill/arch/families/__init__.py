@@ -9,11 +9,12 @@ from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.families.mixtral import MIXTRAL
 from tokenmill.arch.families.phi3 import PHI3
 from tokenmill.arch.families.qwen2 import QWEN2
+from tokenmill.arch.families.qwen2_moe import QWEN2_MOE
 from tokenmill.arch.families.qwen3 import QWEN3
 from tokenmill.arch.families.qwen3_moe import QWEN3_MOE
 from tokenmill.arch.family import Family
 
-ALL: tuple[Family, ...] = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3)
+ALL: tuple[Family, ...] = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3)
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}
 BY_MODEL_TYPE: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}

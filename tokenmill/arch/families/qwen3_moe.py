@@ -5,12 +5,12 @@ from __future__ import annotations
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import Fields
 from tokenmill.arch.names import GGUF, HF_LLAMA, HF_QK_NORM
-from tokenmill.arch.rules import Rule
+from tokenmill.arch.rules import Rule, Rules
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.arch.windows import when_used
 
 
-def _experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+def routed_experts(fields: Fields, layer_index: int) -> MoeSpec | None:
     num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", minimum=0)
     is_sparse = (layer_index + 1) % fields.integer("decoder_sparse_step") == 0
     if not is_sparse or num_experts == 0 or layer_index in fields.integers("mlp_only_layers"):
@@ -22,6 +22,13 @@ def _experts(fields: Fields, layer_index: int) -> MoeSpec | None:
         renormalize=fields.flag("norm_topk_prob"),
     )
 
+
+HF_ROUTED: Rules = {
+    "layers.{i}.router.weight": Rule("model.layers.{i}.mlp.gate.weight"),
+    "layers.{i}.experts.gate.weight": Rule("model.layers.{i}.mlp.experts.{e}.gate_proj.weight"),
+    "layers.{i}.experts.up.weight": Rule("model.layers.{i}.mlp.experts.{e}.up_proj.weight"),
+    "layers.{i}.experts.down.weight": Rule("model.layers.{i}.mlp.experts.{e}.down_proj.weight"),
+}
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -47,15 +54,12 @@ QWEN3_MOE = Family(
     hf_rules={
         **HF_LLAMA,
         **HF_QK_NORM,
-        "layers.{i}.router.weight": Rule("model.layers.{i}.mlp.gate.weight"),
-        "layers.{i}.experts.gate.weight": Rule("model.layers.{i}.mlp.experts.{e}.gate_proj.weight"),
-        "layers.{i}.experts.up.weight": Rule("model.layers.{i}.mlp.experts.{e}.up_proj.weight"),
-        "layers.{i}.experts.down.weight": Rule("model.layers.{i}.mlp.experts.{e}.down_proj.weight"),
+        **HF_ROUTED,
     },
     gguf=GGUFTraits("qwen3moe", GGUF),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm=True,
     windows=when_used,
-    experts=_experts,
+    experts=routed_experts,
 )

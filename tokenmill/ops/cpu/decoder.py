@@ -49,6 +49,8 @@ def refusal(spec: ModelSpec, block_size: int, kv_dtype: torch.dtype) -> str | No
     widest = max(layer.attention.head_dim for layer in spec.layers)
     if widest > MAX_HEAD_DIM:
         return f"heads of {widest} numbers; the native kernels take up to {MAX_HEAD_DIM}"
+    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate for layer in spec.layers):
+        return "an expert for all tokens behind a gate of its own, which the native kernels don't have"
     return None
 
 

@@ -1,0 +1,54 @@
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): Qwen2 with routed experts and one that every token goes through,
+weighted by a gate of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.qwen3_moe import HF_ROUTED, routed_experts
+from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.fields import Fields
+from tokenmill.arch.names import GGUF, HF_LLAMA
+from tokenmill.arch.rules import Rule
+from tokenmill.arch.spec import MlpSpec, MoeSpec
+
+
+def _experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+    routed = routed_experts(fields, layer_index)
+    shared = MlpSpec(fields.integer("shared_expert_intermediate_size"))
+    return routed and replace(routed, shared=shared, has_shared_gate=True)
+
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    model_types=("qwen2_moe",),
+    defaults={
+        "hidden_act": "silu",
+        "intermediate_size": 5632,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "qkv_bias": True,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+    },
+    hf_rules={
+        **HF_LLAMA,
+        **HF_ROUTED,
+        "layers.{i}.shared.gate.weight": Rule("model.layers.{i}.mlp.shared_expert.gate_proj.weight"),
+        "layers.{i}.shared.up.weight": Rule("model.layers.{i}.mlp.shared_expert.up_proj.weight"),
+        "layers.{i}.shared.down.weight": Rule("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
+        "layers.{i}.shared_gate.weight": Rule("model.layers.{i}.mlp.shared_expert_gate.weight"),
+    },
+    gguf=GGUFTraits("qwen2moe", GGUF),
+    qkv_bias="qkv_bias",
+    experts=_experts,
+    refused_flags=("use_sliding_window",),
+)

@@ -57,3 +57,10 @@ def test_drawn_tokens_equal_the_reference(tmp_path: Path) -> None:
     make_reference("qwen3").save_pretrained(tmp_path)
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1, seed=7, max_tokens=30)
     assert answers(tmp_path, "cuda", params, 4) == answers(tmp_path, "cpu", params, 7)
+
+
+def test_answers_past_the_context_equal_the_reference(tmp_path: Path) -> None:
+    """Rows that work ahead must not do so across a shift, nor into blocks that the shifted row no longer has."""
+    make_reference("llama").save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=330, ignore_eos=True, context_shift=True)
+    assert answers(tmp_path, "cuda", params, 5) == answers(tmp_path, "cpu", params, 7)

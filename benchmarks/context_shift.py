@@ -1,6 +1,7 @@
 """Perplexity along a text many times longer than the context: the shifting context against a plain window.
 
     python benchmarks/context_shift.py [--model smollm2:135m] [--context 1024] [--keep 4] [--tokens 20000] [--ways …]
+    python benchmarks/context_shift.py --price 3000          what shifting costs while so many tokens are drawn
 
 shifted         the engine with `--context-shift`: first tokens and a window, positions within the cache
 shifted-0       the same with nothing kept: a window computed anew grows sinks of its own, so this should be flat too
@@ -20,6 +21,7 @@ import argparse
 import json
 import math
 import pydoc_data.topics
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +38,8 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
 from tokenmill.engine.build import assemble, build_model, kv_storage, machine_facts, open_source
 from tokenmill.engine.resolve import resolve
 from tokenmill.kv.layout import KVLayout
-from tokenmill.types import Request
+from tokenmill.scheduler.window import num_dropped
+from tokenmill.types import ContextShift, PromptRequest, Request
 
 Logprobs = list[float]
 
@@ -92,6 +95,25 @@ def table(curves: dict[str, list[float]], bin_size: int) -> str:
     return "\n".join(lines)
 
 
+def print_price(model: str, context: int, keep: int, num_tokens: int) -> None:
+    """A step that computes a window anew takes many times as long as one that draws a token."""
+    llm = LLM(model, max_context=context, context_shift=True, context_keep=keep, threads=1)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1)
+    llm.core.add(llm.front.intake(context).take(PromptRequest(prompt="Once upon a time", params=params)))
+    steps: list[float] = []
+    while llm.core.has_work:
+        began = time.perf_counter()
+        llm.core.step()
+        steps.append(time.perf_counter() - began)
+    usual = statistics.median(steps)
+    long = [step for step in steps if step > 5 * usual]
+    shifts = num_dropped(ContextShift(context, keep, (context - keep) // 2), num_tokens) // ((context - keep) // 2)
+    print(
+        f"{num_tokens} tokens in {sum(steps):.1f} s, {1 / usual:.0f} tok/s between shifts; {shifts} shifts took "
+        f"{sum(long):.2f} s, {sum(long) / sum(steps):.1%} of the time, {sum(long) / max(1, shifts):.2f} s each"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2:135m")
@@ -101,7 +123,11 @@ def main() -> int:
     parser.add_argument("--bin", type=int, default=2_000)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--ways", default="shifted,shifted-0,plain", help="which curves, separated by commas")
+    parser.add_argument("--price", type=int, help="instead: draw so many tokens and see what the shifts cost")
     asked = parser.parse_args()
+    if asked.price:
+        print_price(asked.model, asked.context, asked.keep, asked.price)
+        return 0
     front = LLM(asked.model, max_context=asked.context, threads=1).front
     text = asked.text.read_text(encoding="utf-8") if asked.text else reference_text()
     assert front.tokenizer is not None

@@ -14,6 +14,10 @@
 #include "decoder.h"
 #include "packing.h"
 
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -195,6 +199,16 @@ class Bench {  // a matrix product with its own pool, without a model around it
   Activations in_;
 };
 
+// Loads a shared library with the interpreter free to go on: importing a module that needs it then finds it there.
+bool load_library(const std::string& path) {
+#if defined(__linux__)
+  nb::gil_scoped_release free;
+  return dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL) != nullptr;
+#else
+  return path.empty();
+#endif
+}
+
 void embed_rows(const Matrix& w, Array<const int64_t, 1> ids, float scale, Array<float, 2> out, const std::string& isa) {
   if (out.shape(0) != ids.shape(0) || out.shape(1) != static_cast<size_t>(w.cols))
     throw std::invalid_argument("out must be [ids, cols of the matrix]");
@@ -211,6 +225,7 @@ NB_MODULE(_native, m) {
   m.def("instruction_set", [] { return std::string(best_kernels().name); });
   m.def("instruction_sets", &runnable_kernels);
   m.def("source_row_bytes", [](const std::string& kind, int cols) { return source_row_bytes(kind_from_name(kind), cols); });
+  m.def("load_library", &load_library, "path"_a);
   m.def("embed_rows", &embed_rows, "matrix"_a, "ids"_a, "scale"_a, "out"_a, "isa"_a = "");
 
   nb::class_<Matrix>(m, "Matrix")

@@ -279,6 +279,7 @@ def test_ctrl_c_in_a_terminal_stops_the_answer_not_the_program(environment: dict
         os.write(terminal, b"\x03")
         screen.expect(b"(stopped)")
         screen.expect(b">>> ")
+        time.sleep(0.5)  # a signal between the prompt and Python's wait for input is noticed only with the next key
         os.write(terminal, b"\x03")
         screen.expect(b"(Ctrl-D or /exit leaves)")
         os.write(terminal, b"hello\n")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.ops.cpu import PACKED_QUANTS, instruction_sets, is_available
+from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native
-from tokenmill.ops.cpu.packing import quantized_q8
+from tokenmill.ops.cpu.packing import PACKED_QUANTS, quantized_q8
 
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 

@@ -20,7 +20,8 @@ from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import WeightSource
 from tokenmill.models.rope import make_rope_table
 from tokenmill.ops.batch import ForwardBatch, GroupTables
-from tokenmill.ops.cpu import NativeDecoder, instruction_sets, is_available, refusal
+from tokenmill.ops.cpu import instruction_sets, is_available
+from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.raw import RawTensor

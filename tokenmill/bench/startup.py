@@ -2,7 +2,8 @@
 
 A fresh Python runs each round, so that every import is paid for:
 
-    process ─► import tokenmill ─► import the engine (torch) ─► load weights ─► first token
+    process ─► import tokenmill ─► import the engine ─► tokenizer, torch, weights ─► first token    `LLM` in Python
+    process ─► `tokenmill run` writes the first byte of its answer
     process ─► `tokenmill serve` answers /health with 200
 
 On a busy machine the times grow and the CPU times do not; so the server's start is told in both.
@@ -26,6 +27,7 @@ from tokenmill.bench.measures import median
 from tokenmill.errors import RequestFailed
 
 STAGES = ("python_s", "import_s", "engine_import_s", "load_s", "first_token_s", "total_s")
+RUN_STAGES = ("run_first_byte_s", "run_end_s")
 SERVER_STAGES = ("server_ready_s", "front_cpu_s", "engine_cpu_s")
 
 SCRIPT = """
@@ -63,6 +65,30 @@ def measure_starts(model: str, settings: dict[str, Any], rounds: int) -> dict[st
     found = [measure_start(model, settings) for _ in range(rounds)]
     counted = found[1:] if len(found) > 1 else found
     return {stage: median([one[stage] for one in counted]) for stage in STAGES}
+
+
+# ── an answer on the command line ──────────────────────────────────────────────────────────────────────
+
+
+def measure_runs(arguments: list[str], rounds: int) -> dict[str, float]:
+    """Medians of `tokenmill run MODEL hi` with these arguments; again the first only warms where there are more."""
+    found = [measure_run(arguments) for _ in range(rounds)]
+    counted = found[1:] if len(found) > 1 else found
+    return {stage: median([one[stage] for one in counted]) for stage in RUN_STAGES}
+
+
+def measure_run(arguments: list[str]) -> dict[str, float]:
+    model, *flags = arguments
+    command = [sys.executable, "-m", "tokenmill", "run", model, "hi", "--max-tokens", "2", *flags]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        run.stdout.read(1)
+        first_byte_s = time.monotonic() - began
+        run.stdout.read()
+    if run.returncode != 0:
+        raise RequestFailed(f"the started command ended with exit code {run.returncode}")
+    return {"run_first_byte_s": first_byte_s, "run_end_s": time.monotonic() - began}
 
 
 # ── a server's start ───────────────────────────────────────────────────────────────────────────────────

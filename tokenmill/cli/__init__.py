@@ -42,9 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"tokenmill: {_unknown(verb)}", file=sys.stderr)
         return 2
-    from tokenmill.cli.dispatch import dispatch
+    from tokenmill.cli.ahead import core_ahead
 
-    return dispatch(verb, f"tokenmill.cli.{_MODULES.get(verb, verb)}", arguments[1:])
+    with core_ahead(verb, arguments[1:]):
+        from tokenmill.cli.dispatch import dispatch
+
+        return dispatch(verb, f"tokenmill.cli.{_MODULES.get(verb, verb)}", arguments[1:])
 
 
 def _overview() -> str:

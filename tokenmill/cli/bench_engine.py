@@ -83,13 +83,16 @@ def startup(
     rounds
         Starts; the first warms the disk's cache and is left out.
     """
-    from tokenmill.bench.startup import SERVER_STAGES, STAGES, measure_server_starts, measure_starts
+    from tokenmill.bench import startup as starts
 
     config = flags.engine_config(model, model_config, cache, scheduler, ops)
     session.fetch(config.model.model)
-    found = measure_starts(config.model.model, changed_settings(config), max(1, rounds))
-    found |= measure_server_starts([config.model.model, *changed_flags(config)], max(1, rounds))
-    rows = [[stage, number(found[stage], 3)] for stage in (*STAGES, *SERVER_STAGES)]
+    arguments = [config.model.model, *changed_flags(config)]
+    found = starts.measure_starts(config.model.model, changed_settings(config), max(1, rounds))
+    found |= starts.measure_runs(arguments, max(1, rounds))
+    found |= starts.measure_server_starts(arguments, max(1, rounds))
+    stages = (*starts.STAGES, *starts.RUN_STAGES, *starts.SERVER_STAGES)
+    rows = [[stage, number(found[stage], 3)] for stage in stages]
     print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), rows)
     print_json_line({"benchmark": "startup", "model": config.model.model, "rounds": rounds, **found})
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.cli import flags, session
-from tokenmill.engine.child import CoreChild
+from tokenmill.cli.ahead import take_core
 
 
 def command(
@@ -25,7 +25,6 @@ def command(
     """
     config = flags.engine_config(model, model_config, cache, scheduler, ops)
     found = session.fetch(config.model.model)
-    child = CoreChild()  # imports torch while this process imports the server
     from tokenmill.server.run import run_server
 
     def plan() -> list[str]:
@@ -33,4 +32,4 @@ def command(
 
         return serving_lines(config, found.path, found.name)
 
-    return run_server(config, server, child, plan)
+    return run_server(config, server, take_core(), plan)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
+from tokenmill.cli.ahead import take_core
 from tokenmill.cli.screen import PullScreen
 from tokenmill.config import EngineConfig
+from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.engine.child import CoreChild
 from tokenmill.params import SamplingParams
 from tokenmill.store import ResolvedModel, resolve_model
-from tokenmill.types import Event
+from tokenmill.types import ChatRequest, Event, Message, PromptRequest
 
 
 class Model(Protocol):
-    """What is asked of an open model; `tokenmill.LLM` is one."""
+    """What is asked of an open model."""
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[Event]: ...
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[Event]: ...
@@ -27,16 +31,45 @@ class Model(Protocol):
 def open_model(config: EngineConfig) -> Model:
     """Fetch the model if need be, with a progress bar, and load it."""
     fetch(config.model.model)
-    from tokenmill.engine.llm import LLM
-
-    model: Model = LLM(config)
-    return model
+    return ServedModel(config, take_core())
 
 
 def fetch(name: str) -> ResolvedModel:
     """Make sure that the model is on this machine; where it is."""
     with PullScreen() as screen:
         return resolve_model(name, progress=screen)
+
+
+class ServedModel:
+    """A core in a process of its own, asked for one answer at a time. The child imports while this process reads flags
+    and tokenizer; the same core in this process would begin a second later."""
+
+    def __init__(self, config: EngineConfig, child: CoreChild | None) -> None:
+        self._runner = asyncio.Runner()
+        self._engine = self._runner.run(AsyncEngine.start(config, child=child))
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[Event]:
+        return self._events(PromptRequest(prompt=prompt, params=params))
+
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[Event]:
+        return self._events(ChatRequest(messages=[Message(**message) for message in messages], params=params))
+
+    def close(self) -> None:
+        self._runner.run(self._engine.close())
+        self._runner.close()
+
+    def _events(self, asked: PromptRequest | ChatRequest) -> Iterator[Event]:
+        stream = self._engine.submit(asked)
+        try:
+            while (event := self._runner.run(following(stream))) is not None:
+                yield event
+        finally:
+            self._runner.run(stream.aclose())
+
+
+async def following(stream: AsyncIterator[Event]) -> Event | None:
+    """The next event; None after the last one."""
+    return await anext(stream, None)
 
 
 class Stop:

@@ -27,7 +27,8 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder, rope_tables
 from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import Model
-from tokenmill.ops.cpu import NativeDecoder, instruction_set, is_available, refusal
+from tokenmill.ops.cpu import instruction_set, is_available
+from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
 from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.table import choose_ops
 from tokenmill.runner.runner import ModelRunner

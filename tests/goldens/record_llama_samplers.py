@@ -61,7 +61,7 @@ def candidates(logits: list[float], ids: list[int] | None = None) -> Any:
     return ll.llama_token_data_array(data=data, size=len(logits), selected=-1, sorted=False), data
 
 
-def sampler_of(knobs: dict[str, Any], vocab: Any, order: int = 0) -> Any:
+def sampler_of(knobs: dict[str, Any], vocab: Any) -> Any:
     chain = ll.llama_sampler_chain_init(ll.llama_sampler_chain_default_params())
     for sampler in _samplers(knobs, vocab):
         ll.llama_sampler_chain_add(chain, sampler)

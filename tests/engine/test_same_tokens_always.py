@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tokenmill import LLM, SamplingParams
@@ -53,6 +54,22 @@ def _tail(rng: random.Random) -> list[int]:
 
 
 def _knobs(rng: random.Random) -> SamplingParams:
+    params = _common_knobs(rng)
+    assert params.seed is not None
+    rng = random.Random(params.seed)  # of its own: how many and how long the requests are is left as it was
+    return msgspec.structs.replace(
+        params,
+        mirostat=rng.choice([0, 0, 0, 2]),
+        mirostat_tau=rng.choice([3.0, 5.0]),
+        dry_multiplier=rng.choice([0.0, 0.0, 0.8]),
+        dry_sequence_breakers=rng.choice([None, []]),
+        dynatemp_range=rng.choice([0.0, 0.0, 0.5]),
+        eta_cutoff=rng.choice([0.0, 0.0, 1e-3]),
+        watermark=rng.choice([None, None, None, Watermark(key=rng.randrange(100), context=rng.choice([1, 3]))]),
+    )
+
+
+def _common_knobs(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         n=rng.choice([1, 1, 1, 2, 3]),
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0, 1.4]),
@@ -65,13 +82,6 @@ def _knobs(rng: random.Random) -> SamplingParams:
         frequency_penalty=rng.choice([0.0, 0.0, 0.3]),
         logit_bias=rng.choice([None, None, {rng.randrange(512): 3.0}]),
         seed=rng.randrange(-(2**63), 2**63),
-        mirostat=rng.choice([0, 0, 0, 2]),
-        mirostat_tau=rng.choice([3.0, 5.0]),
-        dry_multiplier=rng.choice([0.0, 0.0, 0.8]),
-        dry_sequence_breakers=rng.choice([None, []]),
-        dynatemp_range=rng.choice([0.0, 0.0, 0.5]),
-        eta_cutoff=rng.choice([0.0, 0.0, 1e-3]),
-        watermark=rng.choice([None, None, None, Watermark(key=rng.randrange(100), context=rng.choice([1, 3]))]),
         min_tokens=rng.choice([0, 0, 4]),
         max_tokens=rng.choice([rng.randrange(4, 20), rng.randrange(4, 20), rng.randrange(40, 90)]),
         logprobs=0,

@@ -19,10 +19,10 @@ void grow(std::vector<T>& v, size_t size) {
   if (v.size() < size) v.resize(size);
 }
 
-// Pieces of whole rows, each of some thousand numbers; little work stays with the caller.
+// Pieces of whole rows (whole tiles of them), each of some thousand numbers; little work stays with the caller.
 template <class Body>
-void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body) {
-  const int per_piece = std::max(1, 8192 / std::max(1, numbers_per_row));
+void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body, int tile = 1) {
+  const int per_piece = std::max(1, 8192 / std::max(1, numbers_per_row) / tile) * tile;
   const int pieces = (rows + per_piece - 1) / per_piece;
   pool.run(pieces, [&](int piece, int) {
     for (int r = piece * per_piece; r < std::min(rows, (piece + 1) * per_piece); ++r) body(r);
@@ -40,6 +40,13 @@ bool reads_quantised(std::initializer_list<const Linear*> readers) {
 int most_segments(const BatchView& batch) {
   const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows);
   return (longest + kSegment - 1) / kSegment;
+}
+
+bool wants_all(const BatchView& batch) {
+  if (batch.wanted != batch.tokens) return false;
+  for (int i = 0; i < batch.wanted; ++i)
+    if (batch.logit_rows[i] != i) return false;
+  return true;
 }
 
 int padded16(int size) { return (size + 15) / 16 * 16; }
@@ -146,11 +153,63 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
   check(batch);
   if (batch.tokens == 0) return;
   embed(batch);
-  for (const Layer& layer : layers_) run_layer(layer, batch);
+  for (size_t i = 0; i + 1 < layers_.size(); ++i) {
+    attention(layers_[i], batch);
+    mix(layers_[i], batch.tokens);
+  }
+  last_layer(layers_.back(), batch);
   for_rows(pool_, batch.wanted, hidden_, [&](int i) {
-    const float* x = x_.data() + static_cast<size_t>(batch.logit_rows[i]) * hidden_;
-    kernels_->rms_norm(x, final_norm_.data(), eps_, hidden_, hidden + static_cast<size_t>(i) * hidden_);
+    const size_t at = static_cast<size_t>(i) * hidden_;
+    kernels_->rms_norm(x_.data() + at, final_norm_.data(), eps_, hidden_, hidden + at);
   });
+}
+
+// Of the last layer every token's key and value is kept, but only the wanted tokens go on from there: each of them is
+// then a row of its own whose context ends with it.
+void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
+  if (wants_all(batch)) {
+    attention(layer, batch);
+    return mix(layer, batch.tokens);
+  }
+  project(layer, batch);
+  place_all(layer, batch);
+  keep_wanted(batch, qkv_width(layer), qkv_);
+  keep_wanted(batch, static_cast<size_t>(hidden_), x_);
+  if (batch.wanted == 0) return;
+  narrowed_.take(batch, layer.group);
+  prepare_heads(layer, batch.wanted);
+  attend_placed(layer, narrowed_.view);
+  quantise_odd_heads(layer, batch.wanted);
+  mix(layer, batch.wanted);
+}
+
+void Decoder::keep_wanted(const BatchView& batch, size_t width, std::vector<float>& rows) {
+  grow(kept_rows_, rows.size());
+  for (int i = 0; i < batch.wanted; ++i)
+    std::copy_n(rows.data() + static_cast<size_t>(batch.logit_rows[i]) * width, width, kept_rows_.data() + i * width);
+  std::swap(rows, kept_rows_);
+}
+
+void NarrowedBatch::take(const BatchView& batch, int group) {
+  const GroupView& from = batch.groups[static_cast<size_t>(group)];
+  const size_t blocks = static_cast<size_t>(from.max_blocks);
+  const size_t wanted = static_cast<size_t>(batch.wanted);
+  starts_.resize(wanted + 1);
+  std::iota(starts_.begin(), starts_.end(), 0);
+  contexts_.resize(wanted);
+  tables_.resize(wanted * blocks);
+  for (size_t i = 0; i < wanted; ++i) {
+    const int token = static_cast<int>(batch.logit_rows[i]);
+    const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.rows + 1, token);
+    const ptrdiff_t row = next - batch.query_starts - 1;
+    contexts_[i] = batch.context_lens[row] - (*next - token - 1);
+    std::copy_n(from.block_tables + static_cast<size_t>(row) * blocks, blocks, tables_.data() + i * blocks);
+  }
+  view = {};
+  view.tokens = view.rows = view.wanted = batch.wanted;
+  view.query_starts = starts_.data();
+  view.context_lens = contexts_.data();
+  view.groups.assign(batch.groups.size(), {tables_.data(), from.max_blocks, nullptr});
 }
 
 void Decoder::embed(const BatchView& batch) {
@@ -163,14 +222,14 @@ void Decoder::embed(const BatchView& batch) {
   });
 }
 
-void Decoder::run_layer(const Layer& layer, const BatchView& batch) {
-  attention(layer, batch);
+// What follows attention: its output product, then the feed-forward part.
+void Decoder::mix(const Layer& layer, int tokens) {
   const bool post = !layer.attn_post_norm.empty();
   const Gemm o{&layer.o, nullptr, heads_.view(), post ? Gemm::Mode::Store : Gemm::Mode::Add,
                post ? mixed_.data() : x_.data(), static_cast<size_t>(hidden_)};
   runner_.run(&o, 1);
-  if (post) add_normed(layer.attn_post_norm, batch.tokens);
-  feed_forward(layer, batch.tokens);
+  if (post) add_normed(layer.attn_post_norm, tokens);
+  feed_forward(layer, tokens);
 }
 
 void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, bool quantised) {
@@ -178,7 +237,7 @@ void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activa
   for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
     kernels_->rms_norm(x + static_cast<size_t>(t) * hidden_, weight.data(), eps_, hidden_, to.row(t));
     if (quantised) to.quantise_row(t, *kernels_);
-  });
+  }, tokens > kernels_->small_rows ? kernels_->tile_rows : 1);
 }
 
 void Decoder::add_normed(const Vector& weight, int tokens) {
@@ -191,10 +250,21 @@ void Decoder::add_normed(const Vector& weight, int tokens) {
 
 // ── attention ──
 
+size_t Decoder::qkv_width(const Layer& layer) {
+  return static_cast<size_t>(layer.attention.heads + 2 * layer.attention.cache.kv_heads) * layer.attention.cache.head_dim;
+}
+
 void Decoder::attention(const Layer& layer, const BatchView& batch) {
+  project(layer, batch);
+  prepare_heads(layer, batch.tokens);
+  attend_all(layer, batch);
+  quantise_odd_heads(layer, batch.tokens);
+}
+
+void Decoder::project(const Layer& layer, const BatchView& batch) {
   const int q_size = layer.attention.heads * layer.attention.cache.head_dim;
   const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
-  const size_t stride = static_cast<size_t>(q_size + 2 * kv_size);
+  const size_t stride = qkv_width(layer);
   norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, reads_quantised({&layer.q, &layer.k, &layer.v}));
   grow(qkv_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
@@ -202,11 +272,17 @@ void Decoder::attention(const Layer& layer, const BatchView& batch) {
                          {&layer.k, nullptr, in, Gemm::Mode::Store, qkv_.data() + q_size, stride},
                          {&layer.v, nullptr, in, Gemm::Mode::Store, qkv_.data() + q_size + kv_size, stride}};
   runner_.run(gemms, 3);
-  const bool quantised = is_quantised(layer.o.w.kind);
-  heads_.prepare(batch.tokens, q_size, *kernels_, quantised, true);
-  attend_all(layer, batch);
-  if (quantised && layer.attention.cache.head_dim % kBlock != 0)
-    for_rows(pool_, batch.tokens, 2 * q_size, [&](int t) { heads_.quantise_row(t, *kernels_); });
+}
+
+void Decoder::prepare_heads(const Layer& layer, int tokens) {
+  heads_.prepare(tokens, layer.attention.heads * layer.attention.cache.head_dim, *kernels_,
+                 is_quantised(layer.o.w.kind), true);
+}
+
+// Heads that are no whole number of blocks can't be rounded one by one.
+void Decoder::quantise_odd_heads(const Layer& layer, int tokens) {
+  if (!heads_.is_quantised() || layer.attention.cache.head_dim % kBlock == 0) return;
+  for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_row(t, *kernels_); });
 }
 
 // Norms and rotates the queries of one kv head and its key, and writes key and value to the cache.
@@ -228,17 +304,30 @@ void Decoder::place_token(const Layer& layer, const BatchView& batch, int token,
   kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
 }
 
-void Decoder::attend_all(const Layer& layer, const BatchView& batch) {
-  const AttentionTask& task = layer.attention;
-  const int kv_heads = task.cache.kv_heads;
-  const bool decode = batch.tokens == batch.rows && task.heads / kv_heads <= kernels_->query_tile;
-  const int segments = most_segments(batch);
-  const bool split = decode && segments > 2 && batch.rows * kv_heads < 8 * pool_.threads();
-  if (decode && !split) return attend_singles(layer, batch, segments);
-  for_rows(pool_, batch.tokens, 2 * (task.heads + kv_heads) * task.cache.head_dim, [&](int t) {
-    for (int h = 0; h < kv_heads; ++h) place_token(layer, batch, t, h);
+void Decoder::place_all(const Layer& layer, const BatchView& batch) {
+  for_rows(pool_, batch.tokens, 2 * static_cast<int>(qkv_width(layer)), [&](int t) {
+    for (int h = 0; h < layer.attention.cache.kv_heads; ++h) place_token(layer, batch, t, h);
   });
-  if (split) attend_split(layer, batch, segments);
+}
+
+bool Decoder::is_decode(const Layer& layer, const BatchView& batch) const {
+  return batch.tokens == batch.rows && layer.attention.heads / layer.attention.cache.kv_heads <= kernels_->query_tile;
+}
+
+// Few single tokens behind long contexts: there are more pieces in segments than in rows.
+bool Decoder::pays_to_split(const Layer& layer, const BatchView& batch) const {
+  return is_decode(layer, batch) && most_segments(batch) > 2 &&
+         batch.rows * layer.attention.cache.kv_heads < 8 * pool_.threads();
+}
+
+void Decoder::attend_all(const Layer& layer, const BatchView& batch) {
+  if (is_decode(layer, batch) && !pays_to_split(layer, batch)) return attend_singles(layer, batch, most_segments(batch));
+  place_all(layer, batch);
+  attend_placed(layer, batch);
+}
+
+void Decoder::attend_placed(const Layer& layer, const BatchView& batch) {
+  if (pays_to_split(layer, batch)) attend_split(layer, batch, most_segments(batch));
   else attend_chunks(layer, batch);
 }
 

@@ -61,6 +61,16 @@ struct BatchView {  // ForwardBatch of tokenmill/ops/batch.py as pointers
   std::vector<GroupView> groups;
 };
 
+// The wanted tokens of a batch as rows of one token each, over the contexts that end with them.
+class NarrowedBatch {
+ public:
+  void take(const BatchView& batch, int group);
+  BatchView view;
+
+ private:
+  std::vector<int32_t> starts_, contexts_, tables_;
+};
+
 class Decoder {
  public:
   // `parts`: bytes of a quantised activation, 1 or 2
@@ -87,8 +97,18 @@ class Decoder {
  private:
   void check(const BatchView& batch) const;
   void embed(const BatchView& batch);
-  void run_layer(const Layer& layer, const BatchView& batch);
+  void last_layer(const Layer& layer, const BatchView& batch);
+  void keep_wanted(const BatchView& batch, size_t width, std::vector<float>& rows);
+  void mix(const Layer& layer, int tokens);
+  static size_t qkv_width(const Layer& layer);
   void attention(const Layer& layer, const BatchView& batch);
+  void project(const Layer& layer, const BatchView& batch);
+  void prepare_heads(const Layer& layer, int tokens);
+  void quantise_odd_heads(const Layer& layer, int tokens);
+  void place_all(const Layer& layer, const BatchView& batch);
+  bool is_decode(const Layer& layer, const BatchView& batch) const;
+  bool pays_to_split(const Layer& layer, const BatchView& batch) const;
+  void attend_placed(const Layer& layer, const BatchView& batch);
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
   void attend_all(const Layer& layer, const BatchView& batch);
   void attend_singles(const Layer& layer, const BatchView& batch, int segments);
@@ -118,6 +138,8 @@ class Decoder {
   // ── buffers of a step, grown when needed ──
   std::vector<float> x_;       // [T][hidden] the residual stream
   std::vector<float> qkv_;     // [T][q + 2 kv]
+  std::vector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
+  NarrowedBatch narrowed_;
   std::vector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
   Activations normed_, heads_, inner_;
   std::vector<std::vector<uint8_t>> attention_scratch_;  // one per thread

@@ -25,19 +25,12 @@ void Activations::prepare(int rows, int cols, const Kernels& kernels, bool quant
   quant_.rows = rows;
   quant_.tile = rows <= kernels.small_rows ? std::max(rows, 1) : kernels.tile_rows;
   quant_.blocks = cols / kBlock;
-  const size_t size = static_cast<size_t>(rows) * cols, blocks = static_cast<size_t>(rows) * quant_.blocks;
-  if (plain) grow(values_, size);
+  if (plain) grow(values_, static_cast<size_t>(rows) * cols);
   if (!quantised) return;
-  grow(q_, size * static_cast<size_t>(quant_.parts));
-  grow(scale_, blocks);
-  grow(scaled_sum_, blocks);
-  grow(sum_, blocks);
-  grow(halves_, 2 * blocks);
-  quant_.q = q_.data();
-  quant_.scale = scale_.data();
-  quant_.scaled_sum = scaled_sum_.data();
-  quant_.negative_sum = sum_.data();
-  quant_.negative_halves = halves_.data();
+  const int full = rows / quant_.tile, rest = rows % quant_.tile;
+  const size_t bytes = full * quant_.record_bytes(quant_.tile) + quant_.record_bytes(rest);
+  grow(records_, bytes * static_cast<size_t>(quant_.blocks) + 64);
+  quant_.records = records_.data() + scratch_alignment(records_.data());
 }
 
 Rows Activations::view() const { return {values_.data(), static_cast<size_t>(cols_), quant_}; }
@@ -51,6 +44,7 @@ Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
   const Matrix& m = gemm.w->w;
   const int tiles = gemm.in.quant.tiles();
   const int row_blocks = (tiles + kTilesPerCall - 1) / kTilesPerCall;
+  const int tiles_per_block = row_blocks == 0 ? 0 : (tiles + row_blocks - 1) / row_blocks;
   const int pairs = (m.panels + 1) / 2;
   // Seconds of one pair: its bytes at 8 GB/s or its products at 300 GFLOP/s, whichever is longer.
   const double rows = static_cast<double>(gemm.in.quant.rows) / std::max(row_blocks, 1);
@@ -59,7 +53,7 @@ Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
   const double seconds = std::max(bytes / 8e9, flops / 300e9);
   const int wanted = static_cast<int>(5e-6 / seconds);
   const int most = std::max(1, pairs * row_blocks / (6 * pool_.threads()));
-  return {pairs, row_blocks, std::clamp(wanted, 1, most), first_piece};
+  return {pairs, row_blocks, tiles_per_block, std::clamp(wanted, 1, most), first_piece};
 }
 
 void Runner::run(const Gemm* gemms, int count) {
@@ -80,42 +74,62 @@ void Runner::run(const Gemm* gemms, int count) {
 
 void Runner::piece(const Gemm& gemm, const Plan& plan, int index, int thread) {
   const int groups = (plan.pairs + plan.pairs_per_piece - 1) / plan.pairs_per_piece;
-  const int tile = index / groups * kTilesPerCall;
-  const int tile_end = std::min(gemm.in.quant.tiles(), tile + kTilesPerCall);
+  const int tile = index / groups * plan.tiles_per_block;
+  const int tile_end = std::min(gemm.in.quant.tiles(), tile + plan.tiles_per_block);
   const int first = index % groups * plan.pairs_per_piece;
   for (int pair = first; pair < std::min(plan.pairs, first + plan.pairs_per_piece); ++pair)
-    this->tile(gemm, pair, tile, tile_end, thread);
+    this->pair(gemm, {2 * pair, std::min(2, gemm.w->w.panels - 2 * pair), tile, tile_end}, thread);
 }
 
-void Runner::tile(const Gemm& gemm, int pair, int tile, int tile_end, int thread) {
-  Scratch& scratch = scratch_[static_cast<size_t>(thread)];
-  const QuantRows& rows = gemm.in.quant;
-  const int row = tile * rows.tile, row_end = std::min(rows.rows, tile_end * rows.tile);
-  const Matrix& m = gemm.w->w;
-  const int column = pair * kPair, columns = std::min(kPair, m.rows - column);
-  const int panels = std::min(2, m.panels - 2 * pair);
-  const auto product = [&](const Linear& w, std::vector<float>& out) {
-    grow(out, static_cast<size_t>(row_end - row) * kPair);
-    grow(scratch.expanded, kernels_.linear_scratch_bytes(w.w) + 64);
-    uint8_t* aligned = scratch.expanded.data() + scratch_alignment(scratch.expanded.data());
-    kernels_.linear(w.w, gemm.in, 2 * pair, panels, tile, tile_end, out.data(), kPair, aligned);
-    if (w.bias.empty()) return;
-    for (int r = 0; r < row_end - row; ++r) kernels_.add(out.data() + r * kPair, w.bias.data() + column, columns);
+void Runner::pair(const Gemm& gemm, const Span& span, int thread) {
+  if (gemm.mode == Gemm::Mode::Gate) return gate(gemm, span, thread);
+  const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, gemm.w->w.rows - column);
+  float* out = gemm.out + static_cast<size_t>(span.tile) * gemm.in.quant.tile * gemm.out_stride + column;
+  const bool onto = gemm.mode == Gemm::Mode::Add;
+  if (columns == span.panels * kPanel) return product(*gemm.w, gemm.in, span, {out, gemm.out_stride, onto}, thread);
+  // A panel with fewer outputs than lanes: its sums can't lie where they belong.
+  const int rows = rows_of(gemm.in, span);
+  float* sums = room(thread, 0, rows);
+  const auto copy = [&](const float* from, size_t from_stride, float* to, size_t to_stride) {
+    for (int r = 0; r < rows; ++r)
+      std::memcpy(to + r * to_stride, from + r * from_stride, sizeof(float) * static_cast<size_t>(columns));
   };
-  product(*gemm.w, scratch.out[0]);
-  if (gemm.up != nullptr) product(*gemm.up, scratch.out[1]);
-  for (int r = row; r < row_end; ++r) {
-    float* values = scratch.out[0].data() + static_cast<size_t>(r - row) * kPair;
-    if (gemm.mode == Gemm::Mode::Gate) {
-      float gated[kPair];
-      kernels_.gate(values, scratch.out[1].data() + static_cast<size_t>(r - row) * kPair, gemm.activation, gated);
-      gemm.gated->put_block(r, pair, gated, columns, kernels_);
-      continue;
-    }
-    float* out = gemm.out + static_cast<size_t>(r) * gemm.out_stride + column;
-    if (gemm.mode == Gemm::Mode::Add) kernels_.add(out, values, columns);
-    else std::memcpy(out, values, sizeof(float) * static_cast<size_t>(columns));
+  if (onto) copy(out, gemm.out_stride, sums, kPair);
+  product(*gemm.w, gemm.in, span, {sums, kPair, onto}, thread);
+  copy(sums, kPair, out, gemm.out_stride);
+}
+
+void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
+  const int rows = rows_of(gemm.in, span), row = span.tile * gemm.in.quant.tile;
+  float* gates = room(thread, 0, rows);
+  float* ups = room(thread, 1, rows);
+  product(*gemm.w, gemm.in, span, {gates, kPair, false}, thread);
+  product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread);
+  const int columns = std::min(kPair, gemm.w->w.rows - span.panel * kPanel);
+  for (int r = 0; r < rows; ++r) {
+    float gated[kPair];
+    kernels_.gate(gates + r * kPair, ups + r * kPair, gemm.activation, gated);
+    gemm.gated->put_block(row + r, span.panel / 2, gated, columns, kernels_);
   }
+}
+
+void Runner::product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread) {
+  std::vector<uint8_t>& expanded = scratch_[static_cast<size_t>(thread)].expanded;
+  grow(expanded, kernels_.linear_scratch_bytes(w.w) + 64);
+  kernels_.linear(w.w, in, span, to, expanded.data() + scratch_alignment(expanded.data()));
+  if (w.bias.empty()) return;
+  const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, w.w.rows - column);
+  for (int r = 0; r < rows_of(in, span); ++r) kernels_.add(to.out + r * to.stride, w.bias.data() + column, columns);
+}
+
+int Runner::rows_of(const Rows& in, const Span& span) {
+  return std::min(in.quant.rows, span.tile_end * in.quant.tile) - span.tile * in.quant.tile;
+}
+
+float* Runner::room(int thread, int which, int rows) {
+  std::vector<float>& out = scratch_[static_cast<size_t>(thread)].out[which];
+  grow(out, static_cast<size_t>(rows) * kPair);
+  return out.data();
 }
 
 }  // namespace tokenmill

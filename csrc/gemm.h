@@ -35,9 +35,7 @@ class Activations {
   int cols_ = 0;
   bool quantised_ = false, plain_ = false;
   std::vector<float> values_;
-  std::vector<int8_t> q_;
-  std::vector<float> scale_, scaled_sum_;
-  std::vector<int32_t> sum_, halves_;
+  std::vector<uint8_t> records_;
   QuantRows quant_;
 };
 
@@ -61,11 +59,15 @@ class Runner {
 
  private:
   struct Plan {
-    int pairs, row_blocks, pairs_per_piece, first_piece;
+    int pairs, row_blocks, tiles_per_block, pairs_per_piece, first_piece;
   };
   Plan plan(const Gemm& gemm, int first_piece) const;
   void piece(const Gemm& gemm, const Plan& plan, int index, int thread);
-  void tile(const Gemm& gemm, int pair, int tile, int tile_end, int thread);
+  void pair(const Gemm& gemm, const Span& span, int thread);
+  void gate(const Gemm& gemm, const Span& span, int thread);
+  void product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread);
+  float* room(int thread, int which, int rows);  // [rows][32] of a thread's own
+  static int rows_of(const Rows& in, const Span& span);
 
   struct Scratch {
     std::vector<float> out[2];

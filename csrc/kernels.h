@@ -10,21 +10,30 @@
 
 namespace tokenmill {
 
-// Activations of T rows as integers with a scale per 32 inputs. Rows lie in tiles of `tile` (the last one may have
-// fewer) so that a kernel walks one pointer: [tile][block][row in tile][part][32]. With two parts a number has 16 bits,
-// 256 * first + second, and is multiplied byte by byte: twice the work, a two-hundredth of the rounding error.
+// Activations of T rows as integers with a scale per 32 inputs: x = scale * q. Rows lie in tiles of `tile` (the last one
+// may have fewer) and a tile is one record per block of inputs, so that a kernel walks one pointer and two threads never
+// write to one cache line. A record of M rows, each field [M] unless said otherwise:
+//
+//   float scale | float scale * sum(q) | what takes the weights' offset back: int -128 * sum(q) | int -8 * sum(q) |
+//   int [2][M] -32 * sum(16 of q) | int8 q [part][M][32]
+//
+// With two parts a number has 16 bits, 256 * first + second, and is multiplied byte by byte: twice the work, a
+// two-hundredth of the rounding error.
 struct QuantRows {
   int rows = 0, tile = 1, blocks = 0;
-  int parts = 1;                   // bytes of a number
-  int8_t* q = nullptr;             // 32 per block and part
-  float* scale = nullptr;          // 1 per block: x = scale * q
-  int32_t* negative_sum = nullptr;   // 1 per block: -sum(q)
-  int32_t* negative_halves = nullptr;  // 2 per block, [half][row in tile]
-  float* scaled_sum = nullptr;     // 1 per block: scale * sum(q)
+  int parts = 1;  // bytes of a number
+  uint8_t* records = nullptr;
 
   int rows_in(int t) const { return rows - t * tile < tile ? rows - t * tile : tile; }
   int tiles() const { return (rows + tile - 1) / tile; }
-  size_t start(int t) const { return static_cast<size_t>(t) * tile * blocks; }  // in blocks
+  static constexpr size_t numbers_at(int count) { return 24 * static_cast<size_t>(count); }
+  size_t record_bytes(int count) const {
+    return (numbers_at(count) + static_cast<size_t>(parts) * count * kBlock + 63) / 64 * 64;
+  }
+  uint8_t* record(int t, int block) const {
+    const size_t before = static_cast<size_t>(t) * blocks * record_bytes(tile);
+    return records + before + static_cast<size_t>(block) * record_bytes(rows_in(t));
+  }
 };
 
 // Activations in both forms; `quant` is filled only where a quantised matrix will read it.
@@ -58,15 +67,24 @@ struct Partial {
   float largest, total;
 };
 
+// A part of a product: `panels` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end).
+struct Span {
+  int panel, panels, tile, tile_end;
+};
+// Where its sums go: row r of the span begins at out + r * stride; `onto` adds to what is there.
+struct Sums {
+  float* out;
+  size_t stride;
+  bool onto;
+};
+
 struct Kernels {
   const char* name;
   int small_rows;  // up to so many rows one tile holds them all
   int tile_rows;   // beyond, rows come in tiles of this many
 
   size_t (*linear_scratch_bytes)(const Matrix&);
-  // out[row - first row][0 .. 16 * count) for `count` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end)
-  void (*linear)(const Matrix&, const Rows&, int panel, int count, int tile, int tile_end, float* out, size_t out_stride,
-                 uint8_t* scratch);
+  void (*linear)(const Matrix&, const Rows&, const Span&, const Sums&, uint8_t* scratch);
   void (*quantise_row)(const float* x, int cols, const QuantRows& to, int row);
   // act(gate) * up for 32 columns
   void (*gate)(const float* gate, const float* up, Activation, float* out);
@@ -88,7 +106,7 @@ struct Kernels {
   void (*softcap)(float* x, float cap, int size);
 };
 
-inline constexpr int kTilesPerCall = 16;  // most row tiles in one call of `linear`
+inline constexpr int kTilesPerCall = 24;  // most row tiles in one call of `linear`
 inline constexpr int kSegment = 256;  // keys whose softmax is computed at once; boundaries are absolute positions
 
 const Kernels& best_kernels();

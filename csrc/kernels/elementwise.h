@@ -89,8 +89,8 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
   }
 }
 
-// The bytes of 32 numbers, and the sums of their halves.
-inline void store_numbers(Ints a, Ints b, int parts, int8_t* q, int32_t& sum_a, int32_t& sum_b) {
+// The bytes of 32 numbers, and the sums of their halves. A second part follows `part_bytes` behind the first.
+inline void store_numbers(Ints a, Ints b, int parts, size_t part_bytes, int8_t* q, int32_t& sum_a, int32_t& sum_b) {
   if (parts == 1) {
     store_i8(q, a);
     store_i8(q + 16, b);
@@ -101,33 +101,43 @@ inline void store_numbers(Ints a, Ints b, int parts, int8_t* q, int32_t& sum_a, 
   const Ints low_a = sub(a, shift_left(high_a, 8)), low_b = sub(b, shift_left(high_b, 8));
   store_i8(q, high_a);
   store_i8(q + 16, high_b);
-  store_i8(q + kBlock, low_a);
-  store_i8(q + kBlock + 16, low_b);
+  store_i8(q + part_bytes, low_a);
+  store_i8(q + part_bytes + 16, low_b);
   int32_t low_sums[2];
   sum_small(high_a, high_b, sum_a, sum_b);
   sum_small(low_a, low_b, low_sums[0], low_sums[1]);
   sum_a = 256 * sum_a + low_sums[0];
   sum_b = 256 * sum_b + low_sums[1];
 }
-inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
-  const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division
-  const int count = to.rows_in(t), m = row - t * to.tile;
-  const size_t base = to.start(t) + static_cast<size_t>(block) * count, at = base + m;
+// 32 numbers of row m of a record of `count` rows (see QuantRows).
+inline void quantise_into(const float* x, int parts, uint8_t* record, int count, int m) {
   const Floats a = load(x), b = load(x + 16);
   const float largest = max_lanes(max(abs(a), abs(b)));
-  const float most = to.parts == 1 ? 127.0f : 127.0f * 256.0f;
+  const float most = parts == 1 ? 127.0f : 127.0f * 256.0f;
   const Floats inverse = splat(largest > 0.0f ? most / largest : 0.0f);
   int32_t first, second;
-  store_numbers(to_ints(mul(a, inverse)), to_ints(mul(b, inverse)), to.parts, to.q + at * kBlock * to.parts, first, second);
-  const float scale = largest / most;
-  to.scale[at] = scale;
-  to.negative_sum[at] = -(first + second);
-  to.negative_halves[base + at] = -first;
-  to.negative_halves[base + at + count] = -second;
-  to.scaled_sum[at] = scale * static_cast<float>(first + second);
+  auto* q = reinterpret_cast<int8_t*>(record) + QuantRows::numbers_at(count) + m * kBlock;
+  store_numbers(to_ints(mul(a, inverse)), to_ints(mul(b, inverse)), parts, static_cast<size_t>(count) * kBlock, q, first,
+                second);
+  const float scale = largest * (1.0f / most);
+  auto* floats = reinterpret_cast<float*>(record) + m;
+  floats[0] = scale;
+  floats[count] = scale * static_cast<float>(first + second);
+  auto* starts = reinterpret_cast<int32_t*>(record) + 2 * count + m;
+  starts[0] = -128 * (first + second);
+  starts[count] = -8 * (first + second);
+  starts[2 * count] = -32 * first;
+  starts[3 * count] = -32 * second;
+}
+inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
+  const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division
+  quantise_into(x, to.parts, to.record(t, block), to.rows_in(t), row - t * to.tile);
 }
 inline void quantise_row(const float* x, int cols, const QuantRows& to, int row) {
-  for (int b = 0; b < cols / kBlock; ++b) quantise_block(x + b * kBlock, to, row, b);
+  const int t = row / to.tile, count = to.rows_in(t);
+  const size_t step = to.record_bytes(count);
+  uint8_t* record = to.record(t, 0);
+  for (int k = 0; k + kBlock <= cols; k += kBlock, record += step) quantise_into(x + k, to.parts, record, count, row - t * to.tile);
 }
 
 }  // namespace tokenmill::TM_ISA

@@ -5,7 +5,7 @@
 //   acc = fma(float(dot), w_scale * x_scale, acc);  with minima also  acc = fma(w_min, x_scaled_sum, acc)
 //
 // Unsigned weights times signed activations: the offset of the weights is taken back by starting the integer sum at
-// -offset * sum(x), which costs nothing but a shift. Activations of two bytes go through twice: the sum over the first
+// -offset * sum(x), which quantising worked out. Activations of two bytes go through twice: the sum over the first
 // bytes is multiplied by 256 before the second ones are added to it, still exact in 32 bits.
 #pragma once
 #include <algorithm>
@@ -20,6 +20,12 @@ inline __attribute__((always_inline)) void unrolled(std::integer_sequence<int, J
 template <int N, class Body>
 inline __attribute__((always_inline)) void unroll(Body body) {
   unrolled(std::make_integer_sequence<int, N>{}, body);
+}
+
+// body(m, n) for a tile's rows and panels, written out so that arrays of sums become registers
+template <int M, int N, class Body>
+inline __attribute__((always_inline)) void each_sum(Body body) {
+  unroll<M * N>([&](auto step) { body(decltype(step)::value / N, decltype(step)::value % N); });
 }
 
 // ── one block of packed weights ──
@@ -60,70 +66,65 @@ inline __attribute__((always_inline)) BlockScales read_scales(const uint8_t* sca
   return out;
 }
 
-// ── activations of one tile ──
+// ── activations of one tile of M rows, walked record by record ──
+template <Kind K, int M>
 struct TileRows {
-  const int8_t* q;
+  const uint8_t* record;
+  size_t record_bytes;
   int parts;
-  const float* scale;
-  const int32_t* negative_sum;
-  const int32_t* negative_halves;
-  const float* scaled_sum;
 
-  TileRows(const QuantRows& rows, int t, int first_block = 0) {
-    const size_t at = rows.start(t) + static_cast<size_t>(first_block) * rows.rows_in(t);
-    q = rows.q + at * kBlock * rows.parts;
-    parts = rows.parts;
-    scale = rows.scale + at;
-    negative_sum = rows.negative_sum + at;
-    negative_halves = rows.negative_halves + 2 * at;
-    scaled_sum = rows.scaled_sum + at;
+  TileRows(const QuantRows& rows, int t, int block) : record(rows.record(t, block)), record_bytes(rows.record_bytes(M)),
+                                                      parts(rows.parts) {}
+  template <int Field>
+  inline __attribute__((always_inline)) const void* field() const { return record + Field * 4 * M; }
+  const float* scale() const { return static_cast<const float*>(field<0>()); }
+  const float* scaled_sum() const { return static_cast<const float*>(field<1>()); }
+  const int8_t* part(int p) const {
+    return reinterpret_cast<const int8_t*>(record) + QuantRows::numbers_at(M) + p * M * kBlock;
   }
+  // What the integer sum of row m begins with (the sum over half h where there are two): -offset * sum(q).
+  inline __attribute__((always_inline)) Ints start(int h, int m) const {
+    if constexpr (zero_shift(K) < 0) return splat_int(0);
+    constexpr int at = K == Kind::Q8_0 ? 2 : has_halves(K) ? 4 : 3;
+    const Ints found = splat_int(static_cast<const int32_t*>(field<at>())[h * M + m]);
+    return K == Kind::Q5_0 ? shift_left(found, 1) : found;
+  }
+  void next_block() { record += record_bytes; }
 };
-
-template <Kind K>
-inline __attribute__((always_inline)) Ints start_of_sum(int32_t negative_sum) {
-  if constexpr (zero_shift(K) < 0) return splat_int(0);
-  return shift_left(splat_int(negative_sum), zero_shift(K));
-}
 
 // ── M rows x one panel, straight from the packed form: for few rows, where reading the weights is what costs ──
 template <Kind K, int M>
-void small_tile(const Matrix& w, int panel, const TileRows& x, float* out, size_t out_stride) {
+void small_tile(const Matrix& w, int panel, TileRows<K, M> x, bool onto, float* out, size_t out_stride) {
   constexpr int bits = payload_bits(K);
   constexpr int halves = has_halves(K) ? 2 : 1;
   const uint8_t* payload = w.panel(panel);
   const uint8_t* scales = payload + w.scales_at;
   Floats acc[M];
-  for (int m = 0; m < M; ++m) acc[m] = zeros();
-  for (int b = 0; b < w.blocks; ++b, payload += payload_bytes(K)) {
+  for (int m = 0; m < M; ++m) acc[m] = onto ? load(out + m * out_stride) : zeros();
+  for (int b = 0; b < w.blocks; ++b, payload += payload_bytes(K), x.next_block()) {
     for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 2048 + ahead);
     const BlockScales s = read_scales<K>(scales, b);
-    const int row_bytes = x.parts * kBlock;
-    const int8_t* q = x.q + static_cast<size_t>(b) * M * row_bytes;
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M];
-      const auto start = [&](int m) {
-        return start_of_sum<K>(halves == 2 ? x.negative_halves[(2 * b + h) * M + m] : x.negative_sum[b * M + m]);
-      };
       const auto add_part = [&](const int8_t* in) __attribute__((always_inline)) {
         unroll<8 / halves>([&](auto step) {
           constexpr int group = decltype(step)::value + h * 4;
           const Bytes weights = unpack_group<bits, group>(payload);
           for (int m = 0; m < M; ++m)
-            dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(in + m * row_bytes + 4 * group));
+            dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(in + m * kBlock + 4 * group));
         });
       };
-      for (int m = 0; m < M; ++m) dot[m] = x.parts == 1 ? start(m) : splat_int(0);
-      add_part(q);
+      for (int m = 0; m < M; ++m) dot[m] = x.parts == 1 ? x.start(h, m) : splat_int(0);
+      add_part(x.part(0));
       if (x.parts == 2) {
-        for (int m = 0; m < M; ++m) dot[m] = add(shift_left(dot[m], 8), start(m));
-        add_part(q + kBlock);
+        for (int m = 0; m < M; ++m) dot[m] = add(shift_left(dot[m], 8), x.start(h, m));
+        add_part(x.part(1));
       }
-      for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(x.scale[b * M + m])), acc[m]);
+      for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(x.scale()[m])), acc[m]);
     });
     if constexpr (has_min(K))
-      for (int m = 0; m < M; ++m) acc[m] = fma(s.m, splat(x.scaled_sum[b * M + m]), acc[m]);
+      for (int m = 0; m < M; ++m) acc[m] = fma(s.m, splat(x.scaled_sum()[m]), acc[m]);
   }
   for (int m = 0; m < M; ++m) store(out + m * out_stride, acc[m]);
 }
@@ -169,28 +170,17 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
   }
 }
 
-// What integer sums begin with, for all blocks of all tiles: -offset * sum(x).
-template <Kind K>
-void make_starts(const QuantRows& x, int tile, int tile_end, int32_t* starts) {
-  constexpr size_t per_block = has_halves(K) ? 2 : 1;
-  const int32_t* sums = has_halves(K) ? x.negative_halves : x.negative_sum;
-  const size_t begin = x.start(tile) * per_block;
-  const size_t end = tile_end >= x.tiles() ? static_cast<size_t>(x.rows) * x.blocks * per_block : x.start(tile_end) * per_block;
-  for (size_t i = begin; i < end; ++i) starts[i - begin] = sums[i] * (1 << std::max(0, zero_shift(K)));
-}
-
 // Memory that will be wanted next, asked for a few lines per block while the arithmetic goes on.
 struct Ahead {
   const uint8_t* at = nullptr;
   int lines_per_block = 0;
 };
 
-// M rows x N panels over `blocks` blocks. `out` holds the sums of the blocks before, unless these are the first.
+// M rows x N panels over `blocks` blocks, added to what `out` holds if `onto`. Loads stay where they are written: a
+// compiler that gathers them at the top of a block has no registers left for the sums.
 template <Kind K, int M, int N>
-void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts, Ahead& ahead, bool is_first, float* out,
-               size_t out_stride) {
+void wide_tile(const Expanded& w, int blocks, TileRows<K, M> x, Ahead& ahead, bool onto, float* out, size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
-  const int row_bytes = x.parts * kBlock;
   const uint8_t* bytes[N];
   const float* d[N];
   const float* minimum[N];
@@ -200,62 +190,51 @@ void wide_tile(const Expanded& w, int blocks, TileRows x, const int32_t* starts,
     minimum[n] = w.m[n];
   }
   Floats acc[M][N];
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) acc[m][n] = is_first ? zeros() : load(out + m * out_stride + n * kPanel);
+  each_sum<M, N>([&](int m, int n) { acc[m][n] = onto ? load(out + m * out_stride + n * kPanel) : zeros(); });
   const uint8_t* wanted = ahead.at;
   for (int b = 0; b < blocks; ++b) {
     for (int line = 0; line < ahead.lines_per_block; ++line, wanted += 64) prefetch_far(wanted);
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M][N];
-      const auto start = [&](int m) { return splat_int(zero_shift(K) < 0 ? 0 : starts[h * M + m]); };
       const auto add_part = [&](const int8_t* q) __attribute__((always_inline)) {
         unroll<8 / halves>([&](auto step) {
           constexpr int group = decltype(step)::value + h * 4;
           Bytes weights[N];
-          for (int n = 0; n < N; ++n) weights[n] = load_bytes(bytes[n] + 64 * group);
-          for (int m = 0; m < M; ++m) {
-            const Inputs in = splat_inputs(q + m * row_bytes + 4 * group);
+          for (int n = 0; n < N; ++n) weights[n] = load_bytes_here(bytes[n] + 64 * group);
+          unroll<M>([&](auto row) {
+            constexpr int m = decltype(row)::value;
+            const Inputs in = splat_inputs_here(q + m * kBlock + 4 * group);
             for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], in);
-          }
+          });
         });
       };
-      for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) dot[m][n] = x.parts == 1 ? start(m) : splat_int(0);
-      add_part(x.q);
+      each_sum<M, N>([&](int m, int n) { dot[m][n] = x.parts == 1 ? x.start(h, m) : splat_int(0); });
+      add_part(x.part(0));
       if (x.parts == 2) {
-        for (int m = 0; m < M; ++m)
-          for (int n = 0; n < N; ++n) dot[m][n] = add(shift_left(dot[m][n], 8), start(m));
-        add_part(x.q + kBlock);
+        each_sum<M, N>([&](int m, int n) { dot[m][n] = add(shift_left(dot[m][n], 8), x.start(h, m)); });
+        add_part(x.part(1));
       }
       Floats scale[N];
       for (int n = 0; n < N; ++n) scale[n] = load(d[n] + h * kPanel);
-      for (int m = 0; m < M; ++m) {
-        const Floats s = splat(x.scale[m]);
-        for (int n = 0; n < N; ++n) acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], s), acc[m][n]);
-      }
+      each_sum<M, N>([&](int m, int n) {
+        acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], splat(x.scale()[m])), acc[m][n]);
+      });
     });
     if constexpr (has_min(K)) {
       Floats low[N];
       for (int n = 0; n < N; ++n) low[n] = load(minimum[n]);
-      for (int m = 0; m < M; ++m) {
-        const Floats s = splat(x.scaled_sum[m]);
-        for (int n = 0; n < N; ++n) acc[m][n] = fma(low[n], s, acc[m][n]);
-      }
-      x.scaled_sum += M;
+      each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(x.scaled_sum()[m]), acc[m][n]); });
       for (int n = 0; n < N; ++n) minimum[n] += kPanel;
     }
-    x.q += M * row_bytes;
-    x.scale += M;
-    starts += halves * M;
+    x.next_block();
     for (int n = 0; n < N; ++n) {
       bytes[n] += 512;
       d[n] += halves * kPanel;
     }
   }
   ahead.at = wanted;
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) store(out + m * out_stride + n * kPanel, acc[m][n]);
+  each_sum<M, N>([&](int m, int n) { store(out + m * out_stride + n * kPanel, acc[m][n]); });
 }
 
 // ── choosing a tile at run time ──
@@ -277,32 +256,30 @@ inline Ahead share_ahead(const Matrix& w, int next, int count, int first, int bl
 }
 
 template <Kind K>
-void linear_quantised(const Matrix& w, const QuantRows& x, int panel, int count, int tile, int tile_end, float* out,
-                      size_t out_stride, uint8_t* scratch) {
+void linear_quantised(const Matrix& w, const QuantRows& x, const Span& span, const Sums& to, uint8_t* scratch) {
   if (x.rows <= kSmallRows) {
-    for (int n = 0; n < count; ++n)
+    for (int n = 0; n < span.panels; ++n)
       with_count<kSmallRows>(x.rows, [&](auto m) {
-        small_tile<K, decltype(m)::value>(w, panel + n, TileRows(x, 0), out + n * kPanel, out_stride);
+        constexpr int rows = decltype(m)::value;
+        small_tile<K, rows>(w, span.panel + n, TileRows<K, rows>(x, 0, 0), to.onto, to.out + n * kPanel, to.stride);
       });
     return;
   }
   auto& chunk = *reinterpret_cast<ChunkScratch*>(scratch);
-  auto* starts = reinterpret_cast<int32_t*>(scratch + sizeof(ChunkScratch));
-  if constexpr (zero_shift(K) >= 0) make_starts<K>(x, tile, tile_end, starts);
   const int chunks = (w.blocks + kChunk - 1) / kChunk, even = (w.blocks + chunks - 1) / chunks;
   for (int first = 0; first < w.blocks; first += even) {
     const int blocks = std::min(even, w.blocks - first);
+    const bool onto = to.onto || first > 0;
     Expanded expanded{};
-    for (int n = 0; n < count; ++n) expand_panel<K>(w, panel + n, first, blocks, n, chunk, expanded);
-    Ahead ahead = share_ahead(w, panel + count, count, first, blocks, tile_end - tile);
-    for (int t = tile; t < tile_end; ++t) {
-      float* to = out + static_cast<size_t>(t - tile) * x.tile * out_stride;
-      const size_t at = (x.start(t) - x.start(tile) + static_cast<size_t>(first) * x.rows_in(t)) * (has_halves(K) ? 2 : 1);
+    for (int n = 0; n < span.panels; ++n) expand_panel<K>(w, span.panel + n, first, blocks, n, chunk, expanded);
+    Ahead ahead = share_ahead(w, span.panel + span.panels, span.panels, first, blocks, span.tile_end - span.tile);
+    for (int t = span.tile; t < span.tile_end; ++t) {
+      float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride;
       with_count<kTileRows>(x.rows_in(t), [&](auto m) {
         constexpr int rows = decltype(m)::value;
-        const TileRows in(x, t, first);
-        if (count == 2) wide_tile<K, rows, 2>(expanded, blocks, in, starts + at, ahead, first == 0, to, out_stride);
-        else wide_tile<K, rows, 1>(expanded, blocks, in, starts + at, ahead, first == 0, to, out_stride);
+        const TileRows<K, rows> in(x, t, first);
+        if (span.panels == 2) wide_tile<K, rows, 2>(expanded, blocks, in, ahead, onto, out, to.stride);
+        else wide_tile<K, rows, 1>(expanded, blocks, in, ahead, onto, out, to.stride);
       });
     }
   }
@@ -318,12 +295,12 @@ inline __attribute__((always_inline)) Floats load_plain(const uint8_t* panel, in
 }
 
 template <Kind K, int M, int N>
-void plain_tile(const Matrix& w, int panel, const float* x, size_t stride, float* out, size_t out_stride) {
+void plain_tile(const Matrix& w, int panel, const float* x, size_t stride, bool onto, float* out, size_t out_stride) {
   const uint8_t* weights[N];
   for (int n = 0; n < N; ++n) weights[n] = w.panel(panel + n);
   Floats acc[M][N];
   for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) acc[m][n] = zeros();
+    for (int n = 0; n < N; ++n) acc[m][n] = onto ? load(out + m * out_stride + n * kPanel) : zeros();
   for (int k = 0; k < w.cols; ++k) {
     Floats column[N];
     for (int n = 0; n < N; ++n) column[n] = load_plain<K>(weights[n], k);
@@ -337,16 +314,15 @@ void plain_tile(const Matrix& w, int panel, const float* x, size_t stride, float
 }
 
 template <Kind K>
-void linear_plain(const Matrix& w, const Rows& x, int panel, int count, int tile, int tile_end, float* out,
-                  size_t out_stride) {
-  const int row = tile * x.quant.tile, end = std::min(x.quant.rows, tile_end * x.quant.tile);
+void linear_plain(const Matrix& w, const Rows& x, const Span& span, const Sums& to) {
+  const int row = span.tile * x.quant.tile, end = std::min(x.quant.rows, span.tile_end * x.quant.tile);
   for (int r = row; r < end; r += kSmallRows) {
     with_count<kSmallRows>(std::min(kSmallRows, end - r), [&](auto m) {
       constexpr int rows = decltype(m)::value;
       const float* in = x.values + static_cast<size_t>(r) * x.stride;
-      float* to = out + static_cast<size_t>(r - row) * out_stride;
-      if (count == 2) plain_tile<K, rows, 2>(w, panel, in, x.stride, to, out_stride);
-      else plain_tile<K, rows, 1>(w, panel, in, x.stride, to, out_stride);
+      float* out = to.out + static_cast<size_t>(r - row) * to.stride;
+      if (span.panels == 2) plain_tile<K, rows, 2>(w, span.panel, in, x.stride, to.onto, out, to.stride);
+      else plain_tile<K, rows, 1>(w, span.panel, in, x.stride, to.onto, out, to.stride);
     });
   }
 }
@@ -368,17 +344,13 @@ inline void with_kind(Kind kind, Body body) {
   }
 }
 
-inline size_t linear_scratch_bytes(const Matrix& w) {
-  if (!is_quantised(w.kind)) return 0;
-  return sizeof(ChunkScratch) + sizeof(int32_t) * 2 * kTilesPerCall * kTileRows * static_cast<size_t>(w.blocks);
-}
+inline size_t linear_scratch_bytes(const Matrix& w) { return is_quantised(w.kind) ? sizeof(ChunkScratch) : 0; }
 
-inline void linear(const Matrix& w, const Rows& x, int panel, int count, int tile, int tile_end, float* out,
-                   size_t out_stride, uint8_t* scratch) {
+inline void linear(const Matrix& w, const Rows& x, const Span& span, const Sums& to, uint8_t* scratch) {
   with_kind(w.kind, [&](auto kind) {
     constexpr Kind K = decltype(kind)::value;
-    if constexpr (is_quantised(K)) linear_quantised<K>(w, x.quant, panel, count, tile, tile_end, out, out_stride, scratch);
-    else linear_plain<K>(w, x, panel, count, tile, tile_end, out, out_stride);
+    if constexpr (is_quantised(K)) linear_quantised<K>(w, x.quant, span, to, scratch);
+    else linear_plain<K>(w, x, span, to);
   });
 }
 

@@ -185,6 +185,8 @@ template <bool Wide>
 inline Ints dot4(Ints sum, Bytes w, Inputs x) {
   return {dot4_half<Wide>(sum.a, w.a, x.v), dot4_half<Wide>(sum.b, w.b, x.v)};
 }
+inline Bytes load_bytes_here(const uint8_t* p) { return load_bytes(p); }
+inline Inputs splat_inputs_here(const int8_t* p) { return splat_inputs(p); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

@@ -124,6 +124,17 @@ template <bool Wide>
 inline Ints dot4(Ints sum, Bytes w, Inputs x) {
   return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)};
 }
+// Loads that the compiler leaves where they are written.
+inline Bytes load_bytes_here(const uint8_t* p) {
+  Bytes out;
+  asm volatile("vmovdqu64 %1, %0" : "=v"(out.v) : "m"(*reinterpret_cast<const __m512i_u*>(p)));
+  return out;
+}
+inline Inputs splat_inputs_here(const int8_t* p) {
+  Inputs out;
+  asm volatile("vpbroadcastd %1, %0" : "=v"(out.v) : "m"(*reinterpret_cast<const int32_t*>(p)));
+  return out;
+}
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

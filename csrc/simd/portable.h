@@ -183,6 +183,8 @@ inline Ints dot4(Ints sum, Bytes w, Inputs x) {
     for (int k = 0; k < 4; ++k) sum.v[i] += static_cast<int32_t>(w.v[4 * i + k]) * x.v[k];
   return sum;
 }
+inline Bytes load_bytes_here(const uint8_t* p) { return load_bytes(p); }
+inline Inputs splat_inputs_here(const int8_t* p) { return splat_inputs(p); }
 inline void prefetch_far(const void*) {}
 inline void prefetch(const void*) {}
 

@@ -38,15 +38,36 @@ const Kernels& kernels_or_best(const std::string& name) {
   return *found;
 }
 
-Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_t, 2> source, int threads) {
+// A matrix in memory that belongs to `bytes`, which lives as long as the matrix does.
+template <class Byte>
+Matrix matrix_in(Kind kind, int rows, int cols, const Array<Byte, 1>& bytes) {
+  Matrix m = matrix_layout(kind, rows, cols);
+  auto* data = const_cast<uint8_t*>(bytes.data());
+  if (bytes.shape(0) != m.num_bytes() || reinterpret_cast<uintptr_t>(data) % 64 != 0)
+    throw std::invalid_argument("a packed matrix of this shape takes " + std::to_string(m.num_bytes()) +
+                                " bytes at a multiple of 64");
+  m.owner = std::shared_ptr<uint8_t[]>(data, [held = new Array<Byte, 1>(bytes)](uint8_t*) {
+    nb::gil_scoped_acquire lock;
+    delete held;
+  });
+  m.data = data;
+  return m;
+}
+
+Matrix matrix_over(const std::string& kind, int rows, int cols, Array<const uint8_t, 1> packed) {
+  return matrix_in(kind_from_name(kind), rows, cols, packed);  // kernels only read
+}
+
+Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_t, 2> source, int threads,
+            const std::optional<Array<uint8_t, 1>>& to) {
   const Kind kind = kind_from_name(kind_name);
   matrix_layout(kind, rows, cols);  // refuses impossible shapes before sizes are compared
   if (source.shape(0) != static_cast<size_t>(rows) || source.shape(1) != source_row_bytes(kind, cols))
     throw std::invalid_argument("the bytes given are not " + std::to_string(rows) + " rows of " +
                                 std::to_string(source_row_bytes(kind, cols)) + " bytes");
   if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
+  const Matrix m = to ? matrix_in(kind, rows, cols, *to) : empty_matrix(kind, rows, cols);
   nb::gil_scoped_release free;
-  const Matrix m = empty_matrix(kind, rows, cols);
   if (m.num_bytes() < kWorthThreads) threads = 1;
   Pool pool(threads);
   pool.run(m.panels, [&](int panel, int) { pack_panels(m, panel, panel + 1, source.data(), source.shape(1)); });
@@ -232,7 +253,11 @@ NB_MODULE(_native, m) {
       .def_ro("rows", &Matrix::rows)
       .def_ro("cols", &Matrix::cols)
       .def_prop_ro("num_bytes", &Matrix::num_bytes);
-  m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a, "threads"_a = 1);
+  m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a, "threads"_a = 1, "to"_a.none() = nb::none());
+  m.def("matrix_over", &matrix_over, "kind"_a, "rows"_a, "cols"_a, "packed"_a);
+  m.def("packed_bytes", [](const std::string& kind, int rows, int cols) {
+    return matrix_layout(kind_from_name(kind), rows, cols).num_bytes();
+  }, "kind"_a, "rows"_a, "cols"_a);
 
   nb::class_<Bench>(m, "Bench")
       .def(nb::init<int, const std::string&, int>(), "threads"_a, "isa"_a = "", "parts"_a = 1)

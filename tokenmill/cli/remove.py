@@ -15,10 +15,13 @@ def command(model: str, /, *more: str) -> int:
     model
         Names as `tokenmill list` shows them.
     """
+    from tokenmill.weights.packed_cache import prune
+
     store = Store()
     for name in (model, *more):
         named = parse_name(name)
         if isinstance(named, LocalModel):
             raise InvalidRequest(f"{name} is a path, not a model in the store", hint="delete the file yourself")
-        print(f"removed {named.name}, {size(store.remove(named.name))} freed")
+        freed = store.remove(named.name) + prune()  # what was packed from it goes with it
+        print(f"removed {named.name}, {size(freed)} freed")
     return 0

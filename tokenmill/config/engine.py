@@ -29,6 +29,8 @@ class ModelConfig:
     """Quantise unquantised weights while loading: int8 on a CPU, fp8 or int4 on a GPU."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""
+    packed_cache: bool = True
+    """Keep large models' weights on disk in the order that native kernels read them in, for quick starts."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import Model
 from tokenmill.ops.cpu import instruction_set, is_available
 from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
+from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.table import choose_ops
 from tokenmill.runner.runner import ModelRunner
@@ -37,7 +38,8 @@ from tokenmill.scheduler import Scheduler
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
-from tokenmill.weights.source import WeightSource, open_weights
+from tokenmill.weights.packed_cache import MIN_SOURCE_BYTES, PackedCache, open_cache, source_of
+from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
 # What each backend can make of plain weights while it loads them.
 QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int4"), "reference": ("none",)}
@@ -123,7 +125,8 @@ def foreseen(config: EngineConfig, model_path: Path) -> list[str]:
 def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
     assert config.model.max_context is not None and config.ops.threads is not None
     tables = rope_tables(spec, config.model.max_context, torch.device("cpu"))
-    return NativeDecoder(
+    kept = packed_cache(config, source)
+    decoder = NativeDecoder(
         spec,
         source,
         KVLayout.from_spec(spec),
@@ -132,7 +135,20 @@ def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) ->
         config.ops.threads,
         "int8" if config.model.quantization == "int8" else "none",
         activation_bits=int(config.ops.activation_bits),
+        kept=kept,
     )
+    kept.finish()
+    return decoder
+
+
+def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
+    """Weights that were packed by an earlier start; an empty one where that is not wanted or not worth it."""
+    if not config.model.packed_cache or not isinstance(source, CheckpointWeights):
+        return PackedCache()
+    if sum(file.stat().st_size for file in source.checkpoint.files) < MIN_SOURCE_BYTES:
+        return PackedCache()
+    recipe = f"{config.model.quantization} {source.recipe}"
+    return open_cache(source_of(source.checkpoint.files, layout_digest(), recipe))
 
 
 def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:

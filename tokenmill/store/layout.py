@@ -4,6 +4,7 @@
     ├── blobs/<sha256>                  complete, verified files
     ├── models/<quoted name>/           manifest.json and one link per file; appears by a single rename
     ├── partial/<quoted name>/          downloads under way or interrupted; never read by anything but a pull
+    ├── packed/<digest>                 weights as native kernels read them (see weights/packed_cache.py)
     └── locks/                          one per name being pulled, one for changes to the store itself
 
 A model is in `models/` completely or not at all. Names are percent-quoted, digests are 64 hex digits: neither can

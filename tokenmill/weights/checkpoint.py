@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from tokenmill.ops.raw import RawTensor
@@ -12,6 +13,11 @@ class Checkpoint(Protocol):
     @property
     def place(self) -> str:
         """What errors call it: a file or a directory."""
+        ...
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that hold the tensors."""
         ...
 
     @property

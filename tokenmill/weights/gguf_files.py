@@ -20,8 +20,8 @@ class GGUFCheckpoint:
         self.gguf = gguf
         self.place = str(gguf.path)
         self.shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
-        paths = dict.fromkeys(tensor.path for tensor in gguf.tensors.values())
-        self._bytes = {path: _mapped(path) for path in paths}  # uint8 [file size]
+        self.files = list(dict.fromkeys(tensor.path for tensor in gguf.tensors.values()))
+        self._bytes = {path: _mapped(path) for path in self.files}  # uint8 [file size]
 
     def load(self, name: str) -> RawTensor:
         tensor = self.gguf.tensors[name]

@@ -20,6 +20,7 @@ _HINT = "the file is damaged or cut short; download it again"
 
 class SafetensorsCheckpoint:
     def __init__(self, files: tuple[Path, ...]) -> None:
+        self.files = files
         self.place = str(files[0] if len(files) == 1 else files[0].parent)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}

@@ -77,6 +77,11 @@ class CheckpointWeights:
     def names(self) -> list[str]:
         return list(self.sources)
 
+    @property
+    def recipe(self) -> str:
+        """How our tensors are put together from the checkpoint's, as text that changes whenever that does."""
+        return repr(sorted(self.sources.items()))
+
     def get(self, name: str) -> RawTensor:
         source = self.sources[name]
         parts = [self._part(theirs, source) for theirs in source.names]

@@ -15,15 +15,10 @@ import torch
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache
 from tokenmill.ops.cpu.availability import native
-from tokenmill.ops.cpu.packing import Dense, Quantization, pack_experts, pack_matrix
-from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
 MAX_HEAD_DIM = 256
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Weights(Protocol):
-    def get(self, name: str) -> RawTensor: ...
 
 
 class Layout(Protocol):
@@ -66,9 +61,11 @@ class NativeDecoder:
         quantization: Quantization = "none",
         instruction_set: str = "",
         activation_bits: int = 8,
+        kept: PackedMatrices | None = None,
     ) -> None:
         """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best;
-        `activation_bits` (8 or 16) is how finely the inputs of quantised matrices are rounded."""
+        `activation_bits` (8 or 16) is how finely the inputs of quantised matrices are rounded; `kept` has matrices
+        that were packed before, or takes those packed now."""
         self.spec = spec
         self.layout = layout
         cap = spec.logit_softcap or 0.0
@@ -82,7 +79,7 @@ class NativeDecoder:
             parts=activation_bits // 8,
             isa=instruction_set,
         )
-        self._parts = _Parts(weights, dense, quantization, threads)
+        self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept))
         self._cache_owner: object = None
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
         for number, layer in enumerate(spec.layers):
@@ -175,14 +172,14 @@ class NativeDecoder:
 class _Parts:
     """Weights by name, in the forms the native decoder is built from."""
 
-    def __init__(self, weights: Weights, dense: Dense, quantization: Quantization, threads: int) -> None:
-        self.weights, self.dense, self.quantization, self.threads = weights, dense, quantization, threads
+    def __init__(self, weights: Weights, dense: Dense, packer: Packer) -> None:
+        self.weights, self.dense, self.packer = weights, dense, packer
 
     def vector(self, name: str) -> torch.Tensor:
         return self.dense(self.weights.get(name)).float().contiguous()
 
     def linear(self, name: str, has_bias: bool = False) -> Any:
-        matrix = pack_matrix(self.weights.get(f"{name}.weight"), self.dense, self.quantization, self.threads)
+        matrix = self.packer.matrix(f"{name}.weight")
         return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
 
     def mlp(self, name: str, spec: MlpSpec) -> Any:
@@ -190,10 +187,7 @@ class _Parts:
         return native().Mlp(*parts, spec.activation)
 
     def moe(self, name: str, spec: MoeSpec) -> Any:
-        packed = [
-            pack_experts(self.weights.get(f"{name}experts.{part}.weight"), self.dense, self.quantization, self.threads)
-            for part in ("gate", "up", "down")
-        ]
+        packed = [self.packer.experts(f"{name}experts.{part}.weight") for part in ("gate", "up", "down")]
         linears = ([native().Linear(matrix, None) for matrix in matrices] for matrices in packed)
         experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(*linears, strict=True)]
         shared = None if spec.shared is None else self.mlp(f"{name}shared.", spec.shared)

@@ -2,43 +2,138 @@
 
 Block formats without a packed form of their own are expanded and kept as float16; the smallest error of all choices
 (relative 2^-11) at the price of memory. Plain tensors keep their type.
+
+Packed matrices may come from elsewhere (`PackedMatrices`): then the checkpoint's tensor is not touched.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.raw import RawTensor
 
 PACKED_QUANTS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
 _PLAIN_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+ALIGNMENT = 64  # of a packed matrix, in bytes
 
 Dense = Callable[[RawTensor], torch.Tensor]
 """Plain values of a raw tensor, in float32."""
 Quantization = Literal["none", "int8"]
+Bytes = NDArray[np.uint8]
 
 
-def pack_matrix(raw: RawTensor, dense: Dense, quantization: Quantization = "none", threads: int = 1) -> Any:
-    """A matrix [rows, columns] as the kernels read it."""
-    rows, columns = raw.shape
+class Weights(Protocol):
+    def get(self, name: str) -> RawTensor: ...
+
+
+class Section(Protocol):
+    """Some matrices of one kind and shape."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+
+
+class PackedMatrices(Protocol):
+    """Where packed matrices come from and go to, by the names of their weights."""
+
+    def find(self, name: str) -> tuple[Section, Bytes] | None: ...
+
+    def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes | None:
+        """Memory to pack into; None: wherever there is some."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packer:
+    """The matrices of a checkpoint, packed."""
+
+    weights: Weights
+    dense: Dense
+    quantization: Quantization = "none"
+    threads: int = 1
+    kept: PackedMatrices | None = None
+
+    def matrix(self, name: str) -> Any:
+        """The weight [rows, columns]."""
+        return self._matrices(name, lambda: [self.weights.get(name)])[0]
+
+    def experts(self, name: str) -> list[Any]:
+        """The weight [experts, rows, columns] as one matrix per expert."""
+        return self._matrices(name, lambda: _slices(self.weights.get(name)))
+
+    def _matrices(self, name: str, load: Callable[[], list[RawTensor]]) -> list[Any]:
+        found = None if self.kept is None else self.kept.find(name)
+        if found is not None:
+            section, packed = found
+            each = packed.reshape(section.count, -1)
+            return [native().matrix_over(section.kind, section.rows, section.cols, one) for one in each]
+        raws = load()
+        kind = kind_of(raws[0], self.quantization)
+        (rows, cols), count = raws[0].shape, len(raws)
+        num_bytes = native().packed_bytes(kind, rows, cols)
+        room = None if self.kept is None else self.kept.reserve(name, kind, rows, cols, count, count * num_bytes)
+        places = [None] * count if room is None else list(room.reshape(count, -1))
+        return [pack_as(kind, raw, self.dense, self.threads, to) for raw, to in zip(raws, places, strict=True)]
+
+
+def kind_of(raw: RawTensor, quantization: Quantization) -> str:
+    """The packed form that a tensor gets."""
     if raw.quant in PACKED_QUANTS:
-        return native().pack(raw.quant, rows, columns, raw.data.contiguous().numpy(), threads)
+        return str(raw.quant)
+    if quantization == "int8" and raw.shape[-1] % 32 == 0:
+        return "Q8_0"
+    return "F16" if raw.quant else _PLAIN_KINDS.get(raw.data.dtype, "F32")
+
+
+def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes | None = None) -> Any:
+    rows, columns = raw.shape
+    if raw.quant == kind:
+        return native().pack(kind, rows, columns, raw.data.contiguous().numpy(), threads, to)
     values = dense(raw).to(torch.float16) if raw.quant else raw.data.contiguous()
-    if quantization == "int8" and columns % 32 == 0:
-        return native().pack("Q8_0", rows, columns, quantized_q8(values.float()).numpy(), threads)
+    if kind == "Q8_0":
+        return native().pack(kind, rows, columns, quantized_q8(values.float()).numpy(), threads, to)
     if values.dtype not in _PLAIN_KINDS:
         values = values.float()
-    return native().pack(_PLAIN_KINDS[values.dtype], rows, columns, values.view(torch.uint8).numpy(), threads)
+    return native().pack(kind, rows, columns, values.view(torch.uint8).numpy(), threads, to)
 
 
-def pack_experts(raw: RawTensor, dense: Dense, quantization: Quantization = "none", threads: int = 1) -> list[Any]:
-    """[experts, rows, columns] as one matrix per expert."""
-    parts = (RawTensor(raw.name, raw.shape[1:], raw.data[index], raw.quant) for index in range(raw.shape[0]))
-    return [pack_matrix(part, dense, quantization, threads) for part in parts]
+def _slices(raw: RawTensor) -> list[RawTensor]:
+    return [RawTensor(raw.name, raw.shape[1:], raw.data[index], raw.quant) for index in range(raw.shape[0])]
+
+
+@cache
+def layout_digest() -> str:
+    """A digest of how the kernels lay out every kind: whoever keeps packed bytes learns from it when that changes."""
+    rows, cols = 40, 512  # panels that are full and one that is not, super-blocks and blocks
+    digest = hashlib.sha256()
+    for kind in (*sorted(PACKED_QUANTS), *_PLAIN_KINDS.values()):
+        row_bytes = native().source_row_bytes(kind, cols)
+        source = (np.arange(rows * row_bytes, dtype=np.uint64) * 2654435761 >> 7).astype(np.uint8)
+        packed = aligned_bytes(native().packed_bytes(kind, rows, cols))
+        native().pack(kind, rows, cols, source.reshape(rows, row_bytes), 1, packed)
+        digest.update(kind.encode() + packed.tobytes())
+    return digest.hexdigest()
+
+
+def aligned_bytes(count: int) -> Bytes:
+    whole = np.zeros(count + ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
+    return whole[start : start + count]
 
 
 def quantized_q8(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,184 @@
+"""Packed weights kept on disk, so that the second start of a large model packs nothing.
+
+    $TOKENMILL_HOME/packed/<digest>      digest of: the checkpoint's files, how their tensors are put together, how the
+                                         kernels lay out memory, what is quantised on loading, this version
+
+A checkpoint file is known by its path, place on the disk, size and time of change: reading it whole to digest it would
+cost more than packing. Files are private, written aside and renamed; damaged, stale and superfluous ones go when the
+next one is written, and when a model is removed from the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+import tokenmill
+from tokenmill.store.layout import store_root
+from tokenmill.weights.packed_file import Bytes, PackedFile, PackedWriter, Section, Unusable, read_record
+
+MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second
+MAX_TOTAL_BYTES = 64 << 30
+MAX_DISK_SHARE = 0.5  # of what is free, that a new file may take
+ABANDONED_S = 3600.0  # a file that was not finished in an hour never will be
+
+log = logging.getLogger(__name__)
+
+
+class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
+    path: str
+    device: int
+    inode: int
+    num_bytes: int
+    changed_ns: int
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that packed bytes depend on."""
+
+    files: list[FileIdentity]
+    version: str
+    layout: str  # digest of the kernels' own packing
+    recipe: str  # digest of how tensors are put together, and of what is quantised
+
+
+def identity(path: Path) -> FileIdentity:
+    place = path.resolve()
+    found = place.stat()
+    return FileIdentity(str(place), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def source_of(files: Sequence[Path], layout: str, recipe: str) -> Source:
+    digest = hashlib.sha256(recipe.encode()).hexdigest()
+    return Source(files=[identity(file) for file in files], version=tokenmill.__version__, layout=layout, recipe=digest)
+
+
+class PackedCache:
+    """Matrices by name, from a complete file, or room for them in one that is being written; else neither."""
+
+    def __init__(self, reading: PackedFile | None = None, writing: PackedWriter | None = None) -> None:
+        self._reading, self._writing = reading, writing
+
+    @property
+    def is_hit(self) -> bool:
+        return self._reading is not None
+
+    def find(self, name: str) -> tuple[Section, Bytes] | None:
+        return None if self._reading is None else self._reading.find(name)
+
+    def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes | None:
+        if self._writing is None:
+            return None
+        try:
+            return self._writing.reserve(name, kind, rows, cols, count, num_bytes)
+        except OSError as problem:  # a full disk: what is packed already stays where it is, the rest goes to memory
+            log.warning("packed weights are not kept: %s", problem.strerror or problem)
+            self._give_up()
+            return None
+
+    def finish(self) -> threading.Thread | None:
+        """All weights are packed. Getting them onto the disk takes seconds, which nobody needs to wait for."""
+        if self._writing is None:
+            return None
+        writer, self._writing = self._writing, None
+        syncing = threading.Thread(target=_finish, args=(writer,), name="packed-weights", daemon=True)
+        syncing.start()
+        return syncing
+
+    def _give_up(self) -> None:
+        if self._writing is not None:
+            self._writing.abandon()
+            self._writing = None
+
+
+def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
+    """What is there for this source; otherwise a new file, if there is room for one."""
+    folder = folder or packed_folder()
+    path = folder / hashlib.sha256(msgspec.json.encode(source)).hexdigest()
+    if path.exists():
+        try:
+            found = PackedFile(path)
+            with suppress(OSError):
+                os.utime(path)  # the longest unused go first
+            return PackedCache(reading=found)
+        except Unusable as problem:
+            log.warning("%s is made anew: %s", path, problem)
+    return PackedCache(writing=_new_file(path, source))
+
+
+def packed_folder() -> Path:
+    return store_root() / "packed"
+
+
+def _new_file(path: Path, source: Source) -> PackedWriter | None:
+    needed = sum(file.num_bytes for file in source.files)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.chmod(path.parent, 0o700)
+        prune(path.parent, keep_bytes=max(0, MAX_TOTAL_BYTES - needed))
+        if needed > MAX_DISK_SHARE * shutil.disk_usage(path.parent).free:
+            return None
+        return PackedWriter(path, msgspec.json.encode(source).decode())
+    except OSError as problem:  # a store that can't be written, or another process that writes this very file
+        log.info("packed weights are not kept: %s", problem.strerror or problem)
+        return None
+
+
+def _finish(writer: PackedWriter) -> None:
+    try:
+        writer.finish()
+    except OSError as problem:
+        log.warning("packed weights are not kept: %s", problem.strerror or problem)
+        writer.abandon()
+
+
+# ── what goes ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
+    """Remove files that nobody can use any more, then the longest unused until the rest fits; bytes freed."""
+    folder = folder or packed_folder()
+    freed = 0
+    kept: list[tuple[float, int, Path]] = []
+    for path in folder.glob("*") if folder.is_dir() else ():
+        with suppress(OSError):
+            found = path.stat()
+            if _is_useless(path, found):
+                freed += _removed(path, found.st_size)
+            else:
+                kept.append((found.st_mtime, found.st_size, path))
+    total = sum(size for _, size, _ in kept)
+    for _, size, path in sorted(kept):
+        if total <= keep_bytes:
+            break
+        total -= size
+        freed += _removed(path, size)
+    return freed
+
+
+def _is_useless(path: Path, found: os.stat_result) -> bool:
+    if path.suffix == ".tmp":
+        return time.time() - found.st_mtime > ABANDONED_S
+    try:
+        with path.open("rb") as file:
+            source = msgspec.json.decode(read_record(file).source, type=Source)
+        return source.version != tokenmill.__version__ or any(identity(Path(f.path)) != f for f in source.files)
+    except (Unusable, OSError, msgspec.DecodeError):
+        return True
+
+
+def _removed(path: Path, size: int) -> int:
+    try:
+        path.unlink()
+    except OSError:
+        return 0
+    return size

@@ -1,0 +1,181 @@
+"""A file of packed matrices, as the kernels read them: mapped, never copied.
+
+    0        header, 256 KiB: magic, length and digest of the record, then the record: format, source, index's place
+    256 KiB  matrices of one weight after another, each weight at a multiple of 4096
+    ...      index: name, kind, shape, offset of every weight; its digest is in the header
+
+A file is written aside under a name of its own, completed, synced, and renamed into place; nobody changes it after
+that. A reader believes the header only if its digest fits, the index only if the header's digest of it fits, and both
+only in a file that belongs to this user and that nobody else may write. Whatever is wrong is one `Unusable`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"TOKENMILL PACKED"
+FORMAT = 1
+PAGE = 4096
+HEADER_BYTES = 256 << 10
+MAX_INDEX_BYTES = 64 << 20
+_PREFIX = struct.Struct("<16sI32s")  # magic, bytes of the record, its digest
+
+Bytes = NDArray[np.uint8]
+
+
+class Section(msgspec.Struct, frozen=True, array_like=True):
+    """`count` matrices of one kind and shape, one after another."""
+
+    kind: str
+    rows: int
+    cols: int
+    count: int
+    offset: int
+    num_bytes: int
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What the header says."""
+
+    format: int
+    source: str  # what the weights were packed from, as `packed_cache` writes it
+    index_offset: int
+    index_bytes: int
+    index_digest: str
+
+
+class Unusable(Exception):
+    """Why a file is not used; it is then made anew."""
+
+
+class PackedFile:
+    """A complete file, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        with _opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            record = read_record(file)
+            self._index = _read_index(file, record, size)
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self._map.madvise(mmap.MADV_WILLNEED)  # from a cold disk in large pieces, not page by page
+        self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def find(self, name: str) -> tuple[Section, Bytes] | None:
+        section = self._index.get(name)
+        if section is None:
+            return None
+        return section, self._bytes[section.offset : section.offset + section.num_bytes]
+
+
+class PackedWriter:
+    """A file under way: `reserve` gives memory to pack into, which is the file's own; `finish` puts it in its place."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self._path, self._source = path, source
+        self._aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._file = os.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._index: dict[str, Section] = {}
+        self._end = HEADER_BYTES
+
+    def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes:
+        """Raises OSError where the disk has no room: space is taken before it is mapped, since a mapped page without
+        room on the disk would end the process."""
+        os.posix_fallocate(self._file, self._end, num_bytes)
+        mapped = mmap.mmap(self._file, num_bytes, offset=self._end)
+        self._index[name] = Section(kind, rows, cols, count, self._end, num_bytes)
+        self._end = _next_page(self._end + num_bytes)
+        return np.frombuffer(mapped, np.uint8)
+
+    def finish(self) -> None:
+        """Everything reserved is filled: write index and header, and let others see the file."""
+        index = msgspec.msgpack.encode(self._index)
+        os.pwrite(self._file, index, self._end)
+        record = msgspec.json.encode(
+            Record(
+                format=FORMAT,
+                source=self._source,
+                index_offset=self._end,
+                index_bytes=len(index),
+                index_digest=hashlib.sha256(index).hexdigest(),
+            )
+        )
+        header = _PREFIX.pack(MAGIC, len(record), hashlib.sha256(record).digest()) + record
+        if len(header) > HEADER_BYTES:
+            raise OSError("the checkpoint has more files than a header can name")
+        os.pwrite(self._file, header, 0)
+        os.fsync(self._file)
+        os.close(self._file)
+        os.replace(self._aside, self._path)
+
+    def abandon(self) -> None:
+        """What was packed stays usable by this process; the file goes with it."""
+        os.close(self._file)
+        with suppress(OSError):
+            self._aside.unlink()
+
+
+def read_record(file: Any) -> Record:
+    """The header of an open file."""
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise Unusable("it is cut short")
+    magic, length, digest = _PREFIX.unpack(prefix)
+    if magic != MAGIC or length > HEADER_BYTES - _PREFIX.size:
+        raise Unusable("it has no header")
+    text = file.read(length)
+    if hashlib.sha256(text).digest() != digest:
+        raise Unusable("its header is damaged")
+    try:
+        record = msgspec.json.decode(text, type=Record)
+    except msgspec.DecodeError as problem:
+        raise Unusable(f"its header can't be read: {problem}") from None
+    if record.format != FORMAT:
+        raise Unusable(f"it has format {record.format}, not {FORMAT}")
+    return record
+
+
+def _opened(path: Path) -> Any:
+    """A file of ours alone. Who could write here could choose what the kernels compute with."""
+    try:
+        file = path.open("rb")
+    except OSError as problem:
+        raise Unusable(problem.strerror or "it can't be opened") from None
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        file.close()
+        raise Unusable("others than this user may write it")
+    return file
+
+
+def _read_index(file: Any, record: Record, size: int) -> dict[str, Section]:
+    if not HEADER_BYTES <= record.index_offset <= size or not 0 < record.index_bytes <= MAX_INDEX_BYTES:
+        raise Unusable("its index lies outside the file")
+    file.seek(record.index_offset)
+    packed = file.read(record.index_bytes)
+    if hashlib.sha256(packed).hexdigest() != record.index_digest:
+        raise Unusable("its index is damaged or cut off")
+    index = msgspec.msgpack.decode(packed, type=dict[str, Section])
+    for name, section in index.items():
+        ends = section.offset + section.num_bytes
+        if (
+            not HEADER_BYTES <= section.offset <= ends <= record.index_offset
+            or section.count < 1
+            or section.offset % PAGE
+        ):
+            raise Unusable(f"{name} lies outside the file")
+    return index
+
+
+def _next_page(place: int) -> int:
+    return -(-place // PAGE) * PAGE

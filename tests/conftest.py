@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from real_models import fetched_model
 
+from tokenmill.weights import packed_cache
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_packed_is_kept() -> Iterator[None]:
+    """Large real models leave nothing in the user's store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_cache, "MIN_SOURCE_BYTES", sys.maxsize)
+        yield
 
 
 @pytest.fixture(scope="session")

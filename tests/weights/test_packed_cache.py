@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import tokenmill.weights.packed_cache as packed_cache
-from tokenmill.engine import build
 from tokenmill.engine.llm import LLM
 from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.availability import native
@@ -236,7 +235,7 @@ def test_a_second_start_answers_the_same_without_packing(
     smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENMILL_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "MIN_SOURCE_BYTES", 0)
+    monkeypatch.setattr(packed_cache, "MIN_SOURCE_BYTES", 0)
     params = SamplingParams(temperature=0.0, max_tokens=8)
 
     def answer(**settings: object) -> str:

@@ -38,7 +38,7 @@ from tokenmill.scheduler import Scheduler
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
-from tokenmill.weights.packed_cache import MIN_SOURCE_BYTES, PackedCache, open_cache, source_of
+from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
 from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
 # What each backend can make of plain weights while it loads them.
@@ -145,7 +145,7 @@ def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
     """Weights that were packed by an earlier start; an empty one where that is not wanted or not worth it."""
     if not config.model.packed_cache or not isinstance(source, CheckpointWeights):
         return PackedCache()
-    if sum(file.stat().st_size for file in source.checkpoint.files) < MIN_SOURCE_BYTES:
+    if not is_worth_keeping(source.checkpoint.files):
         return PackedCache()
     recipe = f"{config.model.quantization} {source.recipe}"
     return open_cache(source_of(source.checkpoint.files, layout_digest(), recipe))

@@ -100,6 +100,10 @@ class PackedCache:
             self._writing = None
 
 
+def is_worth_keeping(files: Sequence[Path]) -> bool:
+    return sum(file.stat().st_size for file in files) >= MIN_SOURCE_BYTES
+
+
 def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
     """What is there for this source; otherwise a new file, if there is room for one."""
     folder = folder or packed_folder()

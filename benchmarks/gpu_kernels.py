@@ -1,6 +1,7 @@
-"""Times the GPU kernels of one layer of Llama-3.1-8B, variant by variant, against cuBLAS, cuDNN and the memory's speed.
+"""Times the attention kernels of one layer of Llama-3.1-8B, variant by variant, against cuDNN and the memory's speed.
+Products are timed as parts of a step: see `gpu_steps.py`.
 
-python benchmarks/gpu_kernels.py [skinny] [decode] [chunk]
+python benchmarks/gpu_kernels.py [decode] [chunk]
 """
 
 from __future__ import annotations
@@ -20,16 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmill.ops.triton import chunk_attention as chunk
 from tokenmill.ops.triton import decode_attention as decode
-from tokenmill.ops.triton import quantized
-from tokenmill.ops.triton.skinny import Shape, skinny_linear, skinny_linear_4bit
 
-SHAPES = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "head": (128256, 4096),
-}
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 
 
@@ -49,68 +41,6 @@ def graph_ms(work: Callable[[], object], repeats: int = 5) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
     return sorted(times)[repeats // 2]
-
-
-def skinny_cases() -> Iterator[tuple[str, int, list[Shape]]]:
-    """(format, rows, shapes to try)"""
-    words = [(8, 256, 4), (4, 512, 4), (16, 128, 4), (16, 256, 8), (16, 256, 4), (32, 64, 4), (16, 128, 8), (8, 128, 2)]
-    yield "fp8", 1, [Shape(*x) for x in words]
-    yield "int4", 1, [Shape(*x) for x in words]
-
-
-def packed(matrix: torch.Tensor, kind: str) -> object:
-    return {"bf16": lambda m: m, "fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind](matrix)
-
-
-def multiply(x: torch.Tensor, matrix: object, shape: Shape) -> torch.Tensor:
-    if isinstance(matrix, quantized.Fp8Matrix):
-        return skinny_linear(x, matrix.values, None, matrix.scales, shape)
-    if isinstance(matrix, quantized.Int4Matrix):
-        return skinny_linear_4bit(x, matrix.values, matrix.scales, None, shape)
-    return skinny_linear(x, matrix, None, None, shape)
-
-
-def num_bytes(matrix: object) -> int:
-    parts = (matrix,) if isinstance(matrix, torch.Tensor) else (matrix.values, matrix.scales)
-    return sum(part.nbytes for part in parts)
-
-
-def bench_skinny() -> None:
-    for kind, num_rows, shapes in skinny_cases():
-        for name, (num_out, num_in) in SHAPES.items():
-            if kind != "bf16" and name == "head":
-                continue
-            copies = max(2, 500_000_000 // (num_out * num_in * 2))
-            plain = torch.randn(copies, num_out, num_in, device="cuda", dtype=torch.bfloat16)
-            x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
-            expected = functional.linear(x.float(), plain[0].float())
-            matrices = [packed(part, kind) for part in plain]
-            floor = sum(map(num_bytes, matrices)) / 4.38e9
-            found = [(graph_ms(lambda w=plain, x=x: [functional.linear(x, part) for part in w]), "cublas bf16")]
-            if kind == "fp8" and num_rows > 16:
-                found.append((graph_ms(lambda w=matrices, x=x: [scaled(x, m) for m in w]), "scaled_mm"))
-            for shape in shapes:
-                try:
-                    got = multiply(x, matrices[0], shape)
-                    error = float((got.float() - expected).norm() / expected.norm())
-                    assert error < {"bf16": 1e-2, "fp8": 5e-2, "int4": 2e-1}[kind], f"error {error}"
-                    found.append(
-                        (graph_ms(lambda w=matrices, x=x, s=shape: [multiply(x, m, s) for m in w]), str(shape))
-                    )
-                except Exception as problem:
-                    print("failed", kind, shape, str(problem)[:80])
-            per = 1e3 / copies
-            print(
-                f"{kind} rows {num_rows} {name}: floor {floor * per:.1f} us; "
-                + "; ".join(f"{ms * per:.1f} {what}" for ms, what in sorted(found)[:4]),
-                flush=True,
-            )
-            del plain, matrices
-
-
-def scaled(x: torch.Tensor, matrix: quantized.Fp8Matrix) -> torch.Tensor:
-    values, scales = quantized.quantized_rows(x)
-    return torch._scaled_mm(values, matrix.values.t(), scales, matrix.scales.unsqueeze(0), out_dtype=x.dtype)
 
 
 def paged(num_rows: int, context: int, layers: int) -> tuple[list[decode.LayerCache], torch.Tensor, torch.Tensor]:
@@ -251,11 +181,11 @@ def bench_chunk() -> None:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["skinny", "decode", "chunk"]
+    wanted = sys.argv[1:] or ["decode", "chunk"]
     print(torch.__version__, triton.__version__, torch.cuda.get_device_name())
     for name in wanted:
         began = time.perf_counter()
-        {"skinny": bench_skinny, "decode": bench_decode, "chunk": bench_chunk}[name]()
+        {"decode": bench_decode, "chunk": bench_chunk}[name]()
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -14,7 +14,8 @@ import torch
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.triton import quantized, skinny
+from tokenmill.ops.triton import quantized, skinny, strips, words
+from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
 
@@ -97,21 +98,34 @@ def check_attention(heads: int, kv_heads: int, dim: int, args: AttentionArgs) ->
 
 
 def check_products() -> None:
-    for num_out, num_in in ((48, 256), (40, 384)):
+    for num_out, num_in in ((48, 256), (72, 384)):
         matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
+        four, eight = quantized.to_int4(matrix), quantized.to_fp8(matrix)
+        same(quantized.expanded(four), matrix, tolerance=0.12)
+        same(quantized.expanded(eight), matrix, tolerance=0.04)
+        same(words.expand_4bit(four.words, four.scales, four.span), quantized.expanded(four))
         for rows in (1, 3, 16):
             x = torch.randn(rows, num_in)
-            same(skinny.skinny_linear(x, matrix, bias, None, skinny.Shape(16, 128, 4)), x @ matrix.T + bias)
-            four = quantized.to_int4(matrix)
-            same(quantized.int4_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-3)
-            same(quantized.expanded(four), matrix, tolerance=0.12)
-            same(skinny.expand_4bit(four.values, four.scales), quantized.expanded(four))
-            eight = quantized.to_fp8(matrix)
-            wide = eight.values.float() * eight.scales[:, None]
-            same(quantized.fp8_linear(x, eight, None), x @ wide.T, tolerance=1e-3)
-            same(wide, matrix, tolerance=0.04)
-            rounded, scales = quantized.quantized_rows(x)
-            same(rounded.float() * scales, x, tolerance=0.07)  # the interpreter cuts off where a GPU rounds
+            if rows == 1:
+                same(skinny.one_row_linear(x, matrix, bias, skinny.Shape(16, 128, 4)), x @ matrix.T + bias)
+            for splits in (1, 3):
+                same(strips.strip_linear(x, matrix, bias, strips.Cut(64, 128, splits, 2)), x @ matrix.T + bias)
+            same(quantized.word_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-4)
+            cut = strips.Cut(64, eight.span, 2, 2)
+            streamed = strips.expanding_strip_linear(x, eight.words, eight.scales, bias, cut)
+            same(streamed, x @ quantized.expanded(eight).T + bias, tolerance=1e-4)
+            same(quantized.word_linear(x, eight, None), x @ quantized.expanded(eight).T, tolerance=1e-4)
+            rounded, scales = quantized.quantized_rows(x, eight.span)
+            places = words.unpacked_words(rounded.view(torch.int32), 8, eight.span).view(quantized.FP8).float()
+            same(places * scales, x, tolerance=0.07)  # the interpreter cuts off where a GPU rounds
+
+
+def check_best() -> None:
+    logits = torch.randn(5, 9000)
+    logits[1, 7000] = logits[1, 20] = 9.0
+    logits[2, 8999] = 9.0
+    logits[3, 4100], logits[4, 3] = float("nan"), float("inf")
+    assert pick_best(logits).tolist() == [int(logits[0].argmax()), 20, 8999, -1, -1]
 
 
 def check_experts() -> None:
@@ -153,6 +167,7 @@ def main() -> None:
     check_products()
     check_experts()
     check_seats()
+    check_best()
     print("all kernels agree with the reference")
 
 

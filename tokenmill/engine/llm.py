@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.engine.collector import seldom_full
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.front import Front, load_front
 from tokenmill.engine.intake import ClientRequest
@@ -116,7 +117,7 @@ class LLM:
         for one, request in zip(asked, requests, strict=True):
             self._outlets[request.request_id] = self._front.outlet(one, request)
             self._core.add(request)
-        with progress_over(len(requests), enabled=progress) as report:
+        with progress_over(len(requests), enabled=progress) as report, seldom_full():
             self._run_until_done(answers, report)
         return [answers[request.request_id] for request in requests]
 

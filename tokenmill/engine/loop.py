@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from tokenmill.engine.collector import seldom_full
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Shutdown, Submit, ToCore
 
@@ -26,7 +27,8 @@ def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
     """Serve until told to stop. The one place where any failure of the engine ends up."""
     mailbox.send(Ready(core.info))
     try:
-        _serve(core, mailbox)
+        with seldom_full():
+            _serve(core, mailbox)
     except Exception as error:
         log.exception("the engine stopped")
         mailbox.send(Failed(f"the engine stopped: {error}"))

@@ -27,7 +27,8 @@ import torch
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.runner.decode_graphs import DecodeGraphs, pick_best
+from tokenmill.ops.triton.best import pick_best
+from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
 from tokenmill.sampling.steps import steps_used

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
 
 Ints = NDArray[np.int64]
@@ -111,9 +112,3 @@ class DecodeGraphs:
             max_context_len=self._max_context,
             num_single=size,
         )
-
-
-def pick_best(logits: torch.Tensor) -> torch.Tensor:
-    """The highest logit's id per row, the lowest among equals; -1 where it is not a number. [R, vocab] → [R]"""
-    highest, best = logits.max(dim=-1)
-    return torch.where(highest.isfinite(), best, -1)

@@ -1,7 +1,8 @@
 """One query a row over its paged context: the memory-bound half of attention.
 
 The heads that share a key head are one tile of queries, so every cached key is read once. A context is cut into
-splits that run side by side; each leaves its weighted values and the logarithm of its softmax sum, which are joined:
+splits that run side by side; each leaves its weighted values and the logarithm of its softmax sum, and the last joins
+them:
 
     context of a row:   [ split 0 | split 1 | ... ]      out = Σ exp(lse_s - max) * out_s / Σ exp(lse_s - max)
 """
@@ -15,7 +16,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
-from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.overlap import arrivals, is_last_to_arrive, launch_options, let_next_begin, wait_for_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of two
 TILE = 64  # keys looked at together
@@ -26,7 +27,7 @@ PROGRAMS_WANTED = 512  # enough to keep every multiprocessor busy; more cost mor
 
 @triton.jit
 def _decode(
-    queries, keys, values, out, part_out, part_lse, tables, contexts, sinks,
+    queries, keys, values, out, part_out, part_lse, arrived, tables, contexts, sinks,
     scale, softcap, window, table_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -82,38 +83,34 @@ def _decode(
         tl.store(target, mixed.to(out.dtype.element_ty), mask=q_inside)
     else:
         mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-        lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-        place = (row * NUM_HEADS + heads) * NUM_SPLITS + split
-        tl.store(part_out + place[:, None] * DIM + d[None, :], mixed, mask=q_inside)
-        tl.store(part_lse + place, lse, mask=is_head)
-
-
-@triton.jit
-def _join(
-    part_out, part_lse, sinks, out,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    let_next_begin(OVERLAPS)
-    wait_for_previous(OVERLAPS)
-    place = tl.program_id(0).to(tl.int64)  # row * heads + head
-    splits = tl.arange(0, SPLITS_PADDED)
-    d = tl.arange(0, DIM_PADDED)
-    is_split = splits < NUM_SPLITS
-    lse = tl.load(part_lse + place * NUM_SPLITS + splits, mask=is_split, other=float("-inf"))
-    highest = tl.maximum(tl.max(lse, axis=0), -1e30)
-    if HAS_SINKS:
-        sink = tl.load(sinks + place % NUM_HEADS) * LOG2E
-        highest = tl.maximum(highest, sink)
-    weights = tl.exp2(lse - highest)
-    total = tl.sum(weights, axis=0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - highest)
-    # An empty split has weight 0 and was never written: it is not read either.
-    inside = (weights > 0)[:, None] & (d < DIM)[None, :]
-    parts = tl.load(part_out + (place * NUM_SPLITS + splits)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-    mixed = tl.sum(parts * weights[:, None], axis=0) / tl.maximum(total, 1e-30)
-    tl.store(out + place * DIM + d, mixed.to(out.dtype.element_ty), mask=d < DIM)
+        lse = highest + tl.log2(tl.maximum(total, 1e-30))
+        line = (row * NUM_HEADS + heads) * NUM_SPLITS
+        is_used = is_head & (member * 0 + low < high)
+        target = part_out + (line + split)[:, None] * DIM + d[None, :]
+        tl.store(target, mixed, mask=is_used[:, None] & (d < DIM)[None, :])
+        tl.store(part_lse + line + split, lse, mask=is_used)
+        if is_last_to_arrive(arrived + row * KV_HEADS + kv_head, NUM_SPLITS):
+            used = tl.cdiv(context - first, tl.maximum(per_split, 1))  # the others had nothing to do
+            joined = tl.full((16,), -1e30, tl.float32)
+            if HAS_SINKS:
+                sink = tl.load(sinks + heads, mask=is_head, other=0.0) * LOG2E
+                joined = tl.maximum(joined, sink)
+            for other in range(used):
+                lse = tl.load(part_lse + line + other, mask=is_head, other=0.0, cache_modifier=".cg")
+                joined = tl.maximum(joined, lse)
+            total = tl.zeros((16,), tl.float32)
+            if HAS_SINKS:
+                total = tl.exp2(sink - joined)
+            mixed = tl.zeros((16, DIM_PADDED), tl.float32)
+            for other in range(used):
+                lse = tl.load(part_lse + line + other, mask=is_head, other=0.0, cache_modifier=".cg")
+                share = tl.exp2(lse - joined)
+                total += share
+                source = part_out + (line + other)[:, None] * DIM + d[None, :]
+                mixed += share[:, None] * tl.load(source, mask=q_inside, other=0.0, cache_modifier=".cg")
+            mixed = mixed / tl.maximum(total, 1e-30)[:, None]
+            result = out + (row * NUM_HEADS + heads)[:, None] * DIM + d[None, :]
+            tl.store(result, mixed.to(out.dtype.element_ty), mask=q_inside)
 
 
 def num_splits_for(num_rows: int, kv_heads: int, max_context: int, tile: int) -> int:
@@ -141,25 +138,20 @@ def decode_attention(
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads
     assert group <= 16, "a key head serves at most 16 query heads"
-    part_out = part_lse = out
+    part_out = part_lse = arrived = out
     if num_splits > 1:
         part_out = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=out.device)
         part_lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=out.device)
+        arrived = arrivals(out.device)
     sinks = args.sinks if args.sinks is not None else queries
     padded = max(16, triton.next_power_of_2(dim))
     _decode[(num_rows, kv_heads, num_splits)](
-        queries, cache.keys, cache.values, out, part_out, part_lse, tables, contexts, sinks,
+        queries, cache.keys, cache.values, out, part_out, part_lse, arrived, tables, contexts, sinks,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
         args.softcap is not None, args.sinks is not None, precision_of(queries),
         num_warps=warps, num_stages=stages, **launch_options(),
     )  # fmt: skip
-    if num_splits > 1:
-        _join[(num_rows * num_heads,)](
-            part_out, part_lse, sinks, out,
-            num_heads, dim, padded, num_splits, triton.next_power_of_2(num_splits), args.sinks is not None,
-            num_warps=2, **launch_options(),
-        )  # fmt: skip
 
 
 def precision_of(x: torch.Tensor) -> str:

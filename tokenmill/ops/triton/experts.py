@@ -18,6 +18,7 @@ from tokenmill.ops.triton.decode_attention import precision_of
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 MAX_STREAMED_TOKENS = 4
+STRIP = 2  # matrix rows a program streams
 
 
 @triton.jit
@@ -26,8 +27,8 @@ def _stream_gate_up(
     K: tl.constexpr, KIND: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [pairs, inter] = act(gate x) * up x"""
-    let_next_begin(OVERLAPS)
     wait_for_previous(OVERLAPS)
+    let_next_begin(OVERLAPS)  # not before the ids are there: the next kernel reads them without waiting
     pair = tl.program_id(0)
     rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     columns = tl.arange(0, STRIDE)
@@ -50,27 +51,31 @@ def _stream_gate_up(
 @triton.jit
 def _stream_down(
     inner, ids, weights, down, out, hidden, inter,
-    K: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
+    K: tl.constexpr, K_PADDED: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden] = sum over the choices, in their order"""
+    """out [T, hidden] = sum over the choices; their matrices are on their way before `inner` is known"""
     let_next_begin(OVERLAPS)
-    wait_for_previous(OVERLAPS)
     token = tl.program_id(0)
     rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     columns = tl.arange(0, STRIDE)
-    is_row = rows < hidden
+    choices = tl.arange(0, K_PADDED)
+    pairs = token * K + choices
+    is_choice = choices < K
+    chosen = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg")
+    lines = down + (chosen[:, None] * hidden + rows[None, :])[:, :, None] * inter + columns[None, None, :]
+    is_line = is_choice[:, None, None] & (rows < hidden)[None, :, None]
+    parts = tl.load(lines, mask=is_line & (columns < inter)[None, None, :], other=0.0)
+    wait_for_previous(OVERLAPS)
+    shares = tl.load(weights + pairs, mask=is_choice, other=0.0)
     sums = tl.zeros((STRIP, STRIDE), tl.float32)
-    for choice in tl.static_range(K):  # unrolled: the matrices of all choices are on their way together
-        pair = token * K + choice
-        expert = tl.load(ids + pair)
-        share = tl.load(weights + pair)
-        lines = down + (expert * hidden + rows)[:, None] * inter + columns[None, :]
-        for start in range(0, inter, STRIDE):
-            inside = start + columns < inter
-            factors = tl.load(inner + pair * inter + start + columns, mask=inside, other=0.0).to(tl.float32)
-            part = tl.load(lines + start, mask=is_row[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            sums += part * (factors * share)[None, :]
-    tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=is_row)
+    for start in range(0, inter, STRIDE):
+        inside = is_choice[:, None] & (start + columns < inter)[None, :]
+        factors = tl.load(inner + pairs[:, None] * inter + start + columns[None, :], mask=inside, other=0.0)
+        factors = factors.to(tl.float32) * shares[:, None]
+        sums += tl.sum(parts.to(tl.float32) * factors[:, None, :], axis=0)
+        following = start + STRIDE
+        parts = tl.load(lines + following, mask=is_line & (following + columns < inter)[None, None, :], other=0.0)
+    tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
 
 
 @triton.jit
@@ -136,12 +141,13 @@ def _streamed(
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     inner = x.new_empty(num_tokens * k, inter)
     out = torch.empty_like(x)
-    wide, deep = (min(2048, triton.next_power_of_2(size)) for size in (hidden, inter))
-    _stream_gate_up[(num_tokens * k, triton.cdiv(inter, 2))](
-        x, ids, gate_up, inner, hidden, inter, k, activation, 2, wide, num_warps=4, **launch_options()
+    wide = min(2048, triton.next_power_of_2(hidden))
+    _stream_gate_up[(num_tokens * k, triton.cdiv(inter, STRIP))](
+        x, ids, gate_up, inner, hidden, inter, k, activation, STRIP, wide, num_warps=4, **launch_options()
     )  # fmt: skip
-    _stream_down[(num_tokens, triton.cdiv(hidden, 2))](
-        inner, ids, weights, down, out, hidden, inter, k, 2, deep, num_warps=4, **launch_options()
+    _stream_down[(num_tokens, triton.cdiv(hidden, STRIP))](
+        inner, ids, weights, down, out, hidden, inter, k, triton.next_power_of_2(k), STRIP,
+        min(1024, triton.next_power_of_2(inter)), num_warps=4, **launch_options()
     )  # fmt: skip
     return out
 

@@ -9,18 +9,10 @@ from torch.nn import functional
 
 from tokenmill.ops.interface import Dense, LinearWeight
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.triton.quantized import (
-    GROUP_SIZE,
-    Fp8Matrix,
-    Int4Matrix,
-    fp8_linear,
-    int4_linear,
-    to_fp8,
-    to_int4,
-)
-from tokenmill.ops.triton.skinny import skinny_linear
+from tokenmill.ops.triton import strips
+from tokenmill.ops.triton.quantized import GROUP_SIZE, WordMatrix, to_fp8, to_int4, word_linear
+from tokenmill.ops.triton.skinny import one_row_linear
 
-MAX_SKINNY_ROWS = 1  # cuBLAS is as fast for more
 KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
 
 
@@ -35,7 +27,7 @@ class PackLinear:
         rows, columns = matrix.shape
         return LinearWeight(rows, columns, self._packed(matrix, parts[0].name), bias)
 
-    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | Int4Matrix:
+    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | WordMatrix:
         if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
             return matrix
         return to_fp8(matrix) if self._quantization == "fp8" else to_int4(matrix)
@@ -43,10 +35,10 @@ class PackLinear:
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     matrix = weight.packed
-    if isinstance(matrix, Fp8Matrix):
-        return fp8_linear(x, matrix, weight.bias)
-    if isinstance(matrix, Int4Matrix):
-        return int4_linear(x, matrix, weight.bias)
-    if 0 < x.shape[0] <= MAX_SKINNY_ROWS and matrix.dtype != torch.float32:
-        return skinny_linear(x, matrix, weight.bias)
+    if isinstance(matrix, WordMatrix):
+        return word_linear(x, matrix, weight.bias)
+    if len(x) == 1 and matrix.dtype != torch.float32:
+        return one_row_linear(x, matrix, weight.bias)
+    if cut := strips.cut_for(len(x), *matrix.shape, matrix.dtype):
+        return strips.strip_linear(x, matrix, weight.bias, cut)
     return functional.linear(x, matrix, weight.bias)

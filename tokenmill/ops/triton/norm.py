@@ -14,10 +14,11 @@ def _norm_rows(
     x, residual, weight, out, total, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     let_next_begin(OVERLAPS)
-    wait_for_previous(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
     values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
@@ -26,7 +27,6 @@ def _norm_rows(
         tl.store(total + start + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + start + columns, (values * inverse * scale).to(out.dtype.element_ty), mask=inside)
 
 

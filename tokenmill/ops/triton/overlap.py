@@ -2,6 +2,8 @@
 
 Every kernel that takes part says at its beginning that its successor may be brought onto the chip, and waits before it
 touches anything its predecessors wrote. What it needs from elsewhere, weights above all, it may fetch before that.
+
+Programs of one kernel that share a result count their arrivals; the last one puts the result together.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_ARRIVALS = 8192
 
 
 @triton.jit
@@ -27,9 +31,38 @@ def wait_for_previous(OVERLAPS: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def is_last_to_arrive(counter, NUM: tl.constexpr):
+    """Whether the NUM - 1 other programs were here before; what they stored until then can be read (with ".cg")."""
+    tl.debug_barrier()  # what all threads stored is announced by one of them
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == NUM - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def fetch_early(addresses, num_bytes):
+    """Asks for memory to be brought into the L2 cache: num_bytes, a multiple of 16, from each thread's address on."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [addresses, addresses.to(tl.int32) * 0 + num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @cache
 def overlaps() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@cache
+def arrivals(device: torch.device) -> torch.Tensor:
+    """Counters that are 0 between kernels: whoever counts to the end sets his back."""
+    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def launch_options() -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Products of a few rows with a big matrix on the matrix units: the time is what reading the matrix once takes.
+
+A program owns a strip of matrix rows and a share of their columns. The strip is the left factor and the inputs, of
+which there are few, the right one, so that nothing is padded but the inputs:
+
+    strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
+
+Where a matrix has too few strips to keep the device busy its columns are split too. The program that ends last adds up
+the sums of all splits, in their order. Matrices of 4 and 8 bits are expanded in registers, on their way to the product.
+
+What is read first is asked for before the kernel that computes the inputs has ended (see `overlap`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.overlap import (
+    MAX_ARRIVALS,
+    arrivals,
+    fetch_early,
+    is_last_to_arrive,
+    launch_options,
+    let_next_begin,
+    wait_for_previous,
+)
+from tokenmill.ops.triton.words import expand, has_ptx
+
+MAX_ROWS = 32
+MAX_4BIT_ROWS = 128  # for more, expanding the matrix first is worth it
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is cut into programs."""
+
+    strip: int
+    stride: int  # columns taken at a time
+    splits: int
+    stages: int
+    fetched: int = 0  # bytes of each matrix row asked for early
+    warps: int = 4
+
+
+@triton.jit
+def _join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    """All splits' sums for the program that comes last, which `is_last` tells; its own for the others."""
+    tile = tl.arange(0, STRIP)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    first = parts + strip.to(tl.int64) * SPLITS * STRIP * ROWS + tile
+    tl.store(first + tl.program_id(1) * STRIP * ROWS, sums)
+    is_last = is_last_to_arrive(arrived + strip, SPLITS)
+    if is_last:
+        sums = tl.zeros((STRIP, ROWS), tl.float32)
+        for split in tl.static_range(SPLITS):
+            sums += tl.load(first + split * STRIP * ROWS, cache_modifier=".cg")
+    return sums, is_last
+
+
+@triton.jit
+def _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr):
+    is_line = lines < num_out
+    if IS_SCALED:
+        sums *= tl.load(scales + lines, mask=is_line, other=0.0)[:, None]
+    if HAS_BIAS:
+        sums += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
+    target = out + rows[None, :] * num_out + lines[:, None]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & is_line[:, None])
+
+
+@triton.jit
+def _fetch_strip(
+    weight, low, num_out, row_size, BYTES_EACH: tl.constexpr, FETCHED: tl.constexpr, STRIP: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """FETCHED bytes of each of the strip's rows from element `low` on, one piece a thread"""
+    pieces: tl.constexpr = THREADS // STRIP
+    thread = tl.arange(0, THREADS)
+    lines = (tl.program_id(0) * STRIP + thread // pieces) % num_out
+    begins = weight.to(tl.int64) + (lines.to(tl.int64) * row_size + low) * BYTES_EACH
+    fetch_early(begins + thread % pieces * (FETCHED // pieces), FETCHED // pieces)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _strips(
+    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Plain matrices, STRIDE columns at a time"""
+    let_next_begin(OVERLAPS)
+    strip = tl.program_id(0)
+    columns = tl.arange(0, STRIDE)
+    share = tl.cdiv(num_in, SPLITS * STRIDE) * STRIDE
+    low = tl.program_id(1) * share
+    high = tl.minimum(low + share, num_in)
+    lines, rows = strip * STRIP + tl.arange(0, STRIP), tl.arange(0, ROWS)
+    # Lines and rows beyond the last are read as others, so that no load is masked by them.
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
+    inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
+    if FETCHED and OVERLAPS:
+        _fetch_strip(weight, low, num_out, num_in, 2, FETCHED, STRIP, THREADS)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, ROWS), tl.float32)
+    for start in range(low, high, STRIDE):
+        sums = tl.dot(tl.load(matrix + start), tl.trans(tl.load(inputs + start)), sums)
+    is_last = True
+    if SPLITS > 1:
+        sums, is_last = _join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+    if is_last:
+        _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS, False)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expanding_strips(
+    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Matrices of words, WORDS at a time (see `expand`). GROUP columns share a scale; 0: all of a row's."""
+    let_next_begin(OVERLAPS)
+    strip = tl.program_id(0)
+    places = tl.arange(0, WORDS)
+    row_words = num_in * BITS // 32
+    share = tl.cdiv(row_words, SPLITS * WORDS) * WORDS
+    low = tl.program_id(1) * share
+    high = tl.minimum(low + share, row_words)
+    lines, rows = strip * STRIP + tl.arange(0, STRIP), tl.arange(0, ROWS)
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
+    inputs = x + (rows % num_rows)[:, None] * num_in + places[None, :]
+    if FETCHED and OVERLAPS:
+        _fetch_strip(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, ROWS), tl.float32)
+    for start in range(low, high, WORDS):
+        values = expand(tl.load(matrix + start), BITS, x.dtype.element_ty, HAS_PTX)
+        first = start * (32 // BITS)
+        part = tl.zeros((STRIP, ROWS), tl.float32)
+        for i in tl.static_range(32 // BITS):
+            right = tl.load(inputs + first + i * WORDS)
+            if GROUP:
+                part = tl.dot(values[i], tl.trans(right), part)
+                if (i + 1) * WORDS % GROUP == 0:  # the end of a group
+                    place = (lines % num_out) * (num_in // GROUP) + (first + i * WORDS) // GROUP
+                    sums += part * tl.load(scales + place).to(tl.float32)[:, None]
+                    part = tl.zeros((STRIP, ROWS), tl.float32)
+            else:
+                sums = tl.dot(values[i], tl.trans(right), sums)
+    is_last = True
+    if SPLITS > 1:
+        sums, is_last = _join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+    if is_last:
+        _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS, GROUP == 0)
+
+
+def cut_for(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> Cut | None:
+    """As measured on an H200; None where cuBLAS is better."""
+    if dtype == torch.float32 or not 1 < num_rows <= MAX_ROWS or num_in % 128:
+        return None
+    return Cut(64, 128, splits_for(num_out, num_in // 128, 192), 4, 512)
+
+
+def words_cut_for(num_rows: int, num_out: int, num_words: int, bits: int, span: int) -> Cut | None:
+    """The same for matrices of words; None where they are better expanded first, or the inputs rounded too."""
+    most = num_words // span
+    if bits == 8 and num_rows <= MAX_ROWS:
+        return Cut(64, span, splits_for(num_out, most, 384, 2), 4, 256)
+    if bits == 4 and num_rows <= MAX_ROWS:
+        least, stages = (2, 3) if num_rows <= 8 else (1, 4)
+        return Cut(64, span, splits_for(num_out, most, 256, least), stages, 256)
+    if bits == 4 and num_rows <= MAX_4BIT_ROWS:
+        return Cut(128, span, splits_for(num_out, most, 256), 2, 0, 8)
+    return None
+
+
+def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
+    splits = min(least, most)
+    while num_out // 64 * splits < programs and splits < most:
+        splits *= 2
+    return splits
+
+
+def strip_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: Cut) -> torch.Tensor:
+    """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
+    assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
+    return _launch(_strips, x, weight, bias, None, cut, 16)
+
+
+def expanding_strip_linear(
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, cut: Cut
+) -> torch.Tensor:
+    """words int32 [num_out, words] in spans of `cut.stride`, scales [num_out] or [num_out, groups]"""
+    bits = 32 * words.shape[1] // x.shape[1]
+    group = x.shape[1] // scales.shape[1] if scales.dim() == 2 else 0
+    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, bits, group, has_ptx())
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    cut: Cut,
+    min_rows: int,
+    *format_args: int,
+) -> torch.Tensor:
+    x = x.contiguous()
+    (num_rows, num_in), num_out = x.shape, weight.shape[0]
+    padded = max(min_rows, triton.next_power_of_2(num_rows))
+    strips = triton.cdiv(num_out, cut.strip)
+    out = x.new_empty(num_rows, num_out)
+    parts = arrived = out
+    if cut.splits > 1:
+        assert strips <= MAX_ARRIVALS
+        parts = torch.empty(strips * cut.splits * cut.strip * padded, dtype=torch.float32, device=x.device)
+        arrived = arrivals(x.device)
+    share, rest = divmod(weight.shape[1], cut.splits * cut.stride)
+    has_whole_shares = not rest and share * cut.stride * weight.element_size() >= cut.fetched
+    fetched = cut.fetched if has_whole_shares else 0
+    kernel[(strips, cut.splits)](
+        x, weight, scales if scales is not None else x, bias if bias is not None else x, out, parts, arrived,
+        num_rows, num_out, num_in, padded, cut.strip, cut.stride, cut.splits, 32 * cut.warps, fetched,
+        bias is not None, *format_args, num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+    )  # fmt: skip
+    return out

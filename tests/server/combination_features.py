@@ -1,0 +1,171 @@
+"""What a request may ask for, or meet: each feature as fields of an OpenAI body, and what shows that it was kept.
+
+`check` gets the trial of a pair and looks at one feature of it. The reference is always the same request with that
+feature taken away: what remains is the other one, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jsonschema
+import pytest
+
+from tokenmill.engine.results import CompletionOutput, RequestOutput
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "many": {"enum": [1, 2, 3]}},
+    "required": ["ok", "many"],
+    "additionalProperties": False,
+}
+REGEX = r"(yes|no), [0-9]{2} (cats|dogs)"
+TOLERANCE = 1e-4
+
+
+class Trial(Protocol):
+    """A pair of features, run."""
+
+    body: dict[str, Any]
+    answer: RequestOutput
+
+    def has(self, name: str) -> bool: ...
+
+    def without(self, name: str) -> RequestOutput:
+        """The answer to the same request, one feature less."""
+        ...
+
+    def rescored(self, choice: CompletionOutput) -> list[float]:
+        """Logprobs of a choice's tokens when they are given as part of a prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class Feature:
+    name: str
+    check: Callable[[Trial], None]
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def tokens(answer: RequestOutput) -> list[list[int]]:
+    return [choice.token_ids for choice in answer.outputs]
+
+
+def keeps_tokens(trial: Trial, name: str) -> None:
+    assert tokens(trial.answer) == tokens(trial.without(name)), f"{name} changes tokens"
+
+
+# ── what is asked for ──────────────────────────────────────────────────────────────────────────────────
+
+
+def check_n(trial: Trial) -> None:
+    alone = trial.without("n > 1").outputs
+    assert len(trial.answer.outputs) == 3
+    assert trial.answer.outputs[0].token_ids == alone[0].token_ids, "the first of several is not the single one"
+
+
+def check_beam(trial: Trial) -> None:
+    if not trial.has("penalties"):  # which are part of a beam's score
+        for choice in trial.answer.outputs:
+            assert choice.cumulative_logprob == pytest.approx(sum(trial.rescored(choice)), abs=1e-3)
+    sums = [choice.cumulative_logprob / len(choice.token_ids) for choice in trial.answer.outputs]  # type: ignore[operator]
+    assert sums == sorted(sums, reverse=True)
+
+
+def check_logprobs(trial: Trial) -> None:
+    keeps_tokens(trial, "logprobs")
+    for choice in trial.answer.outputs:
+        assert choice.logprobs is not None and all(len(info.top) == 2 for info in choice.logprobs)
+        found = [info.logprob for info in choice.logprobs]
+        assert found == pytest.approx(trial.rescored(choice)[: len(found)], abs=TOLERANCE)
+
+
+def check_prompt_logprobs(trial: Trial) -> None:
+    keeps_tokens(trial, "prompt logprobs")
+    infos = trial.answer.prompt_logprobs
+    assert infos is not None and len(infos) == len(trial.answer.prompt_token_ids)
+    given = [info.token_id for info in infos[1:] if info is not None]
+    assert given == trial.answer.prompt_token_ids[1:]
+
+
+def check_schema(trial: Trial) -> None:
+    for choice in trial.answer.outputs:
+        if not trial.has("stop string"):  # whose own check says what is left
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.text), SCHEMA)
+
+
+def check_regex(trial: Trial) -> None:
+    for choice in trial.answer.outputs:
+        if not trial.has("stop string"):
+            assert choice.finish_reason == "stop" and re.fullmatch(REGEX, choice.text), choice.text
+
+
+def check_penalties(trial: Trial) -> None:
+    """A penalty of 2 for each time before makes repeats rare, where there is a choice."""
+    if not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
+        assert num_repeats(trial.answer) < num_repeats(trial.without("penalties"))
+
+
+def num_repeats(answer: RequestOutput) -> int:
+    return sum(len(choice.token_ids) - len(set(choice.token_ids)) for choice in answer.outputs)
+
+
+def check_seed(trial: Trial) -> None:
+    same = tokens(trial.answer) == tokens(trial.without("seed"))
+    if trial.has("beam"):
+        assert same, "beams draw nothing"
+    elif not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
+        assert not same, "another seed draws other tokens"
+
+
+def check_stop(trial: Trial) -> None:
+    """What is said without it, up to where it would be said."""
+    (stop,) = trial.body["stop"]
+    assert any(choice.stop_reason == stop for choice in trial.answer.outputs)
+    if trial.has("beam"):  # a hypothesis that ends makes room for another
+        assert not any(stop in choice.text for choice in trial.answer.outputs)
+        return
+    for choice, free in zip(trial.answer.outputs, trial.without("stop string").outputs, strict=True):
+        assert choice.text == free.text.split(stop)[0]
+        assert (choice.stop_reason == stop) is (stop in free.text)
+
+
+def check_shift(trial: Trial) -> None:
+    """The prompt nearly fills the context; the answer does not end there."""
+    if not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
+        assert all(len(choice.token_ids) == trial.body["max_tokens"] for choice in trial.answer.outputs)
+
+
+# ── what it meets ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_prefix_cache(trial: Trial) -> None:
+    keeps_tokens(trial, "prefix cache")
+    # Every position of a prompt whose logprobs are wanted must be computed.
+    assert (trial.answer.num_cached_tokens > 0) is not trial.has("prompt logprobs")
+
+
+def check_preemption(trial: Trial) -> None:
+    keeps_tokens(trial, "preemption")
+
+
+FEATURES = (
+    Feature("n > 1", check_n, {"n": 3}),
+    Feature("beam", check_beam, {"use_beam_search": True, "n": 3, "temperature": 0}),
+    Feature("logprobs", check_logprobs, {"logprobs": 2}),
+    Feature("prompt logprobs", check_prompt_logprobs, {"prompt_logprobs": 1}),
+    Feature("schema", check_schema, {"guided_json": SCHEMA}),
+    Feature("regex", check_regex, {"guided_regex": REGEX}),
+    Feature("penalties", check_penalties, {"frequency_penalty": 2.0, "presence_penalty": 1.0}),
+    Feature("seed", check_seed, {"seed": 99}),
+    Feature("stop string", check_stop, {"stop": ["the"]}),
+    Feature("prefix cache", check_prefix_cache),
+    Feature("preemption", check_preemption, {"priority": 1}),
+    Feature("context shift", check_shift, {"context_shift": True}),
+)
+BY_NAME = {feature.name: feature for feature in FEATURES}

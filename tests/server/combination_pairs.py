@@ -1,0 +1,170 @@
+"""Every pair of features, really run on the trained model of 260K parameters: what it does, or why it is refused.
+
+A pair is run alone, and once more among strangers in one batch with all other pairs; both must say the same. Then each
+of the two features is checked against the same request without it (`combination_features.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from combination_features import BY_NAME, FEATURES, tokens
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.results import CompletionOutput, RequestOutput, empty_output
+from tokenmill.errors import InvalidRequest
+from tokenmill.server.openai.parse import parse_completion
+from tokenmill.types import PromptRequest
+
+Pair = tuple[str, ...]
+CONTEXT = 128
+PROMPT, LONG_PROMPT = 40, 120  # tokens; the long one leaves an answer no room
+MAX_TOKENS = 40
+STEPS_BEFORE = 2  # that a request has before it is preempted; a constrained one is done in few
+PAIRS: list[Pair] = list(combinations([feature.name for feature in FEATURES], 2))
+STORY = "Once upon a time there was a little girl named Lily. She loved to play outside in the park with her friends. "
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`refusal` None: it works."""
+
+    refusal: str | None = None
+
+
+class Bench:
+    """The engines that trials run on, each opened once."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = str(model)
+        self._alone: dict[Pair, RequestOutput] = {}
+        self.open = cache(self._open)
+        tokenizer = self.open().front.tokenizer
+        assert tokenizer is not None
+        self.story = tokenizer.encode(STORY * 3)
+
+    def _open(self, **settings: Any) -> LLM:
+        return LLM(self._model, threads=1, max_context=CONTEXT, **{"prefix_caching": False, **settings})
+
+    # ── one request ────────────────────────────────────────────────────────────────────────────────────
+
+    def body(self, names: Pair, is_tried: bool = True) -> dict[str, Any]:
+        """Where it is tried, the stop string is one that the answer would have."""
+        length = LONG_PROMPT if "context shift" in names else PROMPT
+        body: dict[str, Any] = {
+            "model": self.open().front.name,
+            "prompt": self.story[:length],
+            "max_tokens": MAX_TOKENS,
+            "seed": 7,
+            "ignore_eos": not {"schema", "regex"} & set(names),
+        }
+        for name in names:
+            body |= BY_NAME[name].body
+        if "stop string" in names and is_tried:
+            free = self.alone(tuple(name for name in names if name != "stop string")).outputs[0].text
+            body["stop"] = [free[len(free) // 2 :][:2]]
+        return body
+
+    def asked(self, names: Pair) -> PromptRequest:
+        llm = self.open()
+        call = parse_completion(self.body(names), llm.front.info(CONTEXT), ServerConfig())
+        return call.requests[0]
+
+    def alone(self, names: Pair) -> RequestOutput:
+        """The only request of its engine; `prefix cache` and `preemption` bring what it takes to meet them."""
+        if names not in self._alone:
+            self._alone[names] = self._run(names)
+        return self._alone[names]
+
+    def _run(self, names: Pair) -> RequestOutput:
+        asked, has_cache = self.asked(names), "prefix cache" in names
+        if "preemption" in names:
+            return self._run_preempted(asked, has_cache)
+        llm = self.open(prefix_caching=has_cache)
+        if has_cache:
+            answered(llm, [asked])
+        return answered(llm, [asked])[0]
+
+    def _run_preempted(self, asked: PromptRequest, has_cache: bool) -> RequestOutput:
+        """After some steps strangers of higher priority come and need every row."""
+        llm = self.open(prefix_caching=has_cache, max_running=3)
+        if has_cache:
+            answered(llm, [asked])
+        before = llm.core.stats().preemptions
+        request = llm._submit(asked)
+        answer = empty_output(request, None, asked.params.n)
+        for number in range(MAX_TOKENS * 10):
+            if number == STEPS_BEFORE:
+                self._crowd_out(llm)
+            for output in llm.core.step():
+                for event in llm._deliver(output):
+                    if event.request_id == request.request_id:
+                        answer.add(event)
+            if not llm._outlets:
+                break
+        assert llm.core.stats().preemptions > before and answer.finished, "nobody was preempted"
+        return answer
+
+    def _crowd_out(self, llm: LLM) -> None:
+        params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
+        for number in range(3):
+            llm._submit(PromptRequest(prompt=self.story[number : number + 20], params=params))
+
+    def together(self, several: list[Pair]) -> list[RequestOutput]:
+        """All in one batch of an engine that is set quite differently."""
+        llm = self.open(prefix_caching=True, token_budget=61, max_running=24)
+        return answered(llm, [self.asked(names) for names in several])
+
+
+def answered(llm: LLM, asked: list[PromptRequest]) -> list[RequestOutput]:
+    """By way of the engine's own front, which also takes priorities."""
+    answers = llm._answer(asked, progress=False)
+    for answer in answers:
+        if answer.error is not None:
+            raise InvalidRequest(answer.error)
+    return answers
+
+
+class PairTrial:
+    """A pair of features, run alone."""
+
+    def __init__(self, bench: Bench, names: Pair) -> None:
+        self.bench, self.names = bench, names
+        self.body = bench.body(names)
+        self.answer = bench.alone(names)
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+    def without(self, name: str) -> RequestOutput:
+        return self.bench.alone(tuple(other for other in self.names if other != name))
+
+    def rescored(self, choice: CompletionOutput) -> list[float]:
+        prompt = self.answer.prompt_token_ids
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, context_shift=True)
+        scored = answered(self.bench.open(), [PromptRequest(prompt=prompt + choice.token_ids, params=params)])[0]
+        assert scored.prompt_logprobs is not None
+        return [info.logprob for info in scored.prompt_logprobs[len(prompt) :] if info is not None]
+
+
+def verdict(bench: Bench, names: Pair) -> Verdict:
+    """Raises AssertionError where a pair is taken and does not do what it should."""
+    try:
+        trial = PairTrial(bench, names)
+    except InvalidRequest as error:
+        return Verdict(error.message)
+    for name in names:
+        BY_NAME[name].check(trial)
+    return Verdict()
+
+
+def same_together(bench: Bench, several: list[Pair]) -> None:
+    for names, answer in zip(several, bench.together(several), strict=True):
+        alone = bench.alone(names)
+        assert tokens(answer) == tokens(alone), f"{names} answers otherwise among strangers"
+        assert [choice.text for choice in answer.outputs] == [choice.text for choice in alone.outputs]

@@ -1,0 +1,51 @@
+"""docs/COMBINATIONS.md from what the engine really does:   python tests/server/write_combinations.py [MODEL]
+
+Runs every pair and writes down whether it works or how it is refused. The tests do the same and compare.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from combination_features import FEATURES
+from combination_pairs import PAIRS, Bench, Pair, Verdict, verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "COMBINATIONS.md"
+STORIES = ROOT.parent / "shared" / "goldens" / "stories260K" / "hf"
+HEAD = """# What combines with what
+
+Made by `python tests/server/write_combinations.py`, which runs every pair on a small trained model; a test runs them
+again and compares. **yes**: each of the two does what it does alone, and the answer is the same among strangers in a
+batch. **400**: refused, with the words below.
+"""
+
+
+def table(verdicts: dict[Pair, Verdict]) -> str:
+    names = [feature.name for feature in FEATURES]
+    lines = ["| |" + "".join(f" {name} |" for name in names[1:]), "|---|" + "---|" * (len(names) - 1)]
+    for number, row in enumerate(names[:-1]):
+        cells = [_cell(verdicts, row, column) if number < place else "" for place, column in enumerate(names[1:], 1)]
+        lines.append(f"| **{row}** |" + "".join(f" {cell} |" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(verdicts: dict[Pair, Verdict], row: str, column: str) -> str:
+    return "yes" if verdicts[row, column].refusal is None else "400"
+
+
+def page(verdicts: dict[Pair, Verdict]) -> str:
+    refusals = [f"| {a}, {b} | {v.refusal} |" for (a, b), v in verdicts.items() if v.refusal is not None]
+    return "\n".join([HEAD, table(verdicts), "", "| refused | in these words |", "|---|---|", *refusals, ""])
+
+
+def main(arguments: list[str]) -> int:
+    bench = Bench(Path(arguments[0]) if arguments else STORIES)
+    TABLE.write_text(page({names: verdict(bench, names) for names in PAIRS}), encoding="utf-8")
+    print(f"{TABLE}: {len(PAIRS)} pairs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ CERTAIN = 4.0  # plain text reaches this z-score about once in 30,000 texts
 
 
 def command(
-    file: str,
+    file: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
     *,
     key: int,

@@ -212,7 +212,7 @@ class Client:
         self._dialect, self._model, self._began = dialect, model, began
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         key = ("Bearer " if dialect.key_header == "authorization" else "") + api_key if api_key else ""
-        auth = f"{dialect.key_header}: {key}\r\n" if key else ""
+        auth = "".join(f"{line}\r\n" for line in (*dialect.headers, *([f"{dialect.key_header}: {key}"] if key else [])))
         self._head = (
             f"POST {prefix}{dialect.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{auth}"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "

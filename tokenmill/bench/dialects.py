@@ -42,6 +42,7 @@ class Dialect:
     read: Reader
     is_sse: bool = True  # False: one JSON object a line
     key_header: str = "authorization"
+    headers: tuple[str, ...] = ()  # more that the dialect asks for
 
 
 def _text(record: Record, now: float, text: str | None) -> None:
@@ -106,6 +107,8 @@ def _read_openai(payload: bytes, record: Record, now: float) -> None:
 
 
 def _anthropic_body(ask: Ask, model: str) -> dict[str, Any]:
+    if ask.schema is not None:
+        raise InvalidConfig("the dialect anthropic has no answers that follow a schema", param="workload")
     return {"model": model, "max_tokens": ask.output_len, "temperature": 0.0, "stream": True,
             "messages": list(ask.messages)}  # fmt: skip
 
@@ -116,7 +119,7 @@ def _read_anthropic(payload: bytes, record: Record, now: float) -> None:
         case "content_block_delta":
             _text(record, now, event["delta"].get("text") or event["delta"].get("thinking"))
         case "message_start":
-            record.input_tokens = (event["message"].get("usage") or {}).get("input_tokens")
+            _anthropic_input(record, event["message"].get("usage") or {})
         case "message_delta":
             record.output_tokens = (event.get("usage") or {}).get("output_tokens")
             record.finish_reason = event["delta"].get("stop_reason")
@@ -124,9 +127,17 @@ def _read_anthropic(payload: bytes, record: Record, now: float) -> None:
             _fail(record, event.get("error"))
 
 
+def _anthropic_input(record: Record, usage: dict[str, Any]) -> None:
+    """`input_tokens` are those that no cache held or will hold; the prompt is all three together."""
+    cached = usage.get("cache_read_input_tokens") or 0
+    record.cached_tokens = cached
+    record.input_tokens = usage.get("input_tokens", 0) + cached + (usage.get("cache_creation_input_tokens") or 0)
+
+
 def _ollama_body(ask: Ask, model: str) -> dict[str, Any]:
     options = {"num_predict": ask.output_len, "temperature": 0.0}
-    return {"model": model, "messages": list(ask.messages), "stream": True, "options": options}
+    body = {"model": model, "messages": list(ask.messages), "stream": True, "options": options}
+    return body if ask.schema is None else {**body, "format": ask.schema}
 
 
 def _read_ollama(payload: bytes, record: Record, now: float) -> None:
@@ -141,7 +152,10 @@ def _read_ollama(payload: bytes, record: Record, now: float) -> None:
 
 
 def _tgi_body(ask: Ask, model: str) -> dict[str, Any]:
-    return {"inputs": ask.prompt, "parameters": {"max_new_tokens": ask.output_len, "details": True}}
+    parameters: dict[str, Any] = {"max_new_tokens": ask.output_len, "details": True}
+    if ask.schema is not None:
+        parameters["grammar"] = {"type": "json", "value": ask.schema}
+    return {"inputs": ask.prompt, "parameters": parameters}
 
 
 def _read_tgi(payload: bytes, record: Record, now: float) -> None:
@@ -160,11 +174,12 @@ DIALECTS = {
     for dialect in (
         Dialect("openai-chat", "/v1/chat/completions", _chat_body, _read_openai),
         Dialect("openai-completions", "/v1/completions", _completions_body, _read_openai),
-        Dialect("anthropic", "/v1/messages", _anthropic_body, _read_anthropic, key_header="x-api-key"),
+        Dialect("anthropic", "/v1/messages", _anthropic_body, _read_anthropic, key_header="x-api-key",
+                headers=("anthropic-version: 2023-06-01",)),
         Dialect("ollama", "/api/chat", _ollama_body, _read_ollama, is_sse=False),
         Dialect("tgi", "/generate_stream", _tgi_body, _read_tgi),
     )
-}
+}  # fmt: skip
 
 
 def find_dialect(name: str) -> Dialect:

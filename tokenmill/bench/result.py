@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -26,11 +27,17 @@ def result(run: Run, settings: dict[str, Any], totals: dict[str, Any]) -> dict[s
         "tokenmill": tokenmill.__version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "client": f"{platform.node()}, {platform.platform()}, Python {platform.python_version()}",
-        "command": sys.argv[1:],
+        "command": without_key(sys.argv[1:]),
         "settings": settings,
         "lag": vars(run.lag),
         **totals,
     }
+
+
+def without_key(arguments: list[str]) -> list[str]:
+    """A command that can be shown to others."""
+    hidden = [re.sub(r"^(--api-key=).*", r"\1…", argument) for argument in arguments]
+    return ["…" if before == "--api-key" else argument for before, argument in zip(["", *hidden], hidden, strict=False)]
 
 
 def write_result(path: Path, found: dict[str, Any], run: Run) -> None:

@@ -22,10 +22,7 @@ def latency(
     input_lens: str = "32,128,512",
     output_len: int = 16,
     rounds: int = 3,
-    model_config: flags.ModelFlags = flags.MODEL,
-    cache: flags.CacheFlags = flags.CACHE,
-    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
-    ops: flags.OpsFlags = flags.OPS,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Time to the first token and per token, over batch sizes and prompt lengths.
 
@@ -51,7 +48,7 @@ def latency(
         bench.OfflineWorkload(Lengths(length, length), answer, batches, rounds=max(1, rounds)) for length in lengths
     ]
     largest = max(workloads, key=lambda workload: workload.longest)
-    config = bench.config_for(flags.engine_config(model, model_config, cache, scheduler, ops), largest)
+    config = bench.config_for(engine.config(model), largest)
     session.fetch(config.model.model)
     measured = bench.open_measured(config)
     results = bench.in_turns(measured, workloads)
@@ -69,10 +66,7 @@ def startup(
     /,
     *,
     rounds: int = 3,
-    model_config: flags.ModelFlags = flags.MODEL,
-    cache: flags.CacheFlags = flags.CACHE,
-    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
-    ops: flags.OpsFlags = flags.OPS,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """From a cold process to the first token: import, load, first token; and to a server that answers.
 
@@ -85,7 +79,7 @@ def startup(
     """
     from tokenmill.bench import startup as starts
 
-    config = flags.engine_config(model, model_config, cache, scheduler, ops)
+    config = engine.config(model)
     session.fetch(config.model.model)
     arguments = [config.model.model, *changed_flags(config)]
     found = starts.measure_starts(config.model.model, changed_settings(config), max(1, rounds))

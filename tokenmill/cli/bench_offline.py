@@ -24,10 +24,7 @@ def offline(
     rounds: int = 1,
     bench_seed: int = 1,
     peaks: Annotated[bool, Parameter(negative="--no-peaks")] = True,
-    model_config: flags.ModelFlags = flags.MODEL,
-    cache: flags.CacheFlags = flags.CACHE,
-    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
-    ops: flags.OpsFlags = flags.OPS,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Prefill and decode speed of the engine alone, with several sequences at once.
 
@@ -61,7 +58,7 @@ def offline(
         bench_seed,
         max(1, rounds),
     )
-    config = bench.config_for(flags.engine_config(model, model_config, cache, scheduler, ops), workload)
+    config = bench.config_for(engine.config(model), workload)
     report = measure(config, workload, with_peaks=peaks)
     show(report)
     print_json_line(report)

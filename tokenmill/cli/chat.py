@@ -36,10 +36,7 @@ def command(
     *,
     system: str | None = None,
     sampling: flags.SamplingFlags = flags.SAMPLING,
-    model_config: flags.ModelFlags = flags.MODEL,
-    cache: flags.CacheFlags = flags.CACHE,
-    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
-    ops: flags.OpsFlags = flags.OPS,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Talk with a model in the terminal. /help lists what can be done there.
 
@@ -51,7 +48,7 @@ def command(
         How the model should behave, in words.
     """
     sampling.params()  # wrong values are refused before a model is loaded
-    config = flags.engine_config(model, model_config, cache, scheduler, ops)
+    config = engine.config(model)
     llm = session.open_model(config)
     try:
         with Turns(sys.stdin) as turns:

@@ -5,7 +5,7 @@ Two dataclasses may share a field name (`seed` of the weights, `seed` of an answ
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -37,8 +37,20 @@ MODEL, CACHE, SCHEDULER, OPS = ModelConfig(), CacheConfig(), SchedulerConfig(), 
 SAMPLING, SERVER = SamplingConfig(), ServerConfig()
 
 
-def engine_config(
-    name: str | None, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, ops: OpsConfig
-) -> EngineConfig:
-    """The engine's config; a MODEL among the arguments wins over `--model`."""
-    return EngineConfig(replace(model, model=name) if name else model, cache, scheduler, ops)
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything an engine can be told."""
+
+    model: ModelFlags = MODEL
+    cache: CacheFlags = CACHE
+    scheduler: SchedulerFlags = SCHEDULER
+    ops: OpsFlags = OPS
+
+    def config(self, name: str | None) -> EngineConfig:
+        """The engine's config; a MODEL among the arguments wins over `--model`."""
+        model = replace(self.model, model=name) if name else self.model
+        return EngineConfig(model, self.cache, self.scheduler, self.ops)
+
+
+EngineFlags = Annotated[EngineOptions, Parameter(name="*")]
+ENGINE = EngineOptions()

@@ -39,10 +39,7 @@ def command(
     raw: Annotated[bool, Parameter(negative="")] = False,
     stats: Annotated[bool, Parameter(negative="")] = False,
     sampling: flags.SamplingFlags = flags.SAMPLING,
-    model_config: flags.ModelFlags = flags.MODEL,
-    cache: flags.CacheFlags = flags.CACHE,
-    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
-    ops: flags.OpsFlags = flags.OPS,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Answer one prompt on stdout, streamed. Text piped in is the prompt, or follows it.
 
@@ -68,7 +65,7 @@ def command(
     params = following(schema, sampling.params())  # wrong values are refused before a model is loaded
     if raw and system:
         raise InvalidRequest("--system needs the chat template, which --raw leaves out")
-    llm = session.open_model(flags.engine_config(model, model_config, cache, scheduler, ops))
+    llm = session.open_model(engine.config(model))
     started = time.monotonic()
     try:
         events = llm.stream(text, params) if raw else llm.stream_chat(conversation(system, text), params)

@@ -11,10 +11,7 @@ def command(
     /,
     *,
     server: flags.ServerFlags = flags.SERVER,
-    model_config: flags.ModelFlags = flags.MODEL,
-    cache: flags.CacheFlags = flags.CACHE,
-    scheduler: flags.SchedulerFlags = flags.SCHEDULER,
-    ops: flags.OpsFlags = flags.OPS,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Serve a model over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1.
 
@@ -23,7 +20,7 @@ def command(
     model
         Short name, GGUF file, model directory or Hugging Face id; the default model without it.
     """
-    config = flags.engine_config(model, model_config, cache, scheduler, ops)
+    config = engine.config(model)
     found = session.fetch(config.model.model)
     from tokenmill.server.run import run_server
 

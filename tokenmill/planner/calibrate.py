@@ -1,11 +1,17 @@
-"""From a measurement of `bench offline` or `bench latency` to the speeds a plan uses.
+"""From a measurement to the speeds a plan uses: of the engine alone (`bench offline`, `latency`) or of a server under
+load (`bench serve --output`).
 
 Decode steps at several batch sizes are fitted by   seconds = fixed + bytes / bandwidth + FLOPs / rate   with no term
 negative, in relative error, so that a step of 5 ms counts as much as one of 50. Prefill takes the median rate.
+
+Of a served request its TPOT is a step's time, at the mean number of requests that were being answered meanwhile; its
+speed of prefill is its prompt over its TTFT, where the best tenth counts: the others waited in a queue, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -13,23 +19,76 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.arch.cost import prefill_flops
 from tokenmill.arch.read import read_json
+from tokenmill.arch.traffic import decode_step_bytes, decode_step_flops
 from tokenmill.errors import InvalidConfig
+from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.roofline import Speeds
 
 NEEDED = ("concurrency", "decode_step_ms", "decode_step_bytes", "decode_flops_s", "prefill_flops_s")
 
 
+HINT = "tokenmill bench offline MODEL --concurrency 1,2,4,8,16,32 --rounds 3 | tail -1 > result.json"
+
+
+@dataclass(frozen=True)
+class Served:
+    """One answered request, seconds since its run began."""
+
+    input_len: int
+    output_len: int
+    sent_s: float
+    first_s: float
+    last_s: float
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_s - self.first_s) / (self.output_len - 1)
+
+
 def read_calibration(path: Path) -> Speeds:
+    """From a result of the engine alone."""
     report = read_json(path)
     rows = [row for row in report.get("results", []) if isinstance(row, dict) and row.get("decode_tok_s")]
     if not rows or any(key not in rows[0] for key in NEEDED):
         raise InvalidConfig(
-            f"{path} holds no results of `bench offline` or `bench latency`",
+            f"{path} holds no results of `bench offline`, `bench latency` or `bench serve`",
             param="calibrate",
-            hint="tokenmill bench offline MODEL --concurrency 1,2,4,8,16,32 --rounds 3 | tail -1 > result.json",
+            hint=HINT,
         )
     return fit_speeds(rows)
+
+
+def served_speeds(served: Sequence[Served], model: PlannedModel, kv_dtype: str) -> Speeds:
+    """From requests that were answered by a server of `model`."""
+    told = [request for request in served if request.output_len > 1 and request.last_s > request.first_s]
+    if not told:
+        raise InvalidConfig("no request of that run was answered with several tokens", param="calibrate", hint=HINT)
+    running = _running(told)
+    rows = [_served_row(request, batch, model, kv_dtype) for request, batch in zip(told, running, strict=True)]
+    best = float(np.quantile([row["prefill_flops_s"] for row in rows], 0.9))
+    return fit_speeds([{**row, "prefill_flops_s": best} for row in rows])
+
+
+def _running(served: Sequence[Served]) -> list[float]:
+    """For each request, how many were being answered on average while it was."""
+    begins = np.array([request.first_s for request in served])
+    ends = np.array([request.last_s for request in served])
+    shared = [np.clip(np.minimum(ends, r.last_s) - np.maximum(begins, r.first_s), 0, None).sum() for r in served]
+    return [float(s / (r.last_s - r.first_s)) for s, r in zip(shared, served, strict=True)]
+
+
+def _served_row(request: Served, batch: float, model: PlannedModel, kv_dtype: str) -> dict[str, float]:
+    """A request as `bench offline` would have told of a step."""
+    context, whole = request.input_len + request.output_len // 2, max(1, round(batch))
+    moved = decode_step_bytes(model.spec, model.weights("auto"), kv_dtype, whole, context)
+    return {
+        "decode_step_ms": request.tpot_s * 1e3,
+        "decode_step_bytes": moved,
+        "decode_flops_s": decode_step_flops(model.spec, whole, context) / request.tpot_s,
+        "prefill_flops_s": prefill_flops(model.spec, request.input_len) / (request.first_s - request.sent_s),
+    }
 
 
 def fit_speeds(rows: list[dict[str, Any]]) -> Speeds:

@@ -3,6 +3,8 @@ MiniMax-M2; and Phi-2, whose layers compute attention and MLP side by side."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenmill.arch.fields import Fields
 from tokenmill.arch.outline import LayerOutline
 from tokenmill.arch.outlines.latent import deepseek_experts
@@ -12,22 +14,12 @@ from tokenmill.arch.windows import every_layer
 Layers = tuple[LayerOutline, ...]
 
 
-def attention(
-    fields: Fields,
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    norms: int = 0,
-    gates: bool = False,
-    window: int | None = None,
-) -> Mixer:
+def attention(fields: Fields, **details: Any) -> Mixer:
+    """In the words of most configs; `details` as `grouped_attention` takes them."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer_or_none("num_key_value_heads") or heads
     head_dim = fields.integer_or_none("head_dim") or hidden // heads
-    return grouped_attention(
-        hidden, heads, kv_heads, head_dim,
-        qkv_bias=qkv_bias, out_bias=out_bias, norms=norms, gates=gates, window=window,
-    )  # fmt: skip
+    return grouped_attention(hidden, heads, kv_heads, head_dim, **details)
 
 
 def gpt_oss_layers(fields: Fields) -> Layers:

@@ -1,0 +1,140 @@
+"""Groups of flags that the verbs which put load on a server share, and what they become."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from tokenmill.errors import InvalidConfig, RequestFailed
+
+if TYPE_CHECKING:
+    from tokenmill.bench.load import ClosedLoop, OpenLoop, Run, Target
+    from tokenmill.bench.workloads import Workload
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    url: str = "http://127.0.0.1:8000"
+    """Where the server is."""
+    model: str | None = None
+    """Name of the model to ask for; the first the server lists by default."""
+    dialect: str = "openai-chat"
+    """openai-chat, openai-completions, anthropic, ollama or tgi."""
+    api_key: str | None = None
+    """Key sent as the dialect wants it."""
+    timeout_s: float = 600.0
+    """A request that takes longer has failed."""
+
+    def target(self) -> Target:
+        from tokenmill.bench.load import Target
+
+        return Target(self.url, self.model or self._first_model(), self.dialect, self.api_key, self.timeout_s)
+
+    def _first_model(self) -> str:
+        base = self.url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        request = urllib.request.Request(f"{base}/v1/models", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                return str(json.load(reply)["data"][0]["id"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as problem:
+            raise RequestFailed(f"{base} does not list its models: {problem}", hint="name one with --model") from None
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    workload: str = "random"
+    """random, text, lengths (a csv), shared-prefix, multi-turn or schema."""
+    input_len: str = "128"
+    """Prompt tokens: a number or LOW:HIGH."""
+    output_len: str = "64"
+    """Answer tokens: a number or LOW:HIGH."""
+    prefix_len: int = 256
+    """Tokens of each shared prefix."""
+    num_prefixes: int = 4
+    """Different shared prefixes."""
+    turns: int = 4
+    """Turns of a conversation (multi-turn)."""
+    file: Path | None = None
+    """Text or csv of lengths for the workload."""
+    schema: Path | None = None
+    """JSON schema that answers must follow (schema)."""
+    max_input: int | None = None
+    """Cut longer prompts of a csv or trace."""
+    max_output: int | None = None
+    """Cut longer answers of a csv or trace."""
+    bench_seed: int = 0
+    """Seed of prompts, lengths and arrivals."""
+
+    def sessions(self) -> Workload:
+        """What is asked; a wrong kind or file is refused before anything is sent."""
+        from tokenmill.bench.lengths import Lengths
+        from tokenmill.bench.workloads import Workload
+
+        work = Workload(
+            kind=self.workload,
+            input_len=Lengths.parse(self.input_len, "input-len"),
+            output_len=Lengths.parse(self.output_len, "output-len"),
+            prefix_len=self.prefix_len,
+            num_prefixes=self.num_prefixes,
+            turns=self.turns,
+            file=self.file,
+            schema=json.loads(self.schema.read_text(encoding="utf-8")) if self.schema else None,
+            max_input=self.max_input,
+            max_output=self.max_output,
+            seed=self.bench_seed,
+        )
+        next(iter(work.sessions()))
+        return work
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    warmup: int = 2
+    """Requests before the measurement."""
+    max_lag_ms: float = 20.0
+    """Refuse to report when the load generator lagged more than this (99th percentile)."""
+    html: Path | None = None
+    """Write a page with plots to this file."""
+
+    def run(self, target: Target, load: ClosedLoop | OpenLoop, work: Workload) -> Run:
+        from itertools import islice
+
+        from tokenmill.bench.load import run_load
+        from tokenmill.cli.load_screen import live_progress
+
+        with live_progress() as progress:
+            run = run_load(target, load, warmup=islice(work.sessions(), self.warmup), progress=progress)
+        assert run.lag is not None
+        run.lag.refuse_beyond(self.max_lag_ms)
+        return run
+
+    def write_page(self, page: str) -> None:
+        assert self.html is not None
+        self.html.write_text(page, encoding="utf-8")
+
+
+TargetFlags = Annotated[TargetConfig, Parameter(name="*", group=Group.create_ordered("Server under test"))]
+WorkloadFlags = Annotated[WorkloadConfig, Parameter(name="*", group=Group.create_ordered("What is asked"))]
+RunFlags = Annotated[RunConfig, Parameter(name="*", group=Group.create_ordered("Measurement"))]
+TARGET, WORKLOAD, RUN = TargetConfig(), WorkloadConfig(), RunConfig()
+
+
+def closed_load(work: Workload, concurrency: int, num_requests: int | None, duration_s: float | None) -> ClosedLoop:
+    from tokenmill.bench.load import ClosedLoop
+
+    if concurrency < 1:
+        raise InvalidConfig("--concurrency must be at least 1", param="concurrency")
+    return ClosedLoop(concurrency, work.sessions(), num_requests, duration_s)
+
+
+def settings_of(*groups: Any, **more: Any) -> dict[str, Any]:
+    """Everything needed to repeat the run; never the key."""
+    known = {key: value for group in groups for key, value in asdict(group).items()} | more
+    known.pop("api_key", None)
+    return {key: str(value) if isinstance(value, Path) else value for key, value in known.items() if value is not None}

@@ -15,7 +15,7 @@ from tokenmill.store import DEFAULT_MODEL, resolve_model
 
 
 def latency(
-    model: str | None = None,
+    model: flags.ModelName = None,
     /,
     *,
     batch_sizes: str = "1,4,16",
@@ -28,8 +28,6 @@ def latency(
 
     Parameters
     ----------
-    model
-        Short name, GGUF file, model directory or Hugging Face id.
     batch_sizes
         Sequences at once, a list.
     input_lens
@@ -62,7 +60,7 @@ def latency(
 
 
 def startup(
-    model: str | None = None,
+    model: flags.ModelName = None,
     /,
     *,
     rounds: int = 3,
@@ -72,8 +70,6 @@ def startup(
 
     Parameters
     ----------
-    model
-        Short name, GGUF file, model directory or Hugging Face id.
     rounds
         Starts; the first warms the disk's cache and is left out.
     """

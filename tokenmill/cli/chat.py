@@ -31,7 +31,7 @@ Ctrl-C stops an answer.'''
 
 
 def command(
-    model: str | None = None,
+    model: flags.ModelName = None,
     /,
     *,
     system: str | None = None,
@@ -42,8 +42,6 @@ def command(
 
     Parameters
     ----------
-    model
-        Short name, GGUF file, model directory or Hugging Face id; the default model without it.
     system
         How the model should behave, in words.
     """

@@ -54,3 +54,6 @@ class EngineOptions:
 
 EngineFlags = Annotated[EngineOptions, Parameter(name="*")]
 ENGINE = EngineOptions()
+
+MODEL_HELP = "Short name, GGUF file, model directory or Hugging Face id; the default model without it."
+ModelName = Annotated[str | None, Parameter(help=MODEL_HELP)]

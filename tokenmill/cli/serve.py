@@ -7,19 +7,13 @@ from tokenmill.cli.ahead import take_core
 
 
 def command(
-    model: str | None = None,
+    model: flags.ModelName = None,
     /,
     *,
     server: flags.ServerFlags = flags.SERVER,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """Serve a model over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1.
-
-    Parameters
-    ----------
-    model
-        Short name, GGUF file, model directory or Hugging Face id; the default model without it.
-    """
+    """Serve a model over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1."""
     config = engine.config(model)
     found = session.fetch(config.model.model)
     from tokenmill.server.run import run_server

@@ -66,12 +66,11 @@ class AsyncEngine:
         `child` is a core's process that was started beforehand; it imports while the front reads the tokenizer.
         """
         waiting = [] if in_process else [child or CoreChild()]
-        try:
-            front = await asyncio.to_thread(load_front, config)
-        except BaseException:
+        with contextlib.ExitStack() as undo:
             for one in waiting:
-                one.discard()
-            raise
+                undo.callback(one.discard)
+            front = await asyncio.to_thread(load_front, config)
+            undo.pop_all()
 
         def make_link() -> CoreLink:
             return open_link(front, in_process=in_process, child=waiting.pop() if waiting else None)
@@ -83,11 +82,10 @@ class AsyncEngine:
     async def open(self) -> None:
         self._first_ready = asyncio.get_running_loop().create_future()
         await self._connect()
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             await self._first_ready
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
 
     # ── asking ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,12 +111,11 @@ class Run:
 
     async def accept(self) -> None:
         """Hands the requests to the engine; if one is refused none of them runs."""
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             for request in self._requests[: self._job.max_in_flight]:
                 self._submit(request)
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
 
     def _submit(self, request: NativeRequest) -> AsyncIterator[Event]:
         try:
@@ -168,16 +167,14 @@ class Run:
         waiting = iter(range(len(self._requests)))
 
         async def work() -> None:
-            try:
-                for place in waiting:  # shared: each worker takes the next one
-                    async for item in self._events_of(place):
-                        queue.put_nowait(item)
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)
+            for place in waiting:  # shared: each worker takes the next one
+                async for item in self._events_of(place):
+                    queue.put_nowait(item)
 
         num_workers = min(len(self._requests), self._job.max_in_flight or len(self._requests))
         self._tasks = [asyncio.create_task(work()) for _ in range(num_workers)]
+        for task in self._tasks:  # done: None, or why not
+            task.add_done_callback(lambda done: queue.put_nowait(None if done.cancelled() else done.exception()))
         num_finished = 0
         while num_finished < num_workers:
             item = await queue.get()

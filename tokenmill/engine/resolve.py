@@ -15,7 +15,7 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
-from tokenmill.runner.memory import blocks_for_context
+from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 SMALL_MODEL_PARAMETERS = 600_000_000  # below, answers change visibly when activations are rounded to 8 bits
@@ -124,17 +124,16 @@ def _resolve_cache(
     if cache.num_blocks is not None:
         return cache
     block_bytes = layout.block_bytes(cache.block_size, DTYPE_BYTES[kv_dtype])
-    free_bytes = max(0, machine.available_bytes - machine.weight_bytes)
-    affordable = int(free_bytes * fraction) // block_bytes
-    one_context = blocks_for_context(layout, model.max_context, cache.block_size, config.scheduler.token_budget)
-    useful = config.scheduler.max_running * one_context + 1
-    num_blocks = min(affordable, useful)
-    if num_blocks < 2:
-        raise InvalidConfig(
-            f"no room for a KV cache: {free_bytes / 2**30:.1f} GiB are free after the weights",
-            param="memory_fraction",
-            hint="use a smaller model or more quantised weights",
-        )
+    num_blocks = num_blocks_that_fit(
+        layout,
+        free_bytes=max(0, machine.available_bytes - machine.weight_bytes),
+        memory_fraction=fraction,
+        block_size=cache.block_size,
+        dtype_bytes=DTYPE_BYTES[kv_dtype],
+        max_context=model.max_context,
+        max_rows=config.scheduler.max_running,
+        max_chunk=config.scheduler.token_budget,
+    )
     tokens = num_blocks * cache.block_size // len(layout.groups)
     reasons.append(f"KV cache: {num_blocks} blocks, {num_blocks * block_bytes / 2**30:.2f} GiB, about {tokens} tokens")
     return replace(cache, num_blocks=num_blocks)

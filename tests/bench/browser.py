@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
@@ -60,3 +61,21 @@ def open_tab(browser: str, profile: Path) -> Iterator[Tab]:
     finally:
         process.kill()
         process.communicate()
+
+
+# Every plot has lines or bars that take up room on the page; and how many plots there are.
+DRAWN = """[...document.querySelectorAll("svg")].filter(
+    plot => [...plot.querySelectorAll("polyline, rect")].some(mark => mark.getBBox().width + mark.getBBox().height > 20)
+).length"""
+
+
+def look_at(page: Path, plots: int, browser: str, profile: Path) -> bytes:
+    """Opens the page and takes its picture: all plots are drawn, nothing is wider than the window, nobody complains."""
+    with open_tab(browser, profile) as tab:
+        tab.open(page)
+        assert tab.ask('document.querySelectorAll("svg").length') == plots
+        assert tab.ask(DRAWN) == plots
+        assert "NaN" not in tab.ask("document.body.outerHTML")
+        assert tab.ask("document.documentElement.scrollWidth") <= 1400
+        assert tab.heard == []
+        return base64.b64decode(tab.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])

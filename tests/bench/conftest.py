@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 STUB = Path(__file__).parent / "stub_server.py"
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 Start = Callable[..., str]
 
 
@@ -33,3 +36,11 @@ def stub() -> Iterator[Start]:
             return stack.enter_context(stub_process(arguments))
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
+    return found

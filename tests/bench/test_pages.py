@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser import open_tab
+from browser import look_at
 
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.bench.records import Record
@@ -22,16 +19,7 @@ from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Question, make_plan
 from tokenmill.planner.report import html_page
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 MIN_PICTURE_BYTES = 20_000  # an empty page of this size compresses to 6 kB
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
-    return found
 
 
 def run_page() -> str:
@@ -58,25 +46,12 @@ def plan_page() -> str:
     return html_page([make_plan(model, plan_device(name), Question()) for name in ("H100", "L40S")])
 
 
-# Every plot has lines or bars that take up room on the page; and how many plots there are.
-DRAWN = """[...document.querySelectorAll("svg")].filter(
-    plot => [...plot.querySelectorAll("polyline, rect")].some(mark => mark.getBBox().width + mark.getBBox().height > 20)
-).length"""
-
-
 @pytest.mark.parametrize(("make", "plots"), [(run_page, 11), (search_page, 2), (plan_page, 3)])
 def test_pages_are_drawn_without_a_word_on_the_console(
     make: Callable[[], str], plots: int, browser: str, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
     page.write_text(make(), encoding="utf-8")
-    with open_tab(browser, tmp_path / "profile") as tab:
-        tab.open(page)
-        assert tab.ask('document.querySelectorAll("svg").length') == plots
-        assert tab.ask(DRAWN) == plots
-        assert "NaN" not in tab.ask("document.body.outerHTML")
-        assert tab.ask("document.documentElement.scrollWidth") <= 1400
-        assert tab.heard == []
-        picture = base64.b64decode(tab.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+    picture = look_at(page, plots, browser, tmp_path / "profile")
     (tmp_path / "page.png").write_bytes(picture)
     assert len(picture) > MIN_PICTURE_BYTES

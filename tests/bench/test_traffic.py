@@ -44,6 +44,8 @@ def test_azure_trace(shared_dir: Path) -> None:
     assert (rows[0].at_s, rows[0].input_len, rows[0].output_len) == (0.0, 374, 44)
     assert rows[1].at_s == pytest.approx(4.314579)
     assert rows[-1].at_s <= 600 and len(rows) > 1000
+    few = read_trace(path, TraceScale(first_s=600, share=0.1))
+    assert len(few) == pytest.approx(len(rows) / 10, rel=0.2) and set(few) <= set(rows)
     bent = read_trace(path, TraceScale(time=0.5, length=0.1, first_s=600, max_output=20))
     assert bent[1].at_s == pytest.approx(rows[1].at_s / 2) and bent[0].input_len == 37
     assert max(row.output_len for row in bent) == 20
@@ -65,6 +67,8 @@ def test_wrong_traces_are_refused(tmp_path: Path) -> None:
         read_trace(path)
     with pytest.raises(InvalidConfig, match="can't be read"):
         read_trace(tmp_path / "missing.csv")
+    with pytest.raises(InvalidConfig, match="share"):
+        read_trace(path, TraceScale(share=0))
 
 
 @pytest.mark.parametrize("kind", ["random", "shared-prefix", "schema"])

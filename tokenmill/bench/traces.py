@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -37,10 +38,14 @@ class TraceScale:
     first_s: float = float("inf")  # only so much of the recorded time
     max_input: int | None = None
     max_output: int | None = None
+    share: float = 1.0  # of the requests, drawn at random
+    seed: int = 0
 
 
 def read_trace(path: Path, scale: TraceScale | None = None) -> list[TraceRow]:
     scale = scale or TraceScale()
+    if not 0 < scale.share <= 1:
+        raise InvalidConfig(f"a share of {scale.share} of the requests can't be kept", param="trace_share")
     try:
         rows = _read_mooncake(path) if path.suffix == ".jsonl" else _read_azure(path)
     except (OSError, UnicodeDecodeError) as problem:
@@ -52,8 +57,9 @@ def read_trace(path: Path, scale: TraceScale | None = None) -> list[TraceRow]:
     if not rows:
         raise InvalidConfig(f"{path} holds no requests", param="trace")
     rows.sort(key=lambda row: row.at_s)
-    start = rows[0].at_s
-    return [_scaled(row, start, scale) for row in rows if row.at_s - start <= scale.first_s]
+    start, drawing = rows[0].at_s, random.Random(f"trace-share/{scale.seed}")
+    kept = [row for row in rows if row.at_s - start <= scale.first_s and drawing.random() < scale.share]
+    return [_scaled(row, start, scale) for row in kept]
 
 
 def _read_azure(path: Path) -> list[TraceRow]:

@@ -44,6 +44,8 @@ class ArrivalConfig:
     """Scale the trace's prompts and answers."""
     trace_s: float | None = None
     """Only the first so many recorded seconds."""
+    trace_share: float = 1.0
+    """Keep this share of the recorded requests, drawn at random: for machines smaller than the recorded ones."""
 
     @property
     def count(self) -> int | None:
@@ -71,7 +73,10 @@ class ArrivalConfig:
         from tokenmill.bench.workloads import trace_session
 
         first_s = float("inf") if self.trace_s is None else self.trace_s
-        scale = TraceScale(self.time_scale, self.length_scale, first_s, asked.max_input, asked.max_output)
+        scale = TraceScale(
+            self.time_scale, self.length_scale, first_s, asked.max_input, asked.max_output, self.trace_share,
+            asked.bench_seed,
+        )  # fmt: skip
         rows = read_trace(path, scale)[: self.count]
         timed = ((row.at_s, trace_session(row, n, asked.bench_seed, self.length_scale)) for n, row in enumerate(rows))
         return OpenLoop(timed, self.duration_s)

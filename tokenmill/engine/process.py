@@ -110,7 +110,16 @@ class SocketMailbox:
         return messages
 
     def send(self, message: FromCore) -> None:
-        self._outbox.send(_encoder.encode(message))
+        """A pipe that nobody reads would block for ever: without a parent there is no one to tell, and no reason to
+        go on."""
+        data = _encoder.encode(message)
+        while True:
+            try:
+                return self._outbox.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                if os.getppid() != self._parent_pid:
+                    sys.exit(0)
+                self._outbox.poll(ORPHAN_CHECK_MS, zmq.POLLOUT)
 
     def close(self) -> None:
         self._inbox.close(linger=0)

@@ -1,0 +1,31 @@
+"""An engine whose front was killed while it was answering ends by itself: nobody reads what it says any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from server_process import is_alive
+from test_real_engine import real_server
+
+
+@pytest.mark.parametrize("is_answering", [True, False])
+def test_an_engine_without_a_front_ends(stories_dir: Path, is_answering: bool) -> None:
+    with real_server(stories_dir, dtype="float32") as process:
+        process.wait_for("ready", 120)
+        (engine,) = process.children()
+        asked = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True, "n": 4}
+        if is_answering:
+            with process.http.stream("POST", "/v1/completions", json=asked) as reply:
+                next(reply.iter_lines())
+                os.kill(process.child.pid, signal.SIGKILL)
+        else:
+            os.kill(process.child.pid, signal.SIGKILL)
+        process.child.wait(10)
+        deadline = time.monotonic() + 20
+        while is_alive(engine) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_alive(engine)

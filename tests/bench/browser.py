@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +53,9 @@ class Tab:
 
 @contextmanager
 def open_tab(browser: str, profile: Path) -> Iterator[Tab]:
-    process = subprocess.Popen([browser, *FLAGS, f"--user-data-dir={profile}"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(  # in a group of its own: some are started by a script that would leave them behind
+        [browser, *FLAGS, f"--user-data-dir={profile}"], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert process.stderr is not None
         found = (re.search(r"ws://\S+", line) for line in process.stderr)
@@ -59,7 +63,7 @@ def open_tab(browser: str, profile: Path) -> Iterator[Tab]:
         with connect(address, max_size=64 << 20) as socket:
             yield Tab(socket)
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 

@@ -19,7 +19,6 @@ from tokenmill.arch.outlines.grouped import (
     llama4_layers,
     minimax_m2_layers,
     phi_layers,
-    qwen2_moe_layers,
 )
 from tokenmill.arch.outlines.latent import latent_layers
 from tokenmill.arch.outlines.recurrent import nemotron_layers, qwen35_layers
@@ -41,7 +40,6 @@ LAYERS: dict[str, Reader] = {
     "minimax_m2": minimax_m2_layers,
     "nemotron_h": nemotron_layers,
     "phi-msft": phi_layers,
-    "qwen2_moe": qwen2_moe_layers,
     "qwen3_5": qwen35_layers,
     "qwen3_5_moe": qwen35_layers,
     "qwen3_5_text": qwen35_layers,

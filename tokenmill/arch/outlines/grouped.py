@@ -1,5 +1,5 @@
-"""Models of grouped-query attention with experts, each in its own words: gpt-oss, Llama 4, Qwen2-MoE, GLM-4.5,
-MiniMax-M2; and Phi-2, whose layers compute attention and MLP side by side."""
+"""Models of grouped-query attention with experts, each in its own words: gpt-oss, Llama 4, GLM-4.5, MiniMax-M2; and
+Phi-2, whose layers compute attention and MLP side by side."""
 
 from __future__ import annotations
 
@@ -54,19 +54,8 @@ def llama4_layers(fields: Fields) -> Layers:
     )
 
 
-def qwen2_moe_layers(fields: Fields) -> Layers:
-    """A gated expert that every token passes beside the routed ones."""
-    hidden = fields.integer("hidden_size")
-    sparse, mixer = qwen_experts(fields), attention(fields, qkv_bias=True)
-    dense, step = gated(hidden, fields.integer("intermediate_size")), fields.integer("decoder_sparse_step")
-    plain = fields.integers("mlp_only_layers")
-    return tuple(
-        layer(mixer, sparse if (index + 1) % step == 0 and index not in plain else dense, 2 * hidden)
-        for index in range(fields.integer("num_hidden_layers"))
-    )
-
-
 def qwen_experts(fields: Fields) -> Feed:
+    """A gated expert that every token passes beside the routed ones."""
     hidden, shared = fields.integer("hidden_size"), fields.integer("shared_expert_intermediate_size")
     feed = routed(
         hidden, fields.integer("moe_intermediate_size"), fields.integer("num_experts"),

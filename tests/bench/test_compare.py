@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.bench import compare
+from tokenmill.bench.peers import batched_bench_peer
 from tokenmill.errors import InvalidConfig, RequestFailed
 
 FAKE = """
@@ -51,3 +52,58 @@ def test_a_peer_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pass
     with pytest.raises(InvalidConfig, match="no peer"), compare.engines(["vllm"], sys.executable, Path("m"), 1):
         pass
+
+
+TABLE = """\
+main: n_kv_max = 2304, n_batch = 512, n_ubatch = 512, flash_attn = -1, is_pp_shared = 0, n_gpu_layers = 0
+
+|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
+|   128 |    128 |    1 |    256 |    0.108 |  1186.64 |    3.079 |    41.57 |    3.187 |    80.32 |
+|   128 |    128 |    4 |   1024 |    0.373 |  1373.96 |    6.878 |    74.44 |    7.251 |   141.23 |
+
+llama_perf_context_print:        load time =     375.71 ms
+"""
+ASKED = {"input_len": 128, "output_len": 128, "concurrency": 4}
+
+
+def test_the_table_of_llama_batched_bench_is_read() -> None:
+    assert batched_bench_peer.figures(TABLE, ASKED) == {"prefill_tok_s": 1373.96, "decode_tok_s": 74.44}
+    assert batched_bench_peer.figures(TABLE, {**ASKED, "concurrency": 1})["decode_tok_s"] == 41.57
+    for missing in ({**ASKED, "concurrency": 2}, {**ASKED, "input_len": 64}):
+        with pytest.raises(SystemExit, match="no row"):
+            batched_bench_peer.figures(TABLE, missing)
+    with pytest.raises(SystemExit, match="no row"):
+        batched_bench_peer.figures("", ASKED)
+
+
+def binary(folder: Path, body: str) -> Path:
+    path = folder / "llama-batched-bench"
+    path.write_text(f"#!{sys.executable}\nimport sys\n{body}")
+    path.chmod(0o700)
+    return path
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_given_binary_takes_its_turns(tmp_path: Path) -> None:
+    """The program is told the shape and the threads; what it prints is compared like any other engine's speed."""
+    echo = "flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+    echo += "assert flags['-m'] == 'm.gguf' and flags['-t'] == flags['-tb'] == '2' and int(flags['-c']) >= 256, flags\n"
+    echo += "print('| PP | TG | B | S_PP t/s | S_TG t/s |')\n"
+    echo += "print('|', flags['-npp'], '|', flags['-ntg'], '|', flags['-npl'], '| 60.0 | 1.5 |')\n"
+    given = binary(tmp_path, echo)
+    with compare.engines([compare.OURS], sys.executable, Path("m.gguf"), 2, given) as running:
+        turns = list(compare.take_turns(running, [ASKED], 2))
+    found = {(c.engine, c.figure): c for c in compare.compared(turns)}
+    assert found[compare.BINARY, "decode_tok_s"].values == [1.5, 1.5]
+    ratio = found[compare.BINARY, "prefill_tok_s"].ratio
+    assert ratio is not None and ratio.median == 0.5
+
+
+def test_a_binary_that_fails_says_why(tmp_path: Path) -> None:
+    given = binary(tmp_path, "sys.exit('unable to load model')")
+    with (
+        pytest.raises(RequestFailed, match=r"llama-batched-bench ended.*unable to load model"),
+        compare.engines([], sys.executable, Path("m.gguf"), 1, given) as running,
+    ):
+        running[0].measure(ASKED)

@@ -23,6 +23,8 @@ from tokenmill.bench.measures import Spread, median, spread
 from tokenmill.errors import InvalidConfig, RequestFailed
 
 PEERS = {"llama.cpp": "llama_cpp_peer.py", "openvino": "openvino_peer.py", "tokenmill": "ours.py"}
+BINARY = "llama-batched-bench"  # a program that was given, not a package
+BINARY_PEER = "batched_bench_peer.py"
 OURS = "tokenmill"
 FIGURES = ("prefill_tok_s", "decode_tok_s")
 
@@ -30,12 +32,12 @@ FIGURES = ("prefill_tok_s", "decode_tok_s")
 class Engine:
     """One engine's process. Stopped between turns."""
 
-    def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
-        script = Path(__file__).parent / "peers" / PEERS[name]
+    def __init__(self, name: str, python: str, model: Path, threads: int, binary: Path | None = None) -> None:
+        script = Path(__file__).parent / "peers" / (PEERS[name] if binary is None else BINARY_PEER)
         self.name, self.version = name, ""
         self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  lives on
         self._process = subprocess.Popen(
-            [python, str(script), str(model), str(threads)],
+            [python, str(script), str(model), str(threads), *([] if binary is None else [str(binary)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -82,14 +84,18 @@ class Engine:
 
 
 @contextmanager
-def engines(names: Sequence[str], peer_python: str, model: Path, threads: int) -> Iterator[list[Engine]]:
+def engines(
+    names: Sequence[str], peer_python: str, model: Path, threads: int, binary: Path | None = None
+) -> Iterator[list[Engine]]:
+    """`binary`: a `llama-batched-bench` that takes part too."""
     unknown = set(names) - set(PEERS)
     if unknown:
         raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {', '.join(PEERS)}", param="peers")
     with ExitStack() as stack:
         started = []
-        for name in names:
-            engine = Engine(name, sys.executable if name == OURS else peer_python, model, threads)
+        for name in (BINARY, *names) if binary is not None else names:
+            python = sys.executable if name in (OURS, BINARY) else peer_python
+            engine = Engine(name, python, model, threads, binary if name == BINARY else None)
             stack.callback(engine.close)
             engine.wait_ready()
             started.append(engine)

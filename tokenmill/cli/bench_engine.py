@@ -118,6 +118,7 @@ def compare(
     *,
     peers: str = "llama.cpp,openvino",
     peer_python: str = sys.executable,
+    batched_bench: Path | None = None,
     input_len: int = 128,
     output_len: int = 32,
     concurrency: str = "1,4,16",
@@ -134,6 +135,8 @@ def compare(
         Engines to compare with, a list of llama.cpp and openvino (`pip install 'tokenmill[peers]'`).
     peer_python
         Python that has the peers installed.
+    batched_bench
+        A `llama-batched-bench` of your own build, compared as one more engine.
     input_len
         Prompt tokens.
     output_len
@@ -153,7 +156,9 @@ def compare(
     counts = whole_numbers(concurrency, "concurrency")
     shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
     names = [*[peer.strip() for peer in peers.split(",") if peer.strip()], bench.OURS]
-    with bench.engines(names, peer_python, path, threads) as running:
+    if batched_bench is not None and not batched_bench.is_file():
+        raise InvalidConfig(f"{batched_bench} is no file", param="batched_bench")
+    with bench.engines(names, peer_python, path, threads, batched_bench) as running:
         turns = list(bench.take_turns(running, shapes, max(1, rounds)))
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)

@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    timed = Timed(LLM(asked.model, prefix_caching=False))
+    timed = Timed(LLM(asked.model, prefix_caching=False, speculate="off"))
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     for params in variants(8).values():

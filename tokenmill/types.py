@@ -135,6 +135,9 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     tokens of the sequence:  [0 .......... start | start .. start+len(token_ids) | .......... total]
                                in the KV cache     fed in this step                 later (a chunk)
 
+    with drafts:             [0 .......... start | start ............ total | drafts ]
+                                                   fed in this step ─────────────────
+
     Positions are those in the cache. Where the context has shifted, `num_dropped` tokens of the sequence are missing
     from it (see scheduler/window.py), so a fed token's place among all tokens is that much higher.
     """
@@ -144,6 +147,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     table_updates: list[TableUpdate] = []
     sample: bool = False  # the last fed token is the sequence's last: draw the next one
+    num_drafts: int = 0  # the last so many of `token_ids` are guesses: draw after each, as far as they were right
     output_index: int = 0  # how many output tokens precede the one drawn (position in the seed's stream)
     num_logprobs: int | None = None  # for the drawn token
     num_prompt_logprobs: int | None = None  # for the prompt tokens that these positions predict
@@ -178,7 +182,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     row: int
-    token_ids: list[int] = []  # drawn tokens; empty for an unfinished chunk
+    token_ids: list[int] = []  # drawn tokens (one more than drafts were right); empty for an unfinished chunk
     logprobs: list[TokenLogprobs] | None = None  # one per drawn token, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 ..., where asked for
     embedding: list[float] | None = None
@@ -210,12 +214,16 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None  # which error of `errors.py` it was, where that is known
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
+    num_drafted: int = 0  # tokens of this sequence that were guessed and computed so far
+    num_accepted: int = 0  # ... of which so many were right
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0  # guessed by speculation
+    accepted_tokens: int = 0  # ... and right
 
 
 class TokenInfo(msgspec.Struct, frozen=True):

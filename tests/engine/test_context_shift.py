@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def opened(stories_dir: Path, backend: str, **settings: Any) -> LLM:
-    return LLM(str(stories_dir), backend=backend, threads=1, max_context=CONTEXT, **settings)
+    return LLM(str(stories_dir), backend=backend, threads=1, max_context=CONTEXT, speculate="off", **settings)
 
 
 def in_sight(tokens: list[int], keep: int = KEEP) -> list[int]:

@@ -123,7 +123,7 @@ def alone(backend: str, stories_dir: Path) -> Answers:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_batches_change_nothing(setting: str, backend: str, alone: Answers, stories_dir: Path) -> None:
-    llm = LLM(str(stories_dir), backend=backend, threads=1, **SETTINGS[setting])
+    llm = LLM(str(stories_dir), backend=backend, threads=1, speculate="off", **SETTINGS[setting])
     together = run_together(llm, make_asks(7), random.Random(setting))
     _assert_same(alone, together, TOLERANCE[backend])
     stats = llm.core.stats()

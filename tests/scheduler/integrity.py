@@ -57,7 +57,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, config: SchedulerConfig) ->
     assert 0 < plan.num_tokens <= config.token_budget
     rows = [row.row for row in plan.rows]
     assert len(set(rows)) == len(rows) <= config.max_running
-    planned = {sequence for sequence, _ in scheduler._planned}
+    planned = {one.sequence for one in scheduler._planned}
     newborn = {s for s in running(scheduler) if not s.is_seated}
     for gang in scheduler._floor.gangs:
         for sequence in gang.members:

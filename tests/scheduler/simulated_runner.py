@@ -78,6 +78,7 @@ class Row:
         self.tokens = new.prompt_token_ids + new.output_token_ids
         self.known: list[int] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.fed = self.tokens  # with the drafts of this step
         self.num_fed = 0
         self.num_dropped = 0
 
@@ -123,11 +124,14 @@ class SimulatedRunner:
             table = row.tables[update.group]
             assert update.start <= len(table), "a table update leaves a hole"
             table[update.start : update.start + len(update.blocks)] = update.blocks
-        end = plan.start + len(plan.token_ids)
+        end, own_end = plan.start + len(plan.token_ids), own_end_of(plan)
+        drafts = plan.token_ids[own_end - plan.start :]
         window = row.window(plan.num_dropped, self.shifts.get(row.new.seed))
-        assert plan.token_ids and plan.token_ids == window[plan.start : end], "fed tokens are not the sequence's"
+        assert own_end > plan.start and plan.token_ids[: own_end - plan.start] == window[plan.start : own_end]
+        assert not drafts or (plan.sample and own_end == len(window)), "drafts before the last token is computed"
+        row.fed = window + drafts
         assert plan.output_index == len(row.tokens) - len(row.new.prompt_token_ids)
-        histories(window, row.known)
+        row.known = histories(row.fed, row.known[: len(window)])
         row.num_fed += len(plan.token_ids)
         for table in row.tables:
             for position in range(plan.start, end):
@@ -151,21 +155,26 @@ class SimulatedRunner:
                 assert cell == (position, row.known[position]), f"row {plan.row} reads {cell} at {position}"
         if row.new.seed in self.fail_rows_of:
             return RowResult(row=plan.row, error="not a number")
-        return self._result(plan, row, end)
+        return self._result(plan, row, own_end_of(plan))
 
     def _result(self, plan: RowPlan, row: Row, end: int) -> RowResult:
         is_last = end + plan.num_dropped == len(row.tokens)
         assert plan.sample <= is_last, "a draw before the last token is computed"
         shift = self.shifts.get(row.new.seed)
-        assert shift is None or end <= shift.context, "a position beyond the context"
-        history = row.known[end - 1]
-        token_ids, logprobs = [], None
-        if plan.sample:
-            token_ids = [self._draw(plan, row, history)]
-            if plan.num_logprobs is not None:
+        assert shift is None or end + plan.num_drafts <= shift.context, "a position beyond the context"
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] | None = [] if plan.sample and plan.num_logprobs is not None else None
+        for place in range(plan.num_drafts + 1 if plan.sample else 0):
+            history = row.known[end - 1 + place]
+            token_ids.append(self._draw(plan, row, history, plan.output_index + place))
+            if logprobs is not None and plan.num_logprobs is not None:
                 top = top_logprobs(history, plan.num_logprobs)
-                logprobs = [TokenLogprobs(token_ids[0], drawn_logprob(history, token_ids[0]), 1, *top)]
-            row.tokens = row.tokens + token_ids
+                logprobs.append(TokenLogprobs(token_ids[-1], drawn_logprob(history, token_ids[-1]), 1, *top))
+            if row.fed[end + place : end + place + 1] != token_ids[-1:]:
+                break
+        row.tokens = row.tokens + token_ids
+        if plan.num_drafts:  # of a wrong one nothing stays
+            row.known = row.known[: end + len(token_ids) - 1]
         return RowResult(
             row=plan.row,
             token_ids=token_ids,
@@ -174,9 +183,9 @@ class SimulatedRunner:
             embedding=self._embedding(row, end),
         )
 
-    def _draw(self, plan: RowPlan, row: Row, history: int) -> int:
-        token = drawn(row.new.seed, plan.output_index, history)
-        held_back = plan.output_index + 1 < row.new.params.min_tokens and token in row.new.stop_token_ids
+    def _draw(self, plan: RowPlan, row: Row, history: int, output_index: int) -> int:
+        token = drawn(row.new.seed, output_index, history)
+        held_back = output_index + 1 < row.new.params.min_tokens and token in row.new.stop_token_ids
         return 1 + EOS if held_back else token
 
     def _prompt_logprobs(self, plan: RowPlan, row: Row, end: int) -> list[TokenLogprobs] | None:
@@ -192,6 +201,11 @@ class SimulatedRunner:
         if row.new.pooling.kind != "last":
             assert row.num_fed == len(row.tokens), "pooling needs every position"
         return [float(row.known[end - 1] % 1000)]
+
+
+def own_end_of(plan: RowPlan) -> int:
+    """Where the sequence's own tokens end and drafts begin."""
+    return plan.start + len(plan.token_ids) - plan.num_drafts
 
 
 def scored(history: int, token: int) -> TokenLogprobs:

@@ -1,4 +1,4 @@
-"""Random lives of a small scheduler: requests come, are aborted, preempted, finish; every step is checked."""
+"""Random lives of a small scheduler: requests come, are aborted, preempted, drafted for; every step is checked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from integrity import check_all, check_plan
+from random_drafter import RandomDrafter
 from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 
 from tokenmill.config.engine import SchedulerConfig
@@ -13,6 +14,7 @@ from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
+from tokenmill.scheduler.drafting import NO_DRAFTS
 from tokenmill.scheduler.sequence import mixed_seed
 from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput
 
@@ -67,14 +69,23 @@ class Life(RuleBasedStateMachine):
         max_running=st.integers(3, 8),
         token_budget=st.integers(4, 24),
         policy=st.sampled_from(["continuous", "continuous", "static"]),
+        wrong_drafts=st.sampled_from([None, 0.0, 0.1, 0.5]),
     )
-    def start(self, windows, num_blocks, block_size, prefix_caching, max_running, token_budget, policy) -> None:
+    def start(
+        self, windows, num_blocks, block_size, prefix_caching, max_running, token_budget, policy, wrong_drafts
+    ) -> None:
         self.cache = KVCache(
             windows=windows, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
         )
         self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget, policy=policy, max_waiting=12)
         self.now = 0.0
-        self.scheduler = Scheduler(config=self.config, cache=self.cache, max_rows=16, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            config=self.config,
+            cache=self.cache,
+            max_rows=16,
+            clock=lambda: self.now,
+            drafter=NO_DRAFTS if wrong_drafts is None else RandomDrafter(num_blocks, wrong_drafts),
+        )
         self.runner = SimulatedRunner(self.cache)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answers] = {}

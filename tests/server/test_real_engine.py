@@ -157,6 +157,12 @@ def test_cached_tokens_are_reported(process: ServerProcess) -> None:
     assert after["prompt_tokens_details"]["cached_tokens"] > before["prompt_tokens_details"]["cached_tokens"]
 
 
+def test_speculation_is_reported(process: ServerProcess) -> None:
+    """How much is guessed depends on the machine's pace; that it is told does not."""
+    usage = complete(process, prompt="Once upon a time", max_tokens=60, temperature=0)["usage"]
+    assert 0 <= usage["speculation"]["accepted"] <= usage["speculation"]["proposed"]
+
+
 def test_too_long_and_unknown_ids(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="once " * 2000, stream=True)

@@ -58,13 +58,18 @@ class Measured:
 
 
 def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
-    """Room for the largest concurrency and the longest request, no more, unless the user set other limits."""
+    """Room for the largest concurrency and the longest request, no more, unless the user set other limits.
+
+    `auto` speculation would measure how the answers to random prompts repeat themselves: it is off unless asked for.
+    """
     most = max((*workload.concurrency, 1))
     model, scheduler = config.model, config.scheduler
     if model.max_context is None:
         model = replace(model, max_context=workload.longest + 1)
     if scheduler.max_running < most:
         scheduler = replace(scheduler, max_running=most)
+    if scheduler.speculate == "auto":
+        scheduler = replace(scheduler, speculate="off")
     waiting = max(scheduler.max_waiting, workload.num_requests, most)
     return replace(config, model=model, scheduler=replace(scheduler, max_waiting=waiting))
 

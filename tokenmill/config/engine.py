@@ -62,6 +62,10 @@ class SchedulerConfig:
     """Requests that may wait; one more is refused."""
     policy: BatchPolicy = "continuous"
     """`static` runs a batch to its end before the next one; only for comparison."""
+    speculate: str = "auto"
+    """Guess tokens ahead and compute several at once; answers stay the same. `auto` takes guesses from the request's
+    own text and from recent answers, as far as they pay; `ngram` takes all likely ones; `draft:MODEL` lets a smaller
+    model with the same vocabulary guess; `off` none. Always off on a GPU."""
 
 
 @dataclass(frozen=True)

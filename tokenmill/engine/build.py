@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, SchedulerConfig
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
+from tokenmill.engine.speculation import LoadDraft, make_drafter, no_draft
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
 from tokenmill.guided.compile import Compiler
@@ -35,6 +37,8 @@ from tokenmill.ops.table import choose_ops
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
+from tokenmill.speculate.draft_model import DraftModel
+from tokenmill.store import resolve_model
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
@@ -57,7 +61,13 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
     storage = kv_storage(settled, layout)
     model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
-    core = assemble(settled, model, storage, lambda: vocabulary_of(model_path, spec))
+    core = assemble(
+        settled,
+        model,
+        storage,
+        lambda: vocabulary_of(model_path, spec),
+        lambda draft: build_draft(draft, settled.model.max_context, model_path, spec),
+    )
     core.info = CoreInfo(
         max_context=settled.model.max_context,
         num_blocks=storage.num_blocks,
@@ -178,10 +188,12 @@ def assemble(
     model: Model,
     storage: KVStorage,
     load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
+    load_draft: LoadDraft = no_draft,
 ) -> EngineCore:
     """Scheduler and runner over a model that is already there (a real one or a scripted one).
 
     `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
+    `load_draft` is called where the config asks for a draft model.
     """
     assert config.model.max_context is not None
     max_rows = config.scheduler.max_running
@@ -192,18 +204,60 @@ def assemble(
         prefix_caching=config.cache.prefix_caching,
     )
     is_cuda = storage.device.type == "cuda"
+    grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
     scheduler = Scheduler(
         config=config.scheduler,
         cache=cache,
         max_rows=max_rows,
         clock=time.monotonic,
         lookahead_tokens=1 if is_cuda else 0,
+        drafter=make_drafter(config, grammars.num_allowed, load_draft),
     )
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
     runner = make_runner(model, storage, sampler, max_rows, config.model.max_context)
     info = CoreInfo(max_context=config.model.max_context, num_blocks=storage.num_blocks, block_size=storage.block_size)
-    grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
     return EngineCore(scheduler, runner, info, grammars=grammars)
+
+
+def build_draft(config: EngineConfig, target_context: int | None, target_path: Path, target: ModelSpec) -> DraftModel:
+    """A second model with a runner and a cache of its own, in the memory that the first one left."""
+    assert target_context is not None
+    path = resolve_model(config.model.model).path
+    spec = read_spec(path)
+    require_same_vocabulary(path, spec, target_path, target)
+    config = replace(config, model=replace(config.model, max_context=min(target_context, spec.max_context)))
+    layout = KVLayout.from_spec(spec)
+    settled = resolve(config, spec, layout, machine_facts(config, spec, path)).config
+    assert settled.model.max_context is not None and settled.cache.num_blocks is not None
+    storage = kv_storage(settled, layout)
+    model, _ = build_model(settled, spec, open_source(settled, path, spec))
+    return draft_model(model, storage, settled.scheduler, settled.model.max_context)
+
+
+def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int) -> DraftModel:
+    max_rows = scheduler.max_running
+    runner = ModelRunner(model, storage, Sampler(model.vocab_size, max_rows, storage.device), max_rows, max_context)
+    cache = KVCache(windows=storage.layout.windows, num_blocks=storage.num_blocks, block_size=storage.block_size)
+    return DraftModel(runner, cache, max_context, scheduler.token_budget)
+
+
+def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, target: ModelSpec) -> None:
+    """Guesses are token ids: the same id must be the same text in both models."""
+    from tokenmill.engine.front import tokenizer_of
+
+    own, other = tokenizer_of(path), tokenizer_of(target_path)
+    problem = None
+    if spec.vocab_size != target.vocab_size:
+        problem = f"it has {spec.vocab_size} tokens, the model {target.vocab_size}"
+    elif own is not None and other is not None:
+        differing = next((i for i in range(spec.vocab_size) if own.token_bytes(i) != other.token_bytes(i)), None)
+        problem = None if differing is None else f"token {differing} is another one"
+    if problem is not None:
+        raise InvalidConfig(
+            f"{path.name} can't guess for {target_path.name}: {problem}",
+            param="speculate",
+            hint="a draft model needs the same vocabulary, as smaller models of one family have",
+        )
 
 
 def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:

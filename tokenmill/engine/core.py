@@ -123,6 +123,8 @@ class EngineCore:
             preemptions=seen.preemptions,
             steps=self._num_steps,
             busy_s=self._busy_s,
+            drafted_tokens=seen.drafted_tokens,
+            accepted_tokens=seen.accepted_tokens,
             engine_pid=os.getpid(),
         )
 

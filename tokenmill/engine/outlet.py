@@ -33,6 +33,8 @@ class Choice:
     unsent_infos: deque[tuple[int, TokenInfo]] = field(default_factory=deque)  # (end of its text, token)
     cumulative_logprob: float = 0.0
     has_logprobs: bool = False
+    num_drafted: int = 0
+    num_accepted: int = 0
     is_finished: bool = False
 
 
@@ -63,6 +65,7 @@ class Outlet:
         if choice.is_finished:  # the core ran on a little before it heard of the stop string
             return []
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        choice.num_drafted, choice.num_accepted = output.num_drafted, output.num_accepted
         event = self._advance(choice, output)
         if event is None:
             return []
@@ -186,6 +189,8 @@ class Outlet:
             prompt_tokens=len(self._request.prompt_token_ids),
             completion_tokens=self.num_completion_tokens,
             cached_tokens=self._num_cached_tokens,
+            drafted_tokens=sum(choice.num_drafted for choice in self._choices),
+            accepted_tokens=sum(choice.num_accepted for choice in self._choices),
         )
 
     def _cumulative(self, choice: Choice, output: SequenceOutput) -> float | None:

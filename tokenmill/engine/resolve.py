@@ -13,6 +13,7 @@ from typing import Any
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
+from tokenmill.engine.speculation import settled_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
@@ -46,8 +47,10 @@ def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: Ma
     model = _resolve_model(config.model, spec, ops, reasons)
     cache = _resolve_cache(config, model, _auto_kv_dtype(spec, model, ops), layout, machine, reasons)
     model = _within_pool(model, cache, layout, reasons)
-    reasons.append(f"context of {model.max_context} tokens")
-    return Resolved(replace(config, model=model, cache=cache, ops=ops), reasons)
+    mode, reason = settled_mode(config.scheduler.speculate, ops.device)
+    reasons += [reason, f"context of {model.max_context} tokens"]
+    scheduler = replace(config.scheduler, speculate=mode)
+    return Resolved(replace(config, model=model, cache=cache, scheduler=scheduler, ops=ops), reasons)
 
 
 def _require_ranges(config: EngineConfig) -> None:

@@ -35,6 +35,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0  # guessed by speculation, all outputs together
+    num_accepted_tokens: int = 0  # ... and right
     prompt_logprobs: list[TokenInfo | None] | None = None
     error: str | None = None  # this request failed; the others did not
 
@@ -48,6 +50,8 @@ class RequestOutput:
             self.prompt_logprobs = event.prompt_logprobs
         if event.usage is not None:
             self.num_cached_tokens = event.usage.cached_tokens
+            self.num_drafted_tokens = event.usage.drafted_tokens
+            self.num_accepted_tokens = event.usage.accepted_tokens
 
 
 @dataclass

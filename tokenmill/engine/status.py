@@ -41,6 +41,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     steps: int = 0
     busy_s: float = 0.0  # time spent in steps
+    drafted_tokens: int = 0  # guessed by speculation and computed
+    accepted_tokens: int = 0  # ... and right
     engine_pid: int = 0
 
 

@@ -10,7 +10,7 @@ the only one allowed, so that asking for logprobs changes no token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 import msgspec
@@ -18,29 +18,8 @@ import msgspec
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.compile import Compilation, Compiled, Compiler
 from tokenmill.guided.masks import MaskTable, StepMasks
-from tokenmill.guided.matcher import Matcher
+from tokenmill.guided.row import RowGrammar
 from tokenmill.types import NewRow, Request, RowPlan, RowResult, StepPlan, StepResult
-
-
-class RowGrammar:
-    """A row's matcher, and forced tokens that it has not taken yet."""
-
-    def __init__(self, matcher: Matcher, outputs: list[int]) -> None:
-        self.matcher = matcher
-        self.matcher.advance(outputs)
-        self.forced = matcher.forced()
-
-    def take(self, token_id: int) -> None:
-        self.matcher.advance([token_id])
-        self.forced = self.forced[1:] or self.matcher.forced()
-
-    def jump(self) -> list[int]:
-        """Takes all that is forced."""
-        taken: list[int] = []
-        while self.forced and self.matcher.advance(self.forced):
-            taken += self.forced
-            self.forced = self.matcher.forced()
-        return taken
 
 
 class Grammars:
@@ -119,8 +98,13 @@ class Grammars:
         drawing = {row.row: self._rows[row.row] for row in plan.rows if row.sample and row.row in self._rows}
         if not drawing:
             return None
-        free = {row: grammar.matcher for row, grammar in drawing.items() if not grammar.forced}
-        return self._table.start(free, {row: grammar.forced[0] for row, grammar in drawing.items() if grammar.forced})
+        drafts = {row.row: row.token_ids[-row.num_drafts :] for row in plan.rows if row.num_drafts}
+        return self._table.start(drawing, {row: tokens for row, tokens in drafts.items() if row in drawing})
+
+    def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
+        """How many of these, in order, the row's grammar allows next: all where there is no grammar."""
+        grammar = self._rows.get(row)
+        return len(drafts) if grammar is None else grammar.num_allowed(drafts)
 
     def advance(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Takes what was drawn into the grammars; adds what that forces."""
@@ -137,7 +121,8 @@ class Grammars:
             return RowResult(row=plan.row, error=f"the grammar can't be followed further: {grammar.matcher.error}")
         if not result.token_ids:
             return result
-        grammar.take(result.token_ids[0])
+        for token_id in result.token_ids:
+            grammar.take(token_id)
         if plan.num_logprobs is not None:
             return result
         return msgspec.structs.replace(result, token_ids=result.token_ids + grammar.jump())

@@ -13,6 +13,8 @@
 | kv_usage_ratio                    | gauge     | share of KV blocks in use                                     |
 | prefix_hits_total, _queries_total | counter   | prompt tokens found in, and looked up in, the prefix cache    |
 | preemptions_total                 | counter   | sequences sent back to the queue for lack of KV blocks        |
+| draft_tokens_total                | counter   | tokens that speculation guessed and the model computed        |
+| accepted_draft_tokens_total       | counter   | those of them that were right                                 |
 | engine_steps_total                | counter   | steps computed                                                |
 | engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
@@ -54,6 +56,8 @@ class EngineState:
     preemptions: int
     steps: int = 0
     busy_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Metrics:
@@ -85,6 +89,8 @@ class Metrics:
         self._prefix_hits = self._counter("prefix_hits", "Prompt tokens found in the prefix cache")
         self._prefix_queries = self._counter("prefix_queries", "Prompt tokens looked up in the prefix cache")
         self._preemptions = self._counter("preemptions", "Sequences sent back to the queue")
+        self._drafted = self._counter("draft_tokens", "Tokens guessed by speculation and computed")
+        self._accepted = self._counter("accepted_draft_tokens", "Guessed tokens that were right")
         self._steps = self._counter("engine_steps", "Steps computed")
         self._busy = self._counter("engine_busy_seconds", "Time spent in steps")
         self._restarts = self._counter("engine_restarts", "Engine processes started again after a death")
@@ -115,6 +121,8 @@ class Metrics:
             (self._prefix_hits, self._last.prefix_hits, now.prefix_hits),
             (self._prefix_queries, self._last.prefix_queries, now.prefix_queries),
             (self._preemptions, self._last.preemptions, now.preemptions),
+            (self._drafted, self._last.drafted, now.drafted),
+            (self._accepted, self._last.accepted, now.accepted),
             (self._steps, self._last.steps, now.steps),
             (self._busy, self._last.busy_s, now.busy_s),
         ):

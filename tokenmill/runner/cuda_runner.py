@@ -175,7 +175,7 @@ class CudaRunner:
         rows, positions = [plan.row for plan in plans], [plan.start for plan in plans]
         graph = self._graphs.start(np.array(rows), np.array(positions), np.array([p.token_ids[0] for p in plans]))
         drawn = self._plain.sampler.sample(self._model.logits(graph.hidden[: len(plans)]), plans, masks)
-        return [drawn_result(plan.row, one, None) for plan, one in zip(plans, drawn, strict=True)]
+        return [drawn_result(plan.row, [one], None) for plan, one in zip(plans, drawn, strict=True)]
 
     def _only_draws(self, plan: RowPlan) -> bool:
         return plan.sample and plan.num_prompt_logprobs is None and self._rows[plan.row].pooler is None

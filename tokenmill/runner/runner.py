@@ -35,6 +35,10 @@ class RowSampler(Protocol):
 
     def sample(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]: ...
 
+    def verify(
+        self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None
+    ) -> list[list[Drawn]]: ...
+
 
 @dataclass(frozen=True)
 class _Task:
@@ -90,26 +94,33 @@ class ModelRunner:
         if row.pooler is not None:
             return _Task(plan, row.pooler, [], row.pooler.wanted(plan.start, fed))
         targets = [] if plan.num_prompt_logprobs is None else scored_tokens(plan, row.prompt_token_ids)
-        last = [fed - 1] if plan.sample else []  # never scores the prompt: what follows it is not known yet
-        return _Task(plan, None, targets, [*range(len(targets)), *last])
+        # These never score the prompt: what follows them is not known yet.
+        drawing = range(fed - 1 - plan.num_drafts, fed) if plan.sample else ()
+        return _Task(plan, None, targets, [*range(len(targets)), *drawing])
 
-    def _draw(self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor], masks: StepMasks | None) -> dict[int, Drawn]:
+    def _draw(
+        self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor], masks: StepMasks | None
+    ) -> dict[int, list[Drawn]]:
         """The sampler's answer by row, for the rows that draw."""
-        drawing = [(task.plan, part[-1:]) for task, part in zip(tasks, parts, strict=True) if task.plan.sample]
+        drawing = [
+            (task.plan, part[-1 - task.plan.num_drafts :])
+            for task, part in zip(tasks, parts, strict=True)
+            if task.plan.sample
+        ]
         drawing = [(plan, state) for plan, state in drawing if self.rows[plan.row].pooler is None]
         if not drawing:
             return {}
         plans = [plan for plan, _ in drawing]
         logits = self.model.logits(torch.cat([state for _, state in drawing]))
-        return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.sample(logits, plans, masks), strict=True)}
+        return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.verify(logits, plans, masks), strict=True)}
 
-    def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, Drawn]) -> RowResult:
+    def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Drawn]]) -> RowResult:
         if task.pooler is not None:
             return _pooled(task.plan, task.pooler, hidden)
         scores = self._scores(task, hidden)
         if task.targets and scores is None:
             return RowResult(row=task.plan.row, error=NOT_FINITE)
-        return drawn_result(task.plan.row, drawn.get(task.plan.row), scores)
+        return drawn_result(task.plan.row, drawn.get(task.plan.row, []), scores)
 
     def _scores(self, task: _Task, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
         """For the task's targets; None where nothing is asked for, or the logits are not finite."""
@@ -120,18 +131,18 @@ class ModelRunner:
         return score_prompt(scoring, task.targets, num, self.model.logits, self.model.vocab_size)
 
 
-def drawn_result(row: int, drawn: Drawn | None, scores: list[TokenLogprobs] | None) -> RowResult:
-    if drawn is None:
+def drawn_result(row: int, drawn: Sequence[Drawn], scores: list[TokenLogprobs] | None) -> RowResult:
+    if not drawn:
         return RowResult(row=row, prompt_logprobs=scores)
-    if drawn.error is not None:
-        return RowResult(row=row, error=drawn.error)
-    logprobs = None if drawn.logprobs is None else [drawn.logprobs]
+    if drawn[0].error is not None:
+        return RowResult(row=row, error=drawn[0].error)
+    logprobs = [one.logprobs for one in drawn if one.logprobs is not None]
     return RowResult(
         row=row,
-        token_ids=[drawn.token_id],
-        logprobs=logprobs,
+        token_ids=[one.token_id for one in drawn],
+        logprobs=logprobs or None,
         prompt_logprobs=scores,
-        mirostat_mu=drawn.mirostat_mu,
+        mirostat_mu=drawn[-1].mirostat_mu,
     )
 
 

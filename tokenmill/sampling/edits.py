@@ -106,7 +106,7 @@ def remove_repeating(logits: Tensor, rows: RowsInUse) -> Tensor:
 def keep_grammatical(logits: Tensor, rows: RowsInUse) -> Tensor:
     """What each row's grammar allows next: minus infinity is added to everything else."""
     assert rows.masks is not None, "a row with a grammar was run without masks"
-    packed = rows.masks.bits(rows.rows)
+    packed = rows.masks.bits(rows.rows, rows.num_drafts)
     if rows.device.type != "cpu":  # bits travel, and are spread out there
         spread = torch.from_numpy(_allowances()).to(rows.device)[torch.from_numpy(packed).to(rows.device).int()]
         return logits + spread.flatten(1)[:, : logits.shape[-1]]

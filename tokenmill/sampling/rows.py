@@ -89,6 +89,7 @@ class RowsInUse:
     rows: Sequence[int] = ()  # their numbers
     vocab_size: int = 0  # logits have this many columns before they are padded
     masks: StepMasks | None = None  # what grammars allow, by row number
+    num_drafts: Sequence[int] = ()  # how many drafts stand before each line's draw
 
     def knob(self, name: str) -> Tensor:
         """float32 [U, 1]"""
@@ -116,6 +117,7 @@ class RowsInUse:
             rows=[self.rows[line] for line in lines] if self.rows else (),
             vocab_size=self.vocab_size,
             masks=self.masks,
+            num_drafts=[self.num_drafts[line] for line in lines] if self.num_drafts else (),
         )
 
     def pairs(self, ids: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -155,11 +157,13 @@ class Rows:
         self._states[row] = None
 
     def observe(self, plans: Sequence[RowPlan]) -> None:
-        """Tokens that are fed and were not drawn here (a grammar forced them) belong to the history too."""
+        """Tokens that are fed and were not drawn here (a grammar forced them) belong to the history too; drafts don't
+        before they are found right."""
         for plan in plans:
             state = self._states[plan.row]
             if state is not None and state.history is not None:
-                for token in plan.token_ids[max(0, state.history.num_tokens - plan.place) :]:
+                end = len(plan.token_ids) - plan.num_drafts
+                for token in plan.token_ids[max(0, state.history.num_tokens - plan.place) : end]:
                     state.record(token)
 
     def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:
@@ -172,6 +176,7 @@ class Rows:
             rows=[plan.row for plan in plans],
             vocab_size=self._vocab_size,
             masks=masks,
+            num_drafts=[plan.num_drafts for plan in plans],
         )
 
     def state(self, row: int) -> RowState:

@@ -6,6 +6,7 @@ enters (see `fixed_point` and `stream`). A row whose logits are broken gets an e
     sampler.add_row(new_row)        take a row, or take it anew: replaces all it held (resume, fork, beam reorder)
     sampler.observe(plans)          what a step feeds: tokens that were not drawn here enter their row's history
     sampler.sample(logits, plans)   draws, and records each drawn token in its row's history
+    sampler.verify(logits, plans)   the same where rows may carry drafts (`verify`)
     sampler.free_row(row)
 """
 
@@ -25,6 +26,7 @@ from tokenmill.sampling.logprobs import token_logprobs
 from tokenmill.sampling.rows import Rows, RowsInUse
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.stream import DRAW
+from tokenmill.sampling.verify import Attempt, next_lines
 from tokenmill.types import NewRow, RowPlan, TokenLogprobs
 
 Alternatives = Callable[[Tensor, list[int], list[int], RowsInUse], list[TokenLogprobs]]
@@ -66,6 +68,24 @@ class Sampler:
             if one.error is None:
                 self._rows.state(plan.row).record(one.token_id, one.mirostat_mu)
         return drawn
+
+    @torch.inference_mode()
+    def verify(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
+        """Draw at the last token of each row and after each of its drafts, as far as these are what was drawn.
+
+        logits float32 [S, vocab]: 1 + num_drafts lines for each of rows, in order.
+        """
+        if not any(plan.num_drafts for plan in rows):
+            return [[one] for one in self.sample(logits, rows, masks)]
+        attempts = [Attempt(plan, self._rows.state(plan.row)) for plan in rows]
+        lines = [line for attempt in attempts for line in attempt.lines]
+        assert logits.shape == (len(lines), self._vocab_size), f"{tuple(logits.shape)} logits for {len(lines)} lines"
+        while wave := next_lines(attempts):
+            part = logits if len(wave) == len(lines) else logits[torch.tensor(wave, device=logits.device)]
+            drawn = iter(self._draw(part, [lines[number] for number in wave], masks))
+            for attempt in attempts:
+                attempt.take(drawn)
+        return [attempt.accepted for attempt in attempts]
 
     def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
         """One token a line, recorded nowhere."""

@@ -24,5 +24,10 @@ class TokenBudget:
         self.left -= granted
         return granted
 
+    @property
+    def spare(self) -> int:
+        """What could be spent now."""
+        return max(0, self.left - self._promised)
+
     def give_up(self, num_promises: int) -> None:
         self._promised = max(0, self._promised - num_promises)

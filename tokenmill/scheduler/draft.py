@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.sequence import Sequence
 from tokenmill.types import NewRow, RowPlan, StepPlan
+
+
+class Planned(NamedTuple):
+    sequence: Sequence
+    num_tokens: int  # fed, drafts not counted
+    drafts: list[int]  # fed behind them
 
 
 class Draft:
     def __init__(self, budget: TokenBudget) -> None:
         self.budget = budget
         self.num_preempted = 0
-        self.planned: list[tuple[Sequence, int]] = []  # with the number of tokens fed
+        self.planned: list[Planned] = []
         self._new_rows: list[NewRow] = []
         self._rows: list[RowPlan] = []
         self._copies: list[tuple[int, int]] = []
 
-    def add(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> None:
+    def add(
+        self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]], drafts: list[int] | None = None
+    ) -> None:
         if not sequence.is_seated:
             self._new_rows.append(sequence.new_row())
             sequence.is_seated = True
-        self._rows.append(row_plan(sequence, num_tokens))
+        self._rows.append(row_plan(sequence, num_tokens, drafts or []))
         self._copies.extend(copies)
-        self.planned.append((sequence, num_tokens))
+        self.planned.append(Planned(sequence, num_tokens, drafts or []))
 
     def step_plan(self, freed_rows: list[int]) -> StepPlan:
         return StepPlan(new_rows=self._new_rows, freed_rows=freed_rows, copies=self._copies, rows=self._rows)
 
 
-def row_plan(sequence: Sequence, num_tokens: int) -> RowPlan:
+def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
     job = sequence.job
     start, end = sequence.computed, sequence.computed + num_tokens
     draws = end == len(sequence.window) and sequence.is_whole and job.draws_tokens
@@ -36,9 +46,10 @@ def row_plan(sequence: Sequence, num_tokens: int) -> RowPlan:
     return RowPlan(
         row=sequence.row,
         start=start,
-        token_ids=sequence.window[start:end],
+        token_ids=sequence.window[start:end] + drafts,
         table_updates=sequence.held_table.updates(),
         sample=draws,
+        num_drafts=len(drafts),
         output_index=sequence.num_outputs,
         num_logprobs=job.delivery.num_logprobs if draws else None,
         num_prompt_logprobs=job.request.params.prompt_logprobs if is_scored else None,

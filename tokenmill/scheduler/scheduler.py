@@ -18,7 +18,8 @@ from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import Hit, KVCache
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
-from tokenmill.scheduler.draft import Draft
+from tokenmill.scheduler.draft import Draft, Planned
+from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, num_right
 from tokenmill.scheduler.floor import Floor
 from tokenmill.scheduler.intake import build_job, refuse_impossible
 from tokenmill.scheduler.job import Gang, Job
@@ -38,8 +39,10 @@ class Scheduler:
         max_rows: int,
         clock: Callable[[], float],
         lookahead_tokens: int = 0,
+        drafter: Drafter = NO_DRAFTS,
     ) -> None:
-        """`lookahead_tokens`: room beyond the planned tokens, where there is some, for a runner that works ahead."""
+        """`lookahead_tokens`: room beyond the planned tokens, where there is some, for a runner that works ahead.
+        `drafter`: guesses what running sequences will say."""
         self._config = config
         self._lookahead_tokens = lookahead_tokens
         self._cache = cache
@@ -50,7 +53,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._jobs: dict[str, Job] = {}
         self._num_added = 0
-        self._planned: list[tuple[Sequence, int]] = []
+        self._planned: list[Planned] = []
+        self._drafter = drafter
+        self._drafts: dict[Sequence, list[int]] = {}  # for the plan being written
         self._batch_is_open = True  # of the static policy: the present batch still takes in
         self._counters = Counters()
 
@@ -104,6 +109,7 @@ class Scheduler:
     def _dismiss(self, gang: Gang) -> None:
         for sequence in [*gang.members, *gang.unborn]:
             sequence.is_finished = True
+            self._drafter.note_end(sequence)
         gang.job.gangs.remove(gang)
         if gang.is_running:
             self._floor.dismiss(gang)
@@ -130,6 +136,7 @@ class Scheduler:
         """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
         self._make_way()
         draft = Draft(TokenBudget(self._config.token_budget, self._floor.num_sequences))
+        self._drafts = self._drafter.propose(self._floor.gangs)
         self._serve_running(draft)
         if not draft.num_preempted:
             self._admit_waiting(draft)
@@ -157,10 +164,26 @@ class Scheduler:
             copies = self._make_room(gang, sequence, granted, draft)
             if copies is None:
                 return False
-            served.append((sequence, granted, copies))
-        for sequence, granted, copies in served:
-            draft.add(sequence, granted, copies)
+            drafts = self._fitting_drafts(sequence, granted, draft)
+            served.append((sequence, granted, copies, drafts))
+        for sequence, granted, copies, drafts in served:
+            draft.add(sequence, granted, copies, drafts)
         return True
+
+    def _fitting_drafts(self, sequence: Sequence, granted: int, draft: Draft) -> list[int]:
+        """Guesses ride along where tokens and blocks are left over: nobody is cut short or pushed out for them."""
+        end = sequence.computed + granted
+        drafts = self._drafts.get(sequence, [])[: draft.budget.spare]
+        room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
+        if not drafts or end < len(sequence.window) or room < self._cache.blocks_for(len(drafts), 1):
+            return []
+        # The blocks behind a sequence's last one are new, so there is nothing to copy.
+        copies = self._cache.reserve(sequence.held_table, end, end + len(drafts))
+        if copies is None:
+            return []
+        assert not copies, "the block behind the last token is shared"
+        draft.budget.spend(len(drafts))
+        return drafts
 
     def _make_room(self, gang: Gang, sequence: Sequence, num_tokens: int, draft: Draft) -> list[tuple[int, int]] | None:
         """Blocks for the next tokens, if need be those of the last in order; None when that is the gang itself."""
@@ -280,21 +303,21 @@ class Scheduler:
         results = {row.row: row for row in result.rows}
         planned, self._planned = self._planned, []
         outputs: list[SequenceOutput] = []
-        for (sequence, num_tokens), row_plan in zip(planned, plan.rows, strict=True):
-            if not sequence.is_finished:
+        for one, row_plan in zip(planned, plan.rows, strict=True):
+            if not one.sequence.is_finished:
                 row = results.get(row_plan.row) or RowResult(row=row_plan.row)
-                outputs += self._advance(sequence, num_tokens, row)
+                outputs += self._advance(one, row)
+        self._drafter.note_step(plan, result)
         return outputs
 
-    def _advance(self, sequence: Sequence, num_tokens: int, result: RowResult) -> list[SequenceOutput]:
+    def _advance(self, planned: Planned, result: RowResult) -> list[SequenceOutput]:
+        sequence, num_tokens, drafts = planned
         job, start = sequence.job, sequence.computed
         gang = job.gang_of(sequence)
-        self._counters.computed_tokens += num_tokens
+        self._counters.computed_tokens += num_tokens + len(drafts)
         if result.error is not None:
             return self._fail(job, result.error)
-        sequence.computed += num_tokens
-        chain = sequence.chain if job.is_shareable else None
-        self._cache.commit(sequence.held_table, sequence.computed, sequence.window, chain)
+        self._commit(sequence, num_tokens)
         if result.prompt_logprobs:
             job.keep_prompt_logprobs(start + sequence.num_dropped, result.prompt_logprobs)
         if sequence.computed < gang.target(sequence) or not sequence.is_whole:
@@ -302,14 +325,25 @@ class Scheduler:
         if gang.unborn:
             self._floor.bear(gang)
             return []
-        return self._deliver(sequence, result)
+        return self._deliver(sequence, result, drafts)
 
-    def _deliver(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more of its tokens are in the cache."""
+        sequence.computed += num_tokens
+        chain = sequence.chain if sequence.job.is_shareable else None
+        self._cache.commit(sequence.held_table, sequence.computed, sequence.window, chain)
+
+    def _deliver(self, sequence: Sequence, result: RowResult, drafts: list[int]) -> list[SequenceOutput]:
         job = sequence.job
+        right = self._count_drafts(sequence, drafts, result)
         if job.draws_tokens and not result.token_ids:
             return self._fail(job, "the model drew no token")
         self._counters.generated_tokens += len(result.token_ids)
+        num_before = len(sequence.tokens)
         outputs = job.delivery.take(sequence, result)
+        if right:
+            # A sequence that ended took fewer; the last token drawn was not fed, or not at its place.
+            self._commit(sequence, min(right, len(sequence.tokens) - num_before - 1))
         if isinstance(job.delivery, BeamSearch) and (chosen := job.delivery.next_beams()):
             self._floor.branch(job.gangs[0], chosen)
         elif sequence.is_finished:  # its gang too: samples are alone in theirs, beams end together
@@ -317,6 +351,17 @@ class Scheduler:
         if not job.gangs:
             self._close(job)
         return outputs
+
+    def _count_drafts(self, sequence: Sequence, drafts: list[int], result: RowResult) -> int:
+        """How many drafts were right, so that what was computed for them may stay."""
+        if not drafts:
+            return 0
+        right = num_right(drafts, result.token_ids)
+        sequence.num_drafted += len(drafts)
+        sequence.num_accepted += right
+        self._counters.drafted_tokens += len(drafts)
+        self._counters.accepted_tokens += right
+        return right
 
     def _fail(self, job: Job, error: str) -> list[SequenceOutput]:
         """This request ends here, on every index its reader still waits for; the others go on."""

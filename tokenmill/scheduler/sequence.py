@@ -4,7 +4,8 @@
              [ computed (in the KV cache) | wanted ............. ]
 
 A long prompt, a prefix hit, a return from preemption and ordinary decoding differ only in how much is wanted. What is
-in the cache is the sequence's window: all its tokens, unless they have outgrown the context (see `window.py`).
+in the cache is the sequence's window: all its tokens, unless they have outgrown the context (see `window.py`). Drafts
+are tokens that may follow: they are fed behind the wanted ones, and those that turn out right count as computed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from tokenmill.kv.prefix import HashChain
 from tokenmill.kv.table import Table
 from tokenmill.scheduler.window import num_dropped, window_of
+from tokenmill.speculate.trail import Trail
 from tokenmill.types import NewRow, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -44,12 +46,15 @@ class Sequence:
         "logprob_sum",
         "logprobs",
         "mirostat_mu",
+        "num_accepted",
+        "num_drafted",
         "num_dropped",
         "prompt_len",
         "row",
         "seed",
         "table",
         "tokens",
+        "trail",
         "window",
     )
 
@@ -69,6 +74,9 @@ class Sequence:
         self.is_seated = False  # the runner knows the row
         self.is_finished = False
         self.has_spoken = False  # an output was emitted
+        self.trail: Trail | None = None  # what speculation remembers of it
+        self.num_drafted = 0  # guesses that were computed
+        self.num_accepted = 0  # ... and right
         self.logprob_sum = 0.0
         self.mirostat_mu: float | None = None
         self.logprobs: list[TokenLogprobs] = []  # kept only where results are held back to the end

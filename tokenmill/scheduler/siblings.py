@@ -78,6 +78,8 @@ class Streamed:
                 stop_token_id=ending.stop_token_id if ending else None,
                 num_cached_tokens=job.num_cached_tokens,
                 queue_s=(job.queue_s or 0.0) if is_first else 0.0,
+                num_drafted=sequence.num_drafted,
+                num_accepted=sequence.num_accepted,
             )
         ]
 

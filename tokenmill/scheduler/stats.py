@@ -18,13 +18,17 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0  # of admitted requests
     computed_tokens: int = 0  # fed to the model, recomputed ones included
     generated_tokens: int = 0
+    drafted_tokens: int = 0  # guesses that were computed
+    accepted_tokens: int = 0  # ... and right
 
 
 class Counters:
     """The growing half, while it grows."""
 
     __slots__ = (
+        "accepted_tokens",
         "computed_tokens",
+        "drafted_tokens",
         "finished",
         "generated_tokens",
         "preemptions",
@@ -43,6 +47,8 @@ class Counters:
         self.prompt_tokens = 0
         self.computed_tokens = 0
         self.generated_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}

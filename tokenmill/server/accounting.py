@@ -52,5 +52,7 @@ class Accounting:
                 preemptions=stats.preemptions,
                 steps=stats.steps,
                 busy_s=stats.busy_s,
+                drafted=stats.drafted_tokens,
+                accepted=stats.accepted_tokens,
             )
         )

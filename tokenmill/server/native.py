@@ -107,6 +107,8 @@ class Run:
             prompt_tokens=sum(usage.prompt_tokens for usage in totals),
             completion_tokens=sum(usage.completion_tokens for usage in totals),
             cached_tokens=sum(usage.cached_tokens for usage in totals),
+            drafted_tokens=sum(usage.drafted_tokens for usage in totals),
+            accepted_tokens=sum(usage.accepted_tokens for usage in totals),
         )
 
     async def accept(self) -> None:

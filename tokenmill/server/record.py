@@ -68,6 +68,8 @@ class Record:
             "prompt_tokens": usage.prompt_tokens if usage else None,
             "completion_tokens": usage.completion_tokens if usage else None,
             "cached_tokens": usage.cached_tokens if usage else None,
+            "drafted_tokens": usage.drafted_tokens or None if usage else None,
+            "accepted_tokens": usage.accepted_tokens or None if usage else None,
             "queue_ms": _milliseconds(self.queue_s),
             "ttft_ms": _milliseconds(self.first_token_s),
             "total_ms": _milliseconds(self.elapsed_s()),

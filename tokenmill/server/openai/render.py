@@ -29,6 +29,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "speculation": {"proposed": usage.drafted_tokens, "accepted": usage.accepted_tokens},
     }
 
 

@@ -1,0 +1,67 @@
+"""Which speculation an engine runs, and the draft model where one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tokenmill.config import EngineConfig, ModelConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
+from tokenmill.speculate.depth import Eager, Profitable
+from tokenmill.speculate.draft_model import DraftModel
+from tokenmill.speculate.guessing import Guessing
+from tokenmill.speculate.running_ahead import RunningAhead
+from tokenmill.speculate.step_cost import StepCost
+
+DRAFT = "draft:"
+MODES = f"off, auto, ngram or {DRAFT}MODEL"
+
+LoadDraft = Callable[[EngineConfig], DraftModel]
+
+
+def no_draft(config: EngineConfig) -> DraftModel:
+    raise InvalidConfig("this engine has no way to load a draft model", param="speculate")
+
+
+def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: LoadDraft) -> Drafter:
+    mode = config.scheduler.speculate
+    if mode == "off":
+        return NO_DRAFTS
+    return Drafting(speculation(mode, config, load_draft), num_allowed, config.scheduler.token_budget)
+
+
+def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:
+    cost = StepCost()
+    if mode.startswith(DRAFT):
+        return RunningAhead(load_draft(draft_config(config)))
+    return Guessing(Eager() if mode == "ngram" else Profitable(cost), cost)
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """The draft model runs beside the other one: the same rows, kernels and threads, a cache of its own."""
+    model = ModelConfig(model=config.scheduler.speculate.removeprefix(DRAFT))
+    cache = replace(config.cache, num_blocks=None, kv_dtype="auto", prefix_caching=True)
+    return replace(config, model=model, cache=cache, scheduler=replace(config.scheduler, speculate="off"))
+
+
+def settled_mode(asked: str, device: str) -> tuple[str, str]:
+    """The mode to run, and why, in words."""
+    if asked not in ("off", "auto", "ngram") and not asked.startswith(DRAFT):
+        raise InvalidConfig(f"speculate must be {MODES}, not {asked!r}", param="speculate")
+    if asked == DRAFT:
+        raise InvalidConfig("draft: needs a model", param="speculate", hint="--speculate draft:MODEL")
+    if device == "cuda" and asked not in ("off", "auto"):
+        raise InvalidConfig(
+            f"speculate {asked} was asked for, but on a GPU steps overlap, and drafts can't be checked in time",
+            param="speculate",
+            hint="leave it at auto, which is off there",
+        )
+    if device == "cuda" and asked == "auto":
+        return "off", "speculation off: on a GPU the next step starts before this one is known"
+    told = {
+        "off": "speculation off",
+        "auto": "speculation: guesses from earlier text, as far as they pay",
+        "ngram": "speculation: all likely guesses from earlier text",
+    }
+    return asked, told.get(asked, f"speculation: {asked.removeprefix(DRAFT)} guesses")

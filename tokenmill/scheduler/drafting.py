@@ -1,0 +1,132 @@
+"""What the scheduler asks of whoever guesses ahead. A wrong guess costs arithmetic and changes nothing else.
+
+    tokens:  [ computed | wanted | drafts ]        the step draws after the last wanted token and after each draft
+    drawn:                      [ a b c x ]        drafts a b c d: three were right, x is the model's own next token
+    then:    [ computed ......... a b c | x ]      what was computed for a b c stays, what was for d is overwritten
+
+Right means equal to what the model drew at that place, with the random number of that place: the tokens of a sequence
+are the same with and without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from tokenmill.scheduler.job import Gang
+from tokenmill.scheduler.sequence import Sequence
+from tokenmill.speculate.ask import Ask
+from tokenmill.speculate.trail import Trail
+from tokenmill.types import StepPlan, StepResult
+
+NumAllowed = Callable[[int, Seq[int]], int]
+"""(row, drafts) → how many of them, in order, the row's grammar allows"""
+
+
+class Drafter(Protocol):
+    def propose(self, gangs: Seq[Gang]) -> dict[Sequence, list[int]]:
+        """Guesses for those of the running sequences that draw in the next step."""
+        ...
+
+    def note_step(self, plan: StepPlan, result: StepResult) -> None:
+        """What a step cost."""
+        ...
+
+    def note_end(self, sequence: Sequence) -> None:
+        """A sequence is over."""
+        ...
+
+
+class _NoDrafts:
+    def propose(self, gangs: Seq[Gang]) -> dict[Sequence, list[int]]:
+        return {}
+
+    def note_step(self, plan: StepPlan, result: StepResult) -> None:
+        pass
+
+    def note_end(self, sequence: Sequence) -> None:
+        pass
+
+
+NO_DRAFTS: Drafter = _NoDrafts()
+
+
+class Speculation(Protocol):
+    """Guesses, without knowing of gangs and jobs (`speculate/`)."""
+
+    def propose(self, asks: Seq[Ask], num_rows: int, num_tokens: int) -> list[list[int]]: ...
+
+    def note_step(self, num_tokens: int, seconds: float) -> None: ...
+
+    def note_end(self, trail: Trail, tokens: Seq[int], prompt_len: int) -> None: ...
+
+
+class Drafting:
+    """Asks a speculation about the sequences that may be drafted for, and cuts what their grammars refuse."""
+
+    def __init__(self, speculation: Speculation, num_allowed: NumAllowed, token_budget: int) -> None:
+        self._speculation = speculation
+        self._num_allowed = num_allowed
+        self._token_budget = token_budget
+
+    def propose(self, gangs: Seq[Gang]) -> dict[Sequence, list[int]]:
+        asked = [
+            (sequence, most)
+            for gang in gangs
+            for sequence in gang.members
+            if (most := room_for_drafts(gang, sequence)) > 0
+        ]
+        if not asked:
+            return {}
+        num_rows = sum(len(gang.members) for gang in gangs)
+        num_tokens = sum(gang.wants(sequence) for gang in gangs for sequence in gang.members)
+        asks = [ask_for(sequence, most) for sequence, most in asked]
+        found = self._speculation.propose(asks, num_rows, min(num_tokens, self._token_budget))
+        drafts = zip(asked, found, strict=True)
+        return {sequence: tokens for (sequence, _), guess in drafts if (tokens := self._allowed(sequence, guess))}
+
+    def _allowed(self, sequence: Sequence, drafts: list[int]) -> list[int]:
+        if not drafts or sequence.job.request.params.guided is None:
+            return drafts
+        return drafts[: self._num_allowed(sequence.row, drafts)]
+
+    def note_step(self, plan: StepPlan, result: StepResult) -> None:
+        """Prompt chunks are left out: their tokens draw nothing, which is cheaper than drafts are."""
+        if all(row.sample and len(row.token_ids) == 1 + row.num_drafts for row in plan.rows):
+            self._speculation.note_step(plan.num_tokens, result.step_s)
+
+    def note_end(self, sequence: Sequence) -> None:
+        if sequence.trail is not None:
+            self._speculation.note_end(sequence.trail, sequence.tokens, sequence.prompt_len)
+
+
+def ask_for(sequence: Sequence, most: int) -> Ask:
+    request = sequence.job.request
+    if sequence.trail is None:
+        sequence.trail = Trail(request.cache_salt)
+    return Ask(sequence.trail, sequence.tokens, sequence.prompt_len, most, sequence.row, request.params, sequence.seed)
+
+
+def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
+    """The last token drawn follows the last right draft; it was not computed itself."""
+    count = 0
+    for draft, token in zip(drafts, drawn[:-1], strict=False):
+        if draft != token:
+            break
+        count += 1
+    return count
+
+
+def room_for_drafts(gang: Gang, sequence: Sequence) -> int:
+    """How many drafts could be of use: one token is drawn anyway, and the last one is never computed.
+
+    None for beams, which choose among alternatives; none before the prompt's samples part or its logprobs are there;
+    none while the runner has not taken the row; none beyond the end of a context that shifts.
+    """
+    job, shift = sequence.job, sequence.job.request.shift
+    is_excluded = gang.unborn or job.delivery.holds_back or not job.draws_tokens or job.wants_prompt_logprobs
+    if is_excluded or not sequence.is_seated or not sequence.is_whole:
+        return 0
+    most = job.request.max_tokens - sequence.num_outputs - 1
+    return max(0, most if shift is None else min(most, shift.context - len(sequence.window)))

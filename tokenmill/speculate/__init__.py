@@ -1,0 +1,1 @@
+"""Guessing ahead: proposers, how likely their guesses are right, how many of them pay. Verifying is the sampler's."""

@@ -57,7 +57,12 @@ def _check_quantization(fields: Fields) -> None:
     if quantization is None:
         return
     method = quantization.get("quant_method") or quantization.get("quant_algo") or "unknown"
-    fields.refuse(f"quantization_config {method!r} is not supported", hint="use the unquantised checkpoint or a GGUF")
+    hint = "use the unquantised checkpoint or a GGUF"
+    if method not in ("gptq", "awq"):
+        fields.refuse(f"quantization_config {method!r} is not supported", hint=hint)
+    bits, layout = quantization.get("bits"), quantization.get("version", "gemm")
+    if bits != 4 or (method == "awq" and str(layout).lower() != "gemm"):
+        fields.refuse(f"{method} of {bits} bits, layout {layout!r}, is not supported: 4 bits are", hint=hint)
 
 
 def _check_task(fields: Fields) -> None:

@@ -37,14 +37,21 @@ class SafetensorsCheckpoint:
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def load(self, name: str) -> RawTensor:
+        data = self.tensor(name)
+        if data.dtype not in FLOATS:
+            raise UnsupportedModel(
+                f"{self._files[name]}: tensor {name!r} has dtype {data.dtype}, which is not supported"
+            )
+        return RawTensor(name, tuple(data.shape), data)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As the file has it, of whatever dtype."""
         path = self._files[name]
         try:
-            data = self._open[path].get_tensor(name)
+            found: torch.Tensor = self._open[path].get_tensor(name)
         except (SafetensorError, RuntimeError) as error:
             raise DamagedFile(f"{path}: tensor {name!r} cannot be read: {str(error)[:200]}", hint=_HINT) from None
-        if data.dtype not in FLOATS:
-            raise UnsupportedModel(f"{path}: tensor {name!r} has dtype {data.dtype}, which is not supported")
-        return RawTensor(name, tuple(data.shape), data)
+        return found
 
 
 def _opened(path: Path) -> Any:

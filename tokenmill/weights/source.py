@@ -16,12 +16,14 @@ from tokenmill.arch.families import BY_NAME
 from tokenmill.arch.family import Family
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.names import GGUF_FACTS
+from tokenmill.arch.read import read_json
 from tokenmill.arch.rules import Rules, TensorSource, sources_of
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import Checkpoint
 from tokenmill.weights.gguf_files import GGUFCheckpoint
+from tokenmill.weights.group_quantized import GroupQuantizedCheckpoint
 from tokenmill.weights.locate import locate
 from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
 
@@ -42,10 +44,17 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
     if location.format == "gguf":
         gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
         return CheckpointWeights(gguf, sources_of(spec, family.gguf.rules), GGUF_FACTS)
-    checkpoint = SafetensorsCheckpoint(location.files)
+    checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
     return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied))
+
+
+def _safetensors(files: tuple[Path, ...]) -> Checkpoint:
+    checkpoint = SafetensorsCheckpoint(files)
+    if not any(name.endswith(".qweight") for name in checkpoint.shapes):
+        return checkpoint
+    return GroupQuantizedCheckpoint(checkpoint, read_json(files[0].parent / "config.json")["quantization_config"])
 
 
 def _family(spec: ModelSpec) -> Family:

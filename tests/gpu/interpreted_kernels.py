@@ -18,6 +18,8 @@ from tokenmill.ops.triton import quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.quantize import quantize
 
 OPS = build_ops()
 
@@ -103,7 +105,7 @@ def check_products() -> None:
         four, eight = quantized.to_int4(matrix), quantized.to_fp8(matrix)
         same(quantized.expanded(four), matrix, tolerance=0.12)
         same(quantized.expanded(eight), matrix, tolerance=0.04)
-        same(words.expand_4bit(four.words, four.scales, four.span), quantized.expanded(four))
+        same(words.expand_4bit(four.words, four.scales, four.span, torch.float32), quantized.expanded(four))
         for rows in (1, 3, 16):
             x = torch.randn(rows, num_in)
             if rows == 1:
@@ -118,6 +120,17 @@ def check_products() -> None:
             rounded, scales = quantized.quantized_rows(x, eight.span)
             places = words.unpacked_words(rounded.view(torch.int32), 8, eight.span).view(quantized.FP8).float()
             same(places * scales, x, tolerance=0.07)  # the interpreter cuts off where a GPU rounds
+
+
+def check_kept_blocks() -> None:
+    """A file's Q4_0 blocks are multiplied as they are, by as many rows as may come."""
+    raws = [quantize(torch.randn(24, 256), "Q4_0", name) for name in "ab"]
+    packed = build_ops("int4").pack_linear(raws, None, dequantize)
+    matrix = torch.cat([dequantize(raw) for raw in raws])
+    same(quantized.expanded(packed.packed).float(), matrix, tolerance=1e-3)
+    for rows in (1, 9, 130):
+        x = torch.randn(rows, 256)
+        same(OPS.linear(x, packed), x @ matrix.T, tolerance=1e-4)
 
 
 def check_best() -> None:
@@ -165,6 +178,7 @@ def main() -> None:
     check_attention(4, 2, 20, AttentionArgs(0.3))
     check_attention(2, 1, 16, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
     check_products()
+    check_kept_blocks()
     check_experts()
     check_seats()
     check_best()

@@ -1,7 +1,8 @@
 """Matrices quantised while they are loaded, and the products with them.
 
 fp8     e4m3 values, one float32 scale a row; half the bytes of bfloat16
-int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes
+int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes. What a file holds as such
+        in groups of 32 (Q4_0; GPTQ's, see `weights/group_quantized.py`) stays as it is
 
 A few rows are multiplied while the matrix streams through (see `strips`), in the activations' precision. Many rows:
 fp8 rounds the activations too, row by row, and takes the fp8 matrix units; 4-bit matrices are expanded first.
@@ -33,7 +34,7 @@ class WordMatrix:
     """Values as words (see `words`), and their scales."""
 
     words: torch.Tensor  # int32 [rows, columns * bits / 32]
-    scales: torch.Tensor  # float32 [rows], or [rows, columns / 128]
+    scales: torch.Tensor  # float32 [rows]; of 4 bits [rows, groups]
     bits: int
     span: int
 
@@ -50,7 +51,7 @@ def to_fp8(matrix: torch.Tensor) -> WordMatrix:
 
 def to_int4(matrix: torch.Tensor) -> WordMatrix:
     num_rows, num_columns = matrix.shape
-    span = next(span for span in INT4_SPANS if num_columns % (8 * span) == 0)
+    span = _int4_span(num_columns)
     words = torch.empty(num_rows, num_columns // 8, dtype=torch.int32, device=matrix.device)
     scales = torch.empty(num_rows, num_columns // GROUP_SIZE, dtype=matrix.dtype, device=matrix.device)
     for part in _parts(num_rows):
@@ -65,6 +66,19 @@ def to_int4(matrix: torch.Tensor) -> WordMatrix:
     return WordMatrix(words, scales, 4, span)
 
 
+def kept_int4(blocks: torch.Tensor) -> WordMatrix:
+    """uint8 [rows, bytes] of a file's Q4_0 blocks (a scale, then 32 values: first halves low, second halves high)"""
+    parts = blocks.view(len(blocks), -1, 18)
+    scales = parts[:, :, :2].contiguous().view(torch.float16).squeeze(2)
+    codes = torch.cat((parts[:, :, 2:] & 15, parts[:, :, 2:] >> 4), dim=2).flatten(1)
+    span = _int4_span(codes.shape[1])
+    return WordMatrix(packed_words(codes, 4, span), scales, 4, span)
+
+
+def _int4_span(num_columns: int) -> int:
+    return next(span for span in INT4_SPANS if num_columns % (8 * span) == 0)
+
+
 def _parts(num_rows: int) -> list[slice]:
     """float32 copies are made of some rows at a time."""
     return [slice(start, start + 8192) for start in range(0, num_rows, 8192)]
@@ -75,7 +89,7 @@ def expanded(matrix: WordMatrix) -> torch.Tensor:
     values = unpacked_words(matrix.words, matrix.bits, matrix.span)
     if matrix.bits == 8:
         return values.view(FP8).to(matrix.scales.dtype) * matrix.scales.unsqueeze(1)
-    groups = values.view(len(values), -1, GROUP_SIZE).to(matrix.scales.dtype) - 8
+    groups = values.view(*matrix.scales.shape, -1).to(matrix.scales.dtype) - 8
     return (groups * matrix.scales.unsqueeze(2)).flatten(1)
 
 
@@ -110,7 +124,7 @@ def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) 
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.bits, matrix.span):
         return expanding_strip_linear(x, matrix.words, matrix.scales, bias, cut)
     if matrix.bits == 4:
-        return functional.linear(x, expand_4bit(matrix.words, matrix.scales, matrix.span), bias)
+        return functional.linear(x, expand_4bit(matrix.words, matrix.scales, matrix.span, x.dtype), bias)
     values, scales = quantized_rows(x, matrix.span)
     return torch._scaled_mm(
         values, matrix.words.view(FP8).t(), scales, matrix.scales.unsqueeze(0), bias=bias, out_dtype=x.dtype

@@ -147,10 +147,10 @@ def _expand_4bit(words, scales, out, num_in, WORDS: tl.constexpr, GROUP: tl.cons
         tl.store(out + row * num_in + column + places, value.to(out.dtype.element_ty))
 
 
-def expand_4bit(words: torch.Tensor, scales: torch.Tensor, span: int) -> torch.Tensor:
-    """[num_out, num_in] in the scales' dtype, for products of many rows"""
+def expand_4bit(words: torch.Tensor, scales: torch.Tensor, span: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_out, num_in], for products of many rows"""
     num_out, num_in = words.shape[0], words.shape[1] * 8
-    out = torch.empty(num_out, num_in, dtype=scales.dtype, device=words.device)
+    out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
     group = num_in // scales.shape[1]
     _expand_4bit[(num_out, num_in // (8 * span))](words, scales, out, num_in, span, group, num_warps=1)
     return out

@@ -226,6 +226,23 @@ def test_neighbours_change_no_bit(bits: int) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("wanted", [[4, 35, 36, 100], [36, 2, 70], [0], []])
+@pytest.mark.parametrize("name", ["llama", "window", "post_norms", "experts", "odd_heads", "many_heads"])
+def test_tokens_without_logits_change_no_bit(name: str, wanted: list[int]) -> None:
+    """The last layer computes only the wanted tokens, in any order; the cache holds what it would hold anyway."""
+    spec = one_shape(VARIANTS[name])
+    model = native_model(spec, random_weights(spec, quantised=True))
+    rows = [tokens_for(spec, length, seed) for seed, length in enumerate((5, 31, 1, 64))]
+    batch = batch_of(spec, [(i, row, 0) for i, row in enumerate(rows)])
+    after = batch_of(spec, [(i, [3], len(row)) for i, row in enumerate(rows)])
+    full, narrow = storage_for(spec, len(rows)), storage_for(spec, len(rows))
+    expected = model.logits(model.forward(batch, full))
+    expected_after = model.logits(model.forward(after, full))
+    found = model.logits(model.forward(replace(batch, logit_rows=torch.tensor(wanted, dtype=torch.int64)), narrow))
+    assert torch.equal(found, expected[wanted])
+    assert torch.equal(model.logits(model.forward(after, narrow)), expected_after)
+
+
 def test_long_contexts_shared_by_threads_change_no_bit() -> None:
     """One sequence of more than two segments is split between threads; many sequences are not."""
     spec = replace(VARIANTS["llama"], max_context=1024)

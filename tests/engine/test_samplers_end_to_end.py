@@ -49,6 +49,19 @@ def test_preempted_beside_strangers_and_forked_rows_draw_the_same(stories: LLM, 
     assert [[output.token_ids for output in answer.outputs] for answer in together] == alone
 
 
+def test_guessed_tokens_change_no_draw(stories_dir: Path) -> None:
+    """Text that repeats itself is guessed well; what remembers surprises or tokens must still draw the same."""
+    prompt = " ".join(["The cat sat on the mat and the dog ran to the park."] * 4)
+    plain, guessing = (LLM(str(stories_dir), threads=1, speculate=mode) for mode in ("off", "ngram"))
+    num_right = 0
+    for knobs in KNOBS:
+        params = SamplingParams(max_tokens=60, seed=5, **{"temperature": 0.3, **knobs})
+        expected, found = (llm.generate([prompt], params, progress=False)[0] for llm in (plain, guessing))
+        assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs], knobs
+        num_right += found.num_accepted_tokens
+    assert num_right > 20
+
+
 def test_the_end_of_thinking_is_written_when_the_budget_is_spent(stories: LLM) -> None:
     tokenizer = stories.front.tokenizer
     assert tokenizer is not None

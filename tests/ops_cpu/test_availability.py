@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tokenmill.engine import build
+from tokenmill.engine.llm import LLM
 from tokenmill.ops.cpu import availability
 
 
@@ -21,6 +25,18 @@ def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
             availability.native()
     finally:
         availability._load.cache_clear()
+
+
+def test_a_start_without_kernels_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stories_dir: Path
+) -> None:
+    monkeypatch.setattr(build, "is_available", lambda: (False, "the native kernels were not built"))
+    llm = LLM(stories_dir, max_context=64)
+    assert "the native kernels were not built; computing with torch instead" in caplog.text
+    assert any("reference" in reason for reason in llm.core.info.reasons)
+    caplog.clear()
+    LLM(stories_dir, max_context=64, backend="reference")  # asked for: nothing to warn of
+    assert caplog.text == ""
 
 
 @pytest.mark.skipif(not availability.is_available()[0], reason="native kernels were not built")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -45,6 +46,8 @@ from tokenmill.weights.locate import locate
 from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
 from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
+log = logging.getLogger(__name__)
+
 # What each backend can make of plain weights while it loads them.
 QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int4"), "reference": ("none",)}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,8 +57,10 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     started = time.monotonic()
     spec = read_spec(model_path)
     layout = KVLayout.from_spec(spec)
-    resolved = resolve(config, spec, layout, machine_facts(config, spec, model_path))
+    facts = machine_facts(config, spec, model_path)
+    resolved = resolve(config, spec, layout, facts)
     settled = resolved.config
+    tell_what_is_lost(config, settled, facts.native_reason)
     assert settled.ops.threads is not None and settled.model.max_context is not None
     # Native kernels bring their own threads; torch's would wait in busy loops on the same cores.
     torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
@@ -77,6 +82,12 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
         load_s=time.monotonic() - started,
     )
     return core
+
+
+def tell_what_is_lost(asked: EngineConfig, settled: EngineConfig, reason: str | None) -> None:
+    """Torch's reference serves everything, slowly: nobody should find that out by waiting."""
+    if settled.ops.backend == "reference" and asked.ops.backend == "auto":
+        log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
 
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:

@@ -2,7 +2,7 @@
 
     python benchmarks/speculation.py [--model MODEL] [--threads N] [--rounds 3] [--tokens 64] [--part edit|sonnets|all]
 
-edit       a text is to be written again with a word exchanged: `ngram` and `auto` against `off`, one sequence
+edit       a letter is written again to someone else: `ngram` and `auto` against `off`, one sequence
 sonnets    20 beginnings of sonnets go on for --tokens tokens: `auto` against `off`, 1, 4 and 16 sequences at once
 
 The engines take turns within a round; a ratio is the median over the rounds. Every round has a cache salt of its own,
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.types import ChatRequest, Message, PromptRequest
+from tokenmill.types import PromptRequest
 
 SONNETS = Path(__file__).resolve().parents[2] / "shared" / "traces" / "sonnet.txt"
 NUM_PROMPTS, LINES_OF_PROMPT = 20, 4
@@ -33,9 +33,9 @@ their ladder, and I have painted the gate, the bench and the old door of the she
 If the weather holds, the plums will be ripe when you come in August, and we shall make the jam together
 as we did when we were children. Write soon and tell me when your train arrives, so that I can meet you
 at the station with the cart. The dog sends his regards and has grown fat."""
-TASK = "Copy the following letter, but write Anna instead of Martha. Change nothing else.\n\n"
+AGAIN = "\n\nThe same letter, written to Anna instead of Martha:\n\nDear Anna, the garden"
 
-Asked = list[ChatRequest | PromptRequest]
+Asked = list[PromptRequest]
 
 
 class Measured(NamedTuple):
@@ -61,9 +61,8 @@ def run(llm: LLM, asked: Asked) -> Measured:
 
 
 def edit_requests(salt: str) -> Asked:
-    params = SamplingParams(temperature=0.0, max_tokens=220)
-    text = TASK + " ".join(LETTER.split())
-    return [ChatRequest(messages=[Message(role="user", content=text)], params=params, cache_salt=salt)]
+    params = SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
+    return [PromptRequest(prompt="A letter:\n\n" + " ".join(LETTER.split()) + AGAIN, params=params, cache_salt=salt)]
 
 
 def sonnet_requests(salt: str, num_tokens: int) -> Asked:

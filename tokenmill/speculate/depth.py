@@ -17,6 +17,7 @@ from typing import Protocol
 from tokenmill.speculate.step_cost import StepCost
 
 MOST_DRAFTS = 15  # of one sequence in one step
+NEGLIGIBLE = 0.05  # chances below are not worth a look
 LEAST_CHANCE = 0.3  # `Eager` feeds guesses that are at least this likely
 CAUTION = 1.15  # drafts are reckoned dearer than they seem, since promises err
 PROBE_DEPTH = 2
@@ -24,6 +25,10 @@ FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the n
 
 
 class Depth(Protocol):
+    def least_chance(self, num_rows: int, num_tokens: int) -> float:
+        """Guesses less likely than this are fed in no case: nobody need reckon further."""
+        ...
+
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int) -> list[int]:
         """How many guesses of each sequence to feed. chances[i][j]: that guesses 0 to j of sequence i are all right.
 
@@ -38,6 +43,9 @@ class Eager:
     def __init__(self, least_chance: float = LEAST_CHANCE) -> None:
         self._least = least_chance
 
+    def least_chance(self, num_rows: int, num_tokens: int) -> float:
+        return self._least
+
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int) -> list[int]:
         return [sum(chance >= self._least for chance in one) for one in chances]
 
@@ -45,6 +53,12 @@ class Eager:
 class Profitable:
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
+
+    def least_chance(self, num_rows: int, num_tokens: int) -> float:
+        """Half of where a token more would cost as much as it brings, were all sizes on the line."""
+        if not self._cost.is_known:
+            return 1.0
+        return max(NEGLIGIBLE, 0.5 * self._cost.slope * num_rows / self._cost.seconds(num_tokens))
 
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int) -> list[int]:
         if not self._cost.is_known:

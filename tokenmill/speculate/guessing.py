@@ -19,15 +19,16 @@ class Guessing:
 
     def propose(self, asks: Sequence[Ask], num_rows: int, num_tokens: int) -> list[list[int]]:
         """Drafts for each of `asks`, in a step that draws for `num_rows` and feeds `num_tokens` besides them."""
-        chances = [self._chances(ask) for ask in asks]
+        least = self._depth.least_chance(num_rows, num_tokens)
+        chances = [self._chances(ask, least) for ask in asks]
         if not any(chances):
             return [[] for _ in asks]
         depths = self._depth.choose(chances, num_rows, num_tokens)
         return [ask.trail.proposal[:depth] for ask, depth in zip(asks, depths, strict=True)]
 
-    def _chances(self, ask: Ask) -> list[float]:
-        found = self._lookup.propose(ask.trail, ask.tokens, min(ask.most, MOST_DRAFTS))
-        return self._lookup.chances(ask.trail, len(found))
+    def _chances(self, ask: Ask, least: float) -> list[float]:
+        self._lookup.propose(ask.trail, ask.tokens, min(ask.most, MOST_DRAFTS))
+        return self._lookup.chances(ask.trail, least)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         self._cost.note(num_tokens, seconds)

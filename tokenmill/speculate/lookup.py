@@ -13,7 +13,6 @@ from tokenmill.speculate.lookback import continuation
 from tokenmill.speculate.recent import Archive
 from tokenmill.speculate.trail import Trail
 
-NEGLIGIBLE = 0.05  # chances below are not worth a look
 REMEMBERED_PROMPT = 4  # tokens of the prompt that are kept before an answer, so that its beginning can be found
 LEAST_ANSWER = 8  # tokens; shorter answers are not kept
 
@@ -23,19 +22,18 @@ class Lookup:
         self._guesses = RightGuesses()
         self._archive = Archive()
 
-    def propose(self, trail: Trail, tokens: list[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow."""
+    def propose(self, trail: Trail, tokens: list[int], most: int) -> None:
+        """Up to `most` tokens that may follow become the trail's proposal."""
         trail.learn(tokens, self._guesses, length_class)
         trail.index.extend(tokens)
         trail.propose(*self._found(trail, tokens, most), len(tokens))
-        return trail.proposal
 
-    def chances(self, trail: Trail, count: int) -> list[float]:
-        """Of the first `count` tokens of the last proposal: that each is right and all before it are."""
+    def chances(self, trail: Trail, least: float) -> list[float]:
+        """Of the tokens of the last proposal: that each is right and all before it are, as long as it is likely."""
         chance, found = 1.0, []
-        for place in range(count):
+        for place in range(len(trail.proposal)):
             chance *= trail.skill.chance(self._guesses.rate(length_class(trail.length + place)))
-            if chance < NEGLIGIBLE:
+            if chance < least:
                 break
             found.append(chance)
         return found

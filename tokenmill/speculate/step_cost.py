@@ -53,6 +53,11 @@ class StepCost:
     def is_known(self) -> bool:
         return bool(self._sizes)
 
+    @property
+    def slope(self) -> float:
+        """Seconds that one token more takes."""
+        return self._line[1]
+
     def note(self, tokens: int, seconds: float) -> None:
         if not 0 < tokens <= LARGEST_SIZE or seconds <= 0.0:
             return

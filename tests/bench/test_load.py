@@ -99,7 +99,7 @@ def test_command_reports_and_refuses(stub: Start, tmp_path: Path, capsys: pytest
     assert (found["completed"], found["output_tokens"], found["tokens_from"]) == (20, 120, "usage")
     assert found["goodput_share"] == 1.0 and found["max_in_flight"] <= 4
     assert found["ttft"]["p50"] >= 0.02 and found["ttft"]["ci95"]["p95"]["low"] <= found["ttft"]["p95"]
-    assert found["settings"]["num_requests"] == 20
+    assert found["settings"]["num_requests"] == 20 and None not in found["settings"].values()
     text = page.read_text()
     assert text.count("<svg") == 11 and "<script" not in text and "nothing was measured" not in text
     assert main(["bench", "report", str(result), str(result)]) == 0

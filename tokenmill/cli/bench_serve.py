@@ -133,8 +133,10 @@ def serve(
     wanted.check()
     work, aim = workload.sessions(), target.target()
     run = measurement.run(aim, arrival.load(work, workload), work)
-    settings = settings_of(target, workload, arrival, warmup=measurement.warmup, model=aim.model)
-    found = result(run, settings | {"num_requests": arrival.count}, wanted.figures(run))
+    settings = settings_of(
+        target, workload, arrival, warmup=measurement.warmup, model=aim.model, num_requests=arrival.count
+    )
+    found = result(run, settings, wanted.figures(run))
     if wanted.output is not None:
         write_result(wanted.output, found, run)
     if measurement.html is not None:

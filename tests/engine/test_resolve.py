@@ -8,9 +8,11 @@ import pytest
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.engine import KVDType
 from tokenmill.engine.resolve import MachineFacts, Resolved, resolve
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
+from tokenmill.runner.memory import GPU_START_BYTES, RunnerLimits, runner_bytes
 
 LAYER = LayerSpec(AttentionSpec(8, 2, 64, 0.125, None), MlpSpec(1024))
 SPEC = ModelSpec("llama", 32_000, 512, (LAYER,) * 4, 1e-5, 131_072, tied_head=True, dtype="bfloat16")
@@ -44,6 +46,39 @@ def test_a_gpu_computes_in_the_models_own_half_precision() -> None:
     assert (settled.model.dtype, settled.cache.kv_dtype) == ("bfloat16", "bfloat16")
     with pytest.raises(InvalidConfig, match="CUDA"):
         settle(EngineConfig(ops=OpsConfig(device="cuda")))
+
+
+def test_a_gpu_says_whether_a_request_depends_on_its_batch() -> None:
+    assert any("may change with its batch" in reason for reason in settle(machine=SERVER).reasons)
+    steady = settle(EngineConfig(ops=OpsConfig(deterministic=True)), SERVER)
+    assert any(reason.startswith("deterministic:") for reason in steady.reasons)
+    assert not any("batch" in reason for reason in settle().reasons)
+
+
+def test_a_gpu_runs_more_at_once() -> None:
+    def limits(found: Resolved) -> tuple[int | None, int | None]:
+        return found.config.scheduler.max_running, found.config.scheduler.token_budget
+
+    assert limits(settle()) == (64, 512)
+    assert limits(settle(machine=SERVER)) == (1024, 8192)
+    assert limits(settle(machine=replace(SERVER, available_bytes=24 << 30))) == (256, 2048)
+    asked = EngineConfig(scheduler=SchedulerConfig(max_running=3, token_budget=7))
+    assert limits(settle(asked, SERVER)) == (3, 7)
+
+
+def test_a_cache_of_one_byte_a_number_counts_its_scales() -> None:
+    def num_blocks(kv_dtype: KVDType) -> int:
+        config = EngineConfig(cache=CacheConfig(kv_dtype=kv_dtype), scheduler=SchedulerConfig(4096, 4096))
+        return settle(config, replace(SERVER, available_bytes=8 << 30)).config.cache.num_blocks or 0
+
+    assert num_blocks("int8") == pytest.approx(num_blocks("bfloat16") * 128 / (64 + 4), rel=1e-3)
+
+
+def test_what_steps_need_is_left_beside_the_pool() -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(4096, 8192))
+    beside = runner_bytes(SPEC, RunnerLimits(4096, 8192, 32_768)).total + GPU_START_BYTES
+    settled = settle(config, replace(SERVER, available_bytes=20 << 30)).config
+    assert settled.cache.num_blocks == int(((19 << 30) - beside) * 0.9) // BLOCK_BYTES
 
 
 def test_the_pool_takes_its_share_of_memory_and_no_more_than_is_useful() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 from tiny import FAMILIES, VOCAB, make_reference
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.params import Guided
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,12 +30,15 @@ def prompts(seed: int) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=rng).tolist() for length in PROMPT_LENGTHS]
 
 
-def answers(folder: Path, device: str, params: SamplingParams, num_rows: int) -> list[list[int]]:
-    llm = LLM(
+def opened(folder: Path, device: str, num_rows: int) -> LLM:
+    return LLM(
         str(folder), device=device, backend="reference" if device == "cpu" else "triton", dtype="float32",
         max_context=200, max_running=num_rows, token_budget=48, num_blocks=200, threads=1,
     )  # fmt: skip
-    found = llm.generate(prompts(1), params, progress=False)
+
+
+def answers(folder: Path, device: str, params: SamplingParams | list[SamplingParams], num_rows: int) -> list[list[int]]:
+    found = opened(folder, device, num_rows).generate(prompts(1), params, progress=False)
     assert not [one.error for one in found if one.error]
     return [one.outputs[0].token_ids for one in found]
 
@@ -55,7 +61,16 @@ def test_stop_tokens_end_a_row_that_was_computed_ahead(tmp_path: Path) -> None:
 
 def test_drawn_tokens_equal_the_reference(tmp_path: Path) -> None:
     make_reference("qwen3").save_pretrained(tmp_path)
-    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.1, seed=7, max_tokens=30)
+    knobs: list[dict[str, Any]] = [
+        {"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1},
+        {"min_p": 0.02, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"logit_bias": {5: 3.0, 9: -4.0}, "banned_token_ids": [7, 8], "min_tokens": 10},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"typical_p": 0.8},  # drawn by the host
+        {"logprobs": 2, "top_p": 0.7},  # likewise
+        {"temperature": 0.0},
+    ]
+    params = [SamplingParams(**{"temperature": 0.8, "seed": 7, "max_tokens": 30, **one}) for one in knobs]
     assert answers(tmp_path, "cuda", params, 4) == answers(tmp_path, "cpu", params, 7)
 
 
@@ -64,3 +79,26 @@ def test_answers_past_the_context_equal_the_reference(tmp_path: Path) -> None:
     make_reference("llama").save_pretrained(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=330, ignore_eos=True, context_shift=True)
     assert answers(tmp_path, "cuda", params, 5) == answers(tmp_path, "cpu", params, 7)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guided_rows_equal_the_reference(stories_dir: Path, temperature: float) -> None:
+    """Beside rows that follow nothing."""
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 200}, "ok": {"type": "boolean"}},
+        "required": ["age", "ok"],
+        "additionalProperties": False,
+    }
+    forms = [Guided.schema(schema), Guided("regex", r"(Lily|Tim) is [0-9]{2} years old\."), None]
+    params = [SamplingParams(temperature=temperature, max_tokens=100, seed=3, guided=form) for form in forms * 3]
+    texts = ["Once upon a time", "There was a cat who", "One day"] * 3
+    found = {}
+    for device in ("cuda", "cpu"):
+        outputs = opened(stories_dir, device, 5).generate(texts, params, progress=False)
+        assert not [one.error for one in outputs if one.error]
+        found[device] = [one.outputs[0].text for one in outputs]
+    assert found["cuda"] == found["cpu"]
+    for text in found["cuda"][0::3]:
+        json.loads(text)
+    assert all(text.endswith(" years old.") for text in found["cuda"][1::3])

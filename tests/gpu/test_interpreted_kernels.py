@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_kernels_agree_with_the_reference() -> None:
+@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_invariance.py", "interpreted_draws.py"])
+def test_kernels_agree_with_the_reference(name: str) -> None:
     pytest.importorskip("triton")
-    program = Path(__file__).with_name("interpreted_kernels.py")
+    program = Path(__file__).with_name(name)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

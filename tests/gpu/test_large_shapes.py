@@ -41,12 +41,15 @@ SPEC = spec_from_hf(
 )
 
 
-def logits(backend: str, dtype: torch.dtype) -> torch.Tensor:
+def logits(
+    backend: str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, *, deterministic: bool = False
+) -> torch.Tensor:
     """Of a long prompt, of a short one, then of one more token of each."""
     device, block = torch.device("cuda"), 16
-    ops, _ = choose_ops(OpsWanted(SPEC, device, dtype, dtype, backend))  # type: ignore[arg-type]
+    wanted = OpsWanted(SPEC, device, dtype, kv_dtype or dtype, backend, deterministic=deterministic)  # type: ignore[arg-type]
+    ops, _ = choose_ops(wanted)
     model = Decoder(SPEC, Loader(dummy_weights(SPEC, device=device), ops, dtype, device))
-    storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, dtype, device)
+    storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, wanted.kv_dtype, device)
     tables = np.arange(1, 181, dtype=np.int32).reshape(1, 2, 90)
     tokens = torch.randint(0, 32000, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []
@@ -71,6 +74,26 @@ def test_logits_stay_as_close_to_float32_as_plain_bfloat16() -> None:
     ours = relative_error(logits("triton", torch.bfloat16), exact)
     print(f"error of logits: plain bfloat16 {plain:.4f}, ours {ours:.4f}")
     assert ours < 1.2 * plain and ours < 0.03
+
+
+def test_logits_in_one_order_of_adding_stay_as_close() -> None:
+    exact = logits("reference", torch.float32)
+    plain = relative_error(logits("reference", torch.bfloat16), exact)
+    ours = relative_error(logits("triton", torch.bfloat16, deterministic=True), exact)
+    print(f"error of logits: plain bfloat16 {plain:.4f}, deterministic {ours:.4f}")
+    assert ours < 1.2 * plain and ours < 0.03
+
+
+@pytest.mark.parametrize(("kv_dtype", "stated"), [(torch.int8, 0.04), (torch.float8_e4m3fn, 0.12)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_rounded_cache_changes_logits_within_the_stated_error(
+    kv_dtype: torch.dtype, stated: float, deterministic: bool
+) -> None:
+    """Random weights, which amplify: two ways of adding in bfloat16 differ by 0.03 here."""
+    exact = logits("triton", torch.bfloat16, deterministic=deterministic)
+    error = relative_error(logits("triton", torch.bfloat16, kv_dtype, deterministic=deterministic), exact)
+    print(f"error of logits, {kv_dtype} cache: {error:.4f}")
+    assert 0 < error < stated
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 100])

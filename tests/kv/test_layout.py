@@ -50,7 +50,7 @@ def test_the_last_group_may_have_unused_places() -> None:
 
 def test_block_bytes_counts_keys_and_values_of_a_group() -> None:
     layout = KVLayout.from_spec(make_spec([None, None, None]))
-    assert layout.block_bytes(block_size=16, dtype_bytes=2) == 2 * 3 * 2 * 16 * 8 * 2
+    assert layout.block_bytes(block_size=16, dtype="float16") == 2 * 3 * 2 * 16 * 8 * 2
 
 
 def test_layers_with_different_kv_shapes_are_refused() -> None:

@@ -15,7 +15,7 @@ def make_storage() -> KVStorage:
 
 
 def test_size_is_what_the_layout_says() -> None:
-    assert make_storage().num_bytes == 6 * LAYOUT.block_bytes(block_size=4, dtype_bytes=2)
+    assert make_storage().num_bytes == 6 * LAYOUT.block_bytes(block_size=4, dtype="float16")
 
 
 def test_a_layer_is_a_view_at_its_place() -> None:

@@ -113,5 +113,5 @@ def test_the_first_backend_that_can_is_chosen_and_refusals_are_remembered(monkey
 
 
 def test_a_backend_that_cannot_is_not_replaced_silently() -> None:
-    with pytest.raises(InvalidConfig, match="int8 for the KV cache"):
-        choose_ops(wanted(kv_dtype=torch.int8, backend="reference"))
+    with pytest.raises(InvalidConfig, match="float8_e5m2 for the KV cache"):
+        choose_ops(wanted(kv_dtype=torch.float8_e5m2, backend="reference"))

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVGroup, KVLayout
-from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
+from tokenmill.runner.memory import (
+    MAX_HOST_LOGITS,
+    WORKSPACE_BYTES,
+    RunnerLimits,
+    blocks_for_context,
+    gpu_weight_bytes,
+    num_blocks_that_fit,
+    runner_bytes,
+)
 
 PLAIN = KVLayout((KVGroup(None, (0, 1)),), layers_per_group=2, num_kv_heads=2, head_dim=8)
 MIXED = KVLayout((KVGroup(None, (1,)), KVGroup(32, (0,))), layers_per_group=1, num_kv_heads=2, head_dim=8)
@@ -19,7 +28,7 @@ def fit(free_bytes: int, max_context: int = 64, max_rows: int = 1000) -> int:
         free_bytes=free_bytes,
         memory_fraction=0.5,
         block_size=16,
-        dtype_bytes=4,
+        block_bytes=BLOCK_BYTES,
         max_context=max_context,
         max_rows=max_rows,
         max_chunk=8,
@@ -56,3 +65,30 @@ def test_a_window_group_holds_what_a_chunk_sees(max_chunk: int) -> None:
 
 def test_a_short_context_fills_no_window() -> None:
     assert blocks_for_context(MIXED, 16, block_size=16, max_chunk=512) == 2
+
+
+LLAMA = ModelSpec(
+    "llama",
+    128_256,
+    4096,
+    (LayerSpec(AttentionSpec(32, 8, 128, 0.088, RopeSpec(500_000.0, 128)), MlpSpec(14_336)),) * 32,
+    1e-5,
+    131_072,
+    tied_head=False,
+    dtype="bfloat16",
+)
+
+
+def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
+    found = runner_bytes(LLAMA, RunnerLimits(max_running=1024, token_budget=8192, max_context=8192))
+    logits = 1024 * 128_256
+    assert found.step == max(8192 * (5 * 4096 + 3 * 14_336) * 2, logits * 6 + MAX_HOST_LOGITS * 40) + WORKSPACE_BYTES
+    assert found.rows == pytest.approx(1024 * (2 * 128_256 + 513 * 4), rel=0.05)
+    assert found.graphs > logits * 6
+    halved = runner_bytes(LLAMA, RunnerLimits(512, 4096, 8192))
+    assert found.total > 1.5 * halved.total
+
+
+@pytest.mark.parametrize(("quantization", "gb"), [("none", 16.06), ("fp8", 9.08), ("int4", 5.65)])
+def test_weights_as_the_gpu_keeps_them(quantization: str, gb: float) -> None:
+    assert gpu_weight_bytes(LLAMA, 2, quantization) / 1e9 == pytest.approx(gb, rel=0.01)

@@ -22,6 +22,7 @@ DTYPE_BYTES: Mapping[str, float] = {
     "mxfp4": 0.53125,  # a byte of scale for 32 values
     "nvfp4": 0.5625,  # a byte of scale for 16
 }
+KV_SCALE_BYTES: Mapping[str, int] = {"int8": 4, "fp8": 4}  # float32, one a head and token
 
 
 def bytes_per_value(dtype: str) -> float:
@@ -64,13 +65,25 @@ def gguf_weight_bytes(gguf: GGUFFile) -> int:
 
 def kv_bytes_per_token(model: Model, dtype: str) -> int:
     """What one token leaves behind in all layers, as long as every layer keeps it."""
-    return int(sum(layer.kv_values for layer in outline_of(model).layers) * bytes_per_value(dtype))
+    return sum(_kept_bytes(layer, dtype) for layer in outline_of(model).layers)
 
 
 def kv_bytes(model: Model, dtype: str, context: int) -> int:
     """Of one sequence with `context` tokens; a windowed layer keeps its window only, a recurrent one its state."""
-    values = sum(layer.kv_values * _visible(layer, context) + layer.state_values for layer in outline_of(model).layers)
-    return int(values * bytes_per_value(dtype))
+    layers = outline_of(model).layers
+    kept = sum(_kept_bytes(layer, dtype) * _visible(layer, context) for layer in layers)
+    return kept + int(sum(layer.state_values for layer in layers) * bytes_per_value(dtype))
+
+
+def kv_vector_bytes(head_dim: int, dtype: str) -> int:
+    """One head's key (or value) of one token: its numbers, and the scale that they are rounded with where they are."""
+    return int(head_dim * bytes_per_value(dtype)) + KV_SCALE_BYTES.get(dtype, 0)
+
+
+def _kept_bytes(layer: LayerOutline, dtype: str) -> int:
+    """Of one token in one layer."""
+    scales = 2 * layer.num_kv_heads * KV_SCALE_BYTES.get(dtype, 0) if layer.kv_values else 0
+    return int(layer.kv_values * bytes_per_value(dtype)) + scales
 
 
 def _visible(layer: LayerOutline, context: int) -> int:

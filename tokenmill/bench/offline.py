@@ -25,8 +25,10 @@ from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
 from tokenmill.config import EngineConfig
+from tokenmill.config.engine import GPU_LIMITS
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
+from tokenmill.hardware.machine import probe_machine
 
 WARMUP_TOKENS = 4
 
@@ -66,7 +68,8 @@ def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
     model, scheduler = config.model, config.scheduler
     if model.max_context is None:
         model = replace(model, max_context=workload.longest + 1)
-    if scheduler.max_running < most:
+    is_default_enough = scheduler.max_running is None and most <= GPU_LIMITS[0] and bool(probe_machine().gpus)
+    if scheduler.num_rows < most and not is_default_enough:
         scheduler = replace(scheduler, max_running=most)
     if scheduler.speculate == "auto":
         scheduler = replace(scheduler, speculate="off")
@@ -79,6 +82,7 @@ def open_measured(config: EngineConfig) -> Measured:
     runner: Any = llm.core.runner
     parts, dtype = stored_weights(llm, runner.model)
     kv_dtype = str(runner.storage.keys.dtype).removeprefix("torch.")
+    kv_dtype = "fp8" if kv_dtype.startswith("float8") else kv_dtype
     return Measured(llm, llm.front.spec, parts, kv_dtype, dtype, runner.storage.device.type)
 
 

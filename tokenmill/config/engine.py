@@ -12,6 +12,17 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 Device = Literal["auto", "cpu", "cuda"]
 BatchPolicy = Literal["continuous", "static"]
 
+# Sequences and tokens of a step, where nobody asks for others.
+CPU_LIMITS, SMALL_GPU_LIMITS, GPU_LIMITS = (64, 512), (256, 2048), (1024, 8192)
+LARGE_GPU_BYTES = 64 * 10**9
+
+
+def default_limits(gpu_bytes: int | None) -> tuple[int, int]:
+    """(max_running, token_budget) for a GPU with so much memory; None: for a CPU"""
+    if gpu_bytes is None:
+        return CPU_LIMITS
+    return GPU_LIMITS if gpu_bytes >= LARGE_GPU_BYTES else SMALL_GPU_LIMITS
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -54,10 +65,11 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    max_running: int = 64
-    """Sequences computed together at most."""
-    token_budget: int = 512
-    """Tokens computed in one step at most; long prompts are cut into chunks of this size."""
+    max_running: int | None = None
+    """Sequences computed together at most; by default 64 on a CPU, 256 on a GPU, 1024 on one with 64 GB or more."""
+    token_budget: int | None = None
+    """Tokens computed in one step at most; long prompts are cut into chunks of this size. By default 512 on a CPU, 2048
+    on a GPU, 8192 on one with 64 GB or more."""
     max_waiting: int = 1024
     """Requests that may wait; one more is refused."""
     policy: BatchPolicy = "continuous"
@@ -66,6 +78,16 @@ class SchedulerConfig:
     """Guess tokens ahead and compute several at once; answers stay the same. `auto` takes guesses from the request's
     own text and from recent answers, as far as they pay; `ngram` takes all likely ones; `draft:MODEL` lets a smaller
     model with the same vocabulary guess; `off` none. Always off on a GPU."""
+
+    @property
+    def num_rows(self) -> int:
+        """`max_running`, or what it is where nobody has said anything of the device."""
+        return CPU_LIMITS[0] if self.max_running is None else self.max_running
+
+    @property
+    def num_tokens(self) -> int:
+        """`token_budget`, likewise."""
+        return CPU_LIMITS[1] if self.token_budget is None else self.token_budget
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,9 @@ class OpsConfig:
     activation_bits: Literal["auto", "8", "16"] = "auto"
     """How finely native kernels round what they multiply quantised weights with; by default 16 bits for small models,
     which suffer from rounding, and 8 bits, up to twice as fast, for the others."""
+    deterministic: bool = False
+    """On a GPU: the same tokens for a request whatever else is in the batch, at some cost in speed. On a CPU this
+    always holds."""
     threads: int | None = None
     """CPU threads; the physical cores this process may use by default."""
 

@@ -257,7 +257,8 @@ class AsyncEngine:
             raise Draining("the server is shutting down", retry_after_s=5)
         if self._health.state != "ready":
             raise EngineDead(f"the engine is not ready: {self._health.detail or self._health.state}")
-        if len(self._streams) >= self._front.config.scheduler.max_waiting + self._front.config.scheduler.max_running:
+        running = self._core.max_running if self._core else 0
+        if len(self._streams) >= self._front.config.scheduler.max_waiting + running:
             raise Overloaded("too many requests are waiting", retry_after_s=1)
         return self._loaded_intake()
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from tokenmill.arch.cost import num_parameters
@@ -35,6 +37,7 @@ from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.table import choose_ops
+from tokenmill.runner.memory import gpu_weight_bytes
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
@@ -51,6 +54,7 @@ log = logging.getLogger(__name__)
 # What each backend can make of plain weights while it loads them.
 QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int4"), "reference": ("none",)}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
@@ -64,8 +68,11 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     assert settled.ops.threads is not None and settled.model.max_context is not None
     # Native kernels bring their own threads; torch's would wait in busy loops on the same cores.
     torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
-    storage = kv_storage(settled, layout)
+    # The pool comes last: what loading needs for a moment may lie where the pool will.
     model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
+    if settled.ops.device == "cuda":
+        torch.cuda.empty_cache()
+    storage = kv_storage(settled, layout)
     core = assemble(
         settled,
         model,
@@ -73,10 +80,10 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
         lambda: vocabulary_of(model_path, spec),
         lambda draft: build_draft(draft, settled.model.max_context, model_path, spec),
     )
-    core.info = CoreInfo(
-        max_context=settled.model.max_context,
-        num_blocks=storage.num_blocks,
-        block_size=storage.block_size,
+    if storage.device.type == "cuda":
+        run_largest_step(core.runner, settled)
+    core.info = msgspec.structs.replace(
+        core.info,
         reasons=[*resolved.reasons, *op_reasons],
         pid=os.getpid(),
         load_s=time.monotonic() - started,
@@ -88,6 +95,18 @@ def tell_what_is_lost(asked: EngineConfig, settled: EngineConfig, reason: str | 
     """Torch's reference serves everything, slowly: nobody should find that out by waiting."""
     if settled.ops.backend == "reference" and asked.ops.backend == "auto":
         log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
+
+
+def run_largest_step(runner: Any, config: EngineConfig) -> None:
+    """What does not fit must fail now, with a word of advice, and not under load."""
+    try:
+        runner.run_largest_step(config.scheduler.num_tokens)
+    except torch.cuda.OutOfMemoryError as error:
+        raise InvalidConfig(
+            "the largest step does not fit beside the weights and the KV cache",
+            param="memory_fraction",
+            hint="lower memory_fraction, max_running or token_budget",
+        ) from error
 
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
@@ -124,9 +143,15 @@ def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> 
 
 
 def ops_wanted(config: EngineConfig, spec: ModelSpec) -> OpsWanted:
-    dtype, kv_dtype = TORCH_DTYPES[config.model.dtype], TORCH_DTYPES[config.cache.kv_dtype]
+    dtype, kv_dtype = TORCH_DTYPES[config.model.dtype], KV_DTYPES[config.cache.kv_dtype]
     return OpsWanted(
-        spec, torch.device(config.ops.device), dtype, kv_dtype, config.ops.backend, config.model.quantization
+        spec,
+        torch.device(config.ops.device),
+        dtype,
+        kv_dtype,
+        config.ops.backend,
+        config.model.quantization,
+        config.ops.deterministic,
     )
 
 
@@ -187,10 +212,7 @@ def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
 
 def kv_storage(config: EngineConfig, layout: KVLayout) -> KVStorage:
     assert config.cache.num_blocks is not None
-    if config.cache.kv_dtype not in TORCH_DTYPES:
-        raise InvalidConfig(f"kv_dtype {config.cache.kv_dtype} is not supported by this backend", param="kv_dtype")
-    dtype = TORCH_DTYPES[config.cache.kv_dtype]
-    device = torch.device(config.ops.device)
+    dtype, device = KV_DTYPES[config.cache.kv_dtype], torch.device(config.ops.device)
     return KVStorage(layout, config.cache.num_blocks, config.cache.block_size, dtype, device)
 
 
@@ -207,7 +229,7 @@ def assemble(
     `load_draft` is called where the config asks for a draft model.
     """
     assert config.model.max_context is not None
-    max_rows = config.scheduler.max_running
+    max_rows = config.scheduler.num_rows
     cache = KVCache(
         windows=storage.layout.windows,
         num_blocks=storage.num_blocks,
@@ -226,7 +248,12 @@ def assemble(
     )
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
     runner = make_runner(model, storage, sampler, max_rows, config.model.max_context)
-    info = CoreInfo(max_context=config.model.max_context, num_blocks=storage.num_blocks, block_size=storage.block_size)
+    info = CoreInfo(
+        max_context=config.model.max_context,
+        num_blocks=storage.num_blocks,
+        block_size=storage.block_size,
+        max_running=max_rows,
+    )
     return EngineCore(scheduler, runner, info, grammars=grammars)
 
 
@@ -246,10 +273,10 @@ def build_draft(config: EngineConfig, target_context: int | None, target_path: P
 
 
 def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int) -> DraftModel:
-    max_rows = scheduler.max_running
+    max_rows = scheduler.num_rows
     runner = ModelRunner(model, storage, Sampler(model.vocab_size, max_rows, storage.device), max_rows, max_context)
     cache = KVCache(windows=storage.layout.windows, num_blocks=storage.num_blocks, block_size=storage.block_size)
-    return DraftModel(runner, cache, max_context, scheduler.token_budget)
+    return DraftModel(runner, cache, max_context, scheduler.num_tokens)
 
 
 def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, target: ModelSpec) -> None:
@@ -307,4 +334,7 @@ def expected_weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path, *, 
     """Native kernels keep a file's precision; the reference expands everything to the compute dtype."""
     if is_native and path.suffix == ".gguf" and config.model.load_format != "dummy":
         return path.stat().st_size
-    return num_parameters(spec) * DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
+    value_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
+    if has_cuda:
+        return gpu_weight_bytes(spec, value_bytes, config.model.quantization)
+    return num_parameters(spec) * value_bytes

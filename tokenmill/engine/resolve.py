@@ -12,14 +12,25 @@ from typing import Any
 
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.engine import default_limits
 from tokenmill.engine.speculation import settled_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
-from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
+from tokenmill.runner.memory import (
+    GPU_START_BYTES,
+    RunnerLimits,
+    blocks_for_context,
+    num_blocks_that_fit,
+    runner_bytes,
+)
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 SMALL_MODEL_PARAMETERS = 600_000_000  # below, answers change visibly when activations are rounded to 8 bits
+STEADY = "deterministic: a request's tokens do not depend on what else is in the batch"
+FASTEST = (
+    "sums in the fastest order: the last bits of a request's logits may change with its batch (--deterministic: never)"
+)
 MAX_AUTO_CONTEXT = 32_768  # models that promise a million tokens still start on a small machine
 
 
@@ -44,8 +55,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: Ma
     _require_ranges(config)
     reasons: list[str] = []
     ops = _resolve_ops(config.ops, spec, machine, reasons)
+    config = replace(config, scheduler=_resolve_scheduler(config.scheduler, ops, machine, reasons))
     model = _resolve_model(config.model, spec, ops, reasons)
-    cache = _resolve_cache(config, model, _auto_kv_dtype(spec, model, ops), layout, machine, reasons)
+    cache = _resolve_cache(config, spec, model, _auto_kv_dtype(spec, model, ops), layout, machine, reasons)
     model = _within_pool(model, cache, layout, reasons)
     mode, reason = settled_mode(config.scheduler.speculate, ops.device)
     reasons += [reason, f"context of {model.max_context} tokens"]
@@ -80,6 +92,8 @@ def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons
         reasons.append(f"device {device}, backend {backend}{why}")
     if backend == "cpu" and machine.native_reason is not None:
         raise InvalidConfig(f"backend cpu was asked for, but {machine.native_reason}", param="backend")
+    if device == "cuda":
+        reasons.append(STEADY if ops.deterministic else FASTEST)
     bits = ops.activation_bits
     if bits == "auto":
         bits = "16" if num_parameters(spec) < SMALL_MODEL_PARAMETERS else "8"
@@ -104,6 +118,16 @@ def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons:
     return replace(model, dtype=dtype, max_context=context)
 
 
+def _resolve_scheduler(
+    scheduler: SchedulerConfig, ops: OpsConfig, machine: MachineFacts, reasons: list[str]
+) -> SchedulerConfig:
+    rows, tokens = default_limits(machine.available_bytes if ops.device == "cuda" else None)
+    rows = rows if scheduler.max_running is None else scheduler.max_running
+    tokens = max(rows, tokens) if scheduler.token_budget is None else scheduler.token_budget
+    reasons.append(f"at most {rows} sequences and {tokens} tokens a step")
+    return replace(scheduler, max_running=rows, token_budget=tokens)
+
+
 def _auto_kv_dtype(spec: ModelSpec, model: ModelConfig, ops: OpsConfig) -> str:
     """Native kernels compute in float32 but need not remember in it: beside weights that were rounded themselves, keys
     and values of 11 bits are not seen in the answers, and half as many bytes are read."""
@@ -113,6 +137,7 @@ def _auto_kv_dtype(spec: ModelSpec, model: ModelConfig, ops: OpsConfig) -> str:
 
 def _resolve_cache(
     config: EngineConfig,
+    spec: ModelSpec,
     model: ModelConfig,
     auto_kv_dtype: str,
     layout: KVLayout,
@@ -126,16 +151,26 @@ def _resolve_cache(
     cache = replace(cache, kv_dtype=kv_dtype, memory_fraction=fraction)
     if cache.num_blocks is not None:
         return cache
-    block_bytes = layout.block_bytes(cache.block_size, DTYPE_BYTES[kv_dtype])
+    block_bytes = layout.block_bytes(cache.block_size, kv_dtype)
+    rows, tokens = config.scheduler.num_rows, config.scheduler.num_tokens
+    beside = machine.weight_bytes
+    if machine.has_cuda:
+        limits = RunnerLimits(rows, tokens, model.max_context, cache.block_size, DTYPE_BYTES[model.dtype])
+        planned = runner_bytes(spec, limits)
+        beside += planned.total + GPU_START_BYTES
+        reasons.append(
+            f"memory: weights {machine.weight_bytes / 2**30:.2f} GiB, rows {planned.rows / 2**30:.2f}, largest step "
+            f"{planned.step / 2**30:.2f}, graphs {planned.graphs / 2**30:.2f}"
+        )
     num_blocks = num_blocks_that_fit(
         layout,
-        free_bytes=max(0, machine.available_bytes - machine.weight_bytes),
+        free_bytes=max(0, machine.available_bytes - beside),
         memory_fraction=fraction,
         block_size=cache.block_size,
-        dtype_bytes=DTYPE_BYTES[kv_dtype],
+        block_bytes=block_bytes,
         max_context=model.max_context,
-        max_rows=config.scheduler.max_running,
-        max_chunk=config.scheduler.token_budget,
+        max_rows=rows,
+        max_chunk=tokens,
     )
     tokens = num_blocks * cache.block_size // len(layout.groups)
     reasons.append(f"KV cache: {num_blocks} blocks, {num_blocks * block_bytes / 2**30:.2f} GiB, about {tokens} tokens")

@@ -28,7 +28,7 @@ def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: Load
     mode = config.scheduler.speculate
     if mode == "off":
         return NO_DRAFTS
-    return Drafting(speculation(mode, config, load_draft), num_allowed, config.scheduler.token_budget)
+    return Drafting(speculation(mode, config, load_draft), num_allowed, config.scheduler.num_tokens)
 
 
 def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:

@@ -52,6 +52,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     num_blocks: int
     block_size: int
+    max_running: int = 0
     reasons: list[str] = []  # why each automatic choice was made, for the start-up log
     pid: int = 0
     load_s: float = 0.0

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from tokenmill.arch.cost import kv_vector_bytes
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import UnsupportedModel
 
@@ -62,9 +63,9 @@ class KVLayout:
                 return number, group.layers.index(layer)
         raise IndexError(f"layer {layer} is not in the layout")
 
-    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Keys and values of one block of `block_size` tokens."""
-        return 2 * self.layers_per_group * self.num_kv_heads * block_size * self.head_dim * dtype_bytes
+    def block_bytes(self, block_size: int, dtype: str) -> int:
+        """Keys and values of one block of `block_size` tokens, with their scales where they are rounded."""
+        return 2 * self.layers_per_group * self.num_kv_heads * block_size * kv_vector_bytes(self.head_dim, dtype)
 
 
 def _cache_shape(spec: ModelSpec) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The tensors behind the block ids. Allocated once; steps write into them and read from them, nothing moves.
 
     keys, values: [layers_per_group, num_blocks, num_kv_heads, block_size, head_dim]
+    scales:       [layers_per_group, num_blocks, num_kv_heads, block_size] of each, where a number takes one byte
 
 A block id belongs to one KV group at a time; the group's i-th layer finds its keys in keys[i, block].
 """
@@ -28,23 +29,34 @@ class KVStorage:
         self.device = device
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
+        is_scaled = dtype.itemsize == 1
+        self.key_scales = _zeros(shape[:-1], torch.float32, device) if is_scaled else None
+        self.value_scales = _zeros(shape[:-1], torch.float32, device) if is_scaled else None
 
     def layer(self, number: int) -> LayerCache:
         """Views of one layer's keys and values."""
         _, index = self.layout.place(number)
-        return LayerCache(self.keys[index], self.values[index])
+        if self.key_scales is None or self.value_scales is None:
+            return LayerCache(self.keys[index], self.values[index])
+        return LayerCache(self.keys[index], self.values[index], self.key_scales[index], self.value_scales[index])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(from, to) block ids, all copied as if at once: sources are read before anything is written."""
         if not pairs:
             return
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
-        self.keys[:, targets] = self.keys[:, sources]
-        self.values[:, targets] = self.values[:, sources]
+        for part in self._parts:
+            bits = part.view(torch.uint8) if part.dtype.itemsize == 1 else part  # copied, whatever they mean
+            bits[:, targets] = bits[:, sources]
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        every = (self.keys, self.values, self.key_scales, self.value_scales)
+        return [part for part in every if part is not None]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

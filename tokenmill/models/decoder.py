@@ -24,9 +24,9 @@ class Decoder:
         self.ops = load.ops
         self.layout = KVLayout.from_spec(spec)
         self.embedding = load.ops.pack_embedding(load.source.get("embed.weight"), load.dense)
-        self.layers = [
-            Layer(layer, number, self.layout, spec.norm_eps, load) for number, layer in enumerate(spec.layers)
-        ]
+        self.layers = load.each(
+            lambda number: Layer(spec.layers[number], number, self.layout, spec.norm_eps, load), len(spec.layers)
+        )
         self.final_norm = load.vector("final_norm.weight")
         self.head = self.embedding if spec.tied_head else load.linear(["head"])
         self.ropes = rope_tables(spec, max_context or spec.max_context, load.device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +13,10 @@ from tokenmill.models.protocol import WeightSource
 from tokenmill.ops.interface import LinearWeight, Ops
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.upload import to_gpu
+
+Part = TypeVar("Part")
+NUM_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,16 @@ class Loader:
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
         """Plain values in the compute dtype, on the device."""
+        if self.device.type == "cuda" and raw.quant is None:
+            return to_gpu(raw.data, self.device).to(self.dtype)  # converted there, where it costs nothing
         return dequantize(raw, self.dtype).to(self.device)
+
+    def each(self, make: Callable[[int], Part], count: int) -> list[Part]:
+        """Parts 0 to count - 1 of a model; on a GPU several are read and sent at a time."""
+        if self.device.type != "cuda":
+            return [make(number) for number in range(count)]
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            return list(readers.map(make, range(count)))
 
     def vector(self, name: str) -> torch.Tensor:
         """Norm weights, biases, sinks: float32, since they are small and precision is free."""

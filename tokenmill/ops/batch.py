@@ -40,7 +40,12 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each."""
+    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each.
+
+    In one byte a number they have scales, float32 [num_blocks, num_kv_heads, block_size]: a key is keys * scale.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None

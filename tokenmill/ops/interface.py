@@ -114,6 +114,7 @@ class OpsWanted:
     kv_dtype: torch.dtype
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     quantization: str = "none"  # of plain weights, while they are loaded
+    deterministic: bool = False  # the same sums for a row whatever the batch
     quants: frozenset[str] = field(default_factory=frozenset)  # block formats among the weights
 
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from tokenmill.arch.cost import bytes_per_value, kv_bytes, kv_bytes_per_token
+from tokenmill.arch.cost import kv_bytes, kv_bytes_per_token
 from tokenmill.arch.outline import Model, ModelOutline, outline_of
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.planner.device import PlanDevice
-from tokenmill.runner.memory import blocks_for_context, num_blocks_that_fit
+from tokenmill.runner.memory import GPU_START_BYTES, RunnerLimits, blocks_for_context, num_blocks_that_fit, runner_bytes
 
 MIB = 1 << 20
-GPU_RUNTIME_BYTES = 600 * MIB  # driver context, loaded kernels, library workspaces
+GPU_CONTEXT_BYTES = 500 * MIB  # what the driver takes of a GPU before anything else
 CPU_RUNTIME_BYTES = 272 * MIB  # interpreter, torch, tokenizer
-GRAPH_BYTES = 6 * MIB  # one captured decode batch size
-NUM_GRAPHS = 12
 POOL_SHARE = {True: 0.25, False: 0.9}  # of what is left after the weights: on a CPU, on a GPU
 
 
@@ -106,9 +104,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """`file_bytes`: of a file that stays mapped while its packed copy is used (a GGUF file on a CPU)."""
     weights = device_weight_bytes(spec, parts, split)
-    activations = activation_bytes(spec, limits, device, split)
-    runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_RUNTIME_BYTES
-    graphs = 0 if device.is_cpu else GRAPH_BYTES * NUM_GRAPHS
+    activations, graphs = step_bytes(spec, limits, device, split)
+    runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + GPU_START_BYTES
     free = device.available_bytes - weights - activations - runtime - graphs
     blocks, block_bytes, per_request = _pool(spec, kv_dtype, device, split, limits, free)
     held = 0 if blocks < 2 else (blocks - 1) // per_request
@@ -123,11 +120,19 @@ def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
     return int((parts.embedding + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
 
 
-def activation_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> int:
+def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> tuple[int, int]:
+    """(what the largest step needs, what captured steps keep)"""
+    if device.is_cpu or isinstance(spec, ModelOutline):
+        return outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else 2), 0
+    bounds = RunnerLimits(limits.max_running, limits.token_budget, limits.context, limits.block_size)
+    found = runner_bytes(spec, bounds, share=1 / split.tensor)
+    return found.rows + found.step, found.graphs
+
+
+def outline_step_bytes(spec: Model, limits: Limits, split: Split, value_bytes: int) -> int:
     """The widest moment of the largest step: residual, its norm, and the projections of one layer; then the logits."""
-    value = 4 if device.is_cpu else 2
     widest = max(layer.width for layer in outline_of(spec).layers) / split.tensor
-    step = limits.token_budget * (2 * spec.hidden_size + widest) * value
+    step = limits.token_budget * (2 * spec.hidden_size + widest) * value_bytes
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size / split.tensor * 4
     return int(step + logits)
 
@@ -139,9 +144,7 @@ def _pool(
     if isinstance(spec, ModelOutline):
         return _outline_pool(spec, kv_dtype, device, split, limits, free)
     layout = KVLayout.from_spec(spec)
-    dtype_bytes = bytes_per_value(kv_dtype)
-    share = split.kv_share(spec)
-    block_bytes = ceil(layout.block_bytes(limits.block_size, 1) * dtype_bytes * share)
+    block_bytes = ceil(layout.block_bytes(limits.block_size, kv_dtype) * split.kv_share(spec))
     per_request = blocks_for_context(layout, limits.context, limits.block_size, limits.token_budget)
     if limits.num_blocks is not None:
         return limits.num_blocks, block_bytes, per_request
@@ -149,10 +152,10 @@ def _pool(
     try:
         blocks = num_blocks_that_fit(
             layout,
-            free_bytes=max(0, int(free / (dtype_bytes * share))),  # in units of one-byte blocks of the whole model
+            free_bytes=max(0, free),
             memory_fraction=fraction,
             block_size=limits.block_size,
-            dtype_bytes=1,
+            block_bytes=block_bytes,
             max_context=limits.context,
             max_rows=limits.max_running,
             max_chunk=limits.token_budget,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
+from tokenmill.config.engine import default_limits
 from tokenmill.planner.device import this_machine
 from tokenmill.planner.model import model_at
 from tokenmill.planner.plan import Plan, Question, make_plan
@@ -17,13 +18,14 @@ def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
     model = model_at(path, name)
     device = this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
     context = config.model.max_context or min(model.spec.max_context, MAX_AUTO_CONTEXT)
+    rows, tokens = default_limits(None if device.is_cpu else device.available_bytes)
     question = Question(
         input_len=min(TYPICAL_INPUT, max(1, context // 2)),
         output_len=min(TYPICAL_OUTPUT, max(1, context // 4)),
         kv_dtype=config.cache.kv_dtype,
         max_context=context,
-        max_running=config.scheduler.max_running,
-        token_budget=config.scheduler.token_budget,
+        max_running=config.scheduler.max_running or rows,
+        token_budget=config.scheduler.token_budget or tokens,
         memory_fraction=config.cache.memory_fraction,
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,

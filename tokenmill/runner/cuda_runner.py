@@ -11,7 +11,8 @@ ended meanwhile was computed once in vain; everything else (prompt chunks, rows 
 What a row computed in vain wrote lies behind the end of its sequence: no full block is ever touched, and whoever gets
 the block writes it first, later on the same stream.
 
-Rows that need more than the most likely token (drawing, penalties, logprobs, vectors) go through the plain runner.
+Tokens are drawn on the device, by every knob that `device_draws` knows. Rows that need more (grammars, logprobs,
+vectors, rare knobs) go through the plain runner, with the host in between.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.triton.best import pick_best
-from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.decode_graphs import DecodeGraphs, Fed, Kind
+from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
+from tokenmill.runner.sliced_sampler import SlicedSampler
 from tokenmill.sampling.steps import steps_used
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult
 
 NO_LIMIT = 1 << 62
+NONE_LEFT = -2  # drawn in place of a token
+NOTHING_LEFT = "no token is left to draw: banned_token_ids and min_tokens together exclude every one"
 
 
 @dataclass(frozen=True)
@@ -71,16 +76,18 @@ class CudaRunner:
         runs_ahead: bool = True,
     ) -> None:
         # One block more than the longest context has: where the scheduler looks ahead.
-        self._plain = ModelRunner(model, storage, sampler, max_rows, max_context + storage.block_size)
+        in_slices = SlicedSampler(sampler, model.vocab_size)
+        self._plain = ModelRunner(model, storage, in_slices, max_rows, max_context + storage.block_size)
         self._model = model
         self._storage = storage
         self._rows = self._plain.rows
-        self._is_greedy = [False] * max_rows
+        self._draws = DeviceDraws(model.vocab_size, max_rows, storage.device)
+        self._kinds: list[Kind] = ["hidden"] * max_rows  # how each row's tokens are chosen
         self._max_outputs = [0] * max_rows  # tokens each row draws at most
         self._held = [0] * max_rows  # blocks in each row's tables
         self._dropped = [0] * max_rows  # tokens that went when the row's context shifted
         self._max_context = max_context
-        self._graphs = DecodeGraphs(model, storage, max_rows, self._rows.tables.shape[2], max_context)
+        self._graphs = DecodeGraphs(model, storage, self._draws, max_rows, self._rows.tables.shape[2], max_context)
         self._runs_ahead = runs_ahead
         self._ahead: Ahead | None = None
 
@@ -99,6 +106,33 @@ class CudaRunner:
             found |= {row.row: _result(row, tokens, drawing.lines) for row in plans}
         return StepResult(rows=[found[row.row] for row in plan.rows], step_s=time.perf_counter() - began)
 
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    @property
+    def storage(self) -> KVStorage:
+        return self._storage
+
+    def run_largest_step(self, token_budget: int) -> None:
+        """Takes all the memory that steps will ever take. Nothing may be running yet."""
+        self.run_widest_step(token_budget)
+        self.capture_largest()
+
+    @torch.inference_mode()
+    def run_widest_step(self, token_budget: int) -> None:
+        """As many rows as there are, with as many tokens as the budget allows, all in the null block."""
+        lengths = [1] * min(len(self._kinds), token_budget)
+        left = token_budget - len(lengths)
+        for row in range(len(lengths)):
+            more = min(left, self._max_context - 1)
+            lengths[row], left = 1 + more, left - more
+        plans = [RowPlan(row=row, start=0, token_ids=[0] * n, sample=True) for row, n in enumerate(lengths)]
+        self._start(plans).wait()
+
+    def capture_largest(self) -> None:
+        self._graphs.capture_largest()
+
     def prepare(self) -> None:
         """Spends a few seconds now that would otherwise be spent on the first batches of each size."""
         self._graphs.prepare()
@@ -113,9 +147,10 @@ class CudaRunner:
             expected.pop(freed, None)
         for new in plan.new_rows:
             expected.pop(new.row, None)
-            self._is_greedy[new.row] = _is_plain(new)
+            self._kinds[new.row] = self._kind_of(new)
             self._held[new.row] = self._dropped[new.row] = 0
             self._max_outputs[new.row] = new.params.max_tokens or NO_LIMIT
+        self._draws.take([new for new in plan.new_rows if self._kinds[new.row] != "hidden"])
         changes: list[tuple[int, int, int, list[int]]] = []
         for row in plan.rows:
             if row.num_dropped != self._dropped[row.row]:  # all its blocks are others
@@ -166,15 +201,24 @@ class CudaRunner:
         return expected, fresh, other
 
     def _is_simple(self, plan: RowPlan) -> bool:
-        return self._is_greedy[plan.row] and plan.num_logprobs is None and plan.num_prompt_logprobs is None
+        is_asked = plan.num_logprobs is not None or plan.num_prompt_logprobs is not None
+        return self._kinds[plan.row] != "hidden" and not is_asked
+
+    def _kind_of(self, new: NewRow) -> Kind:
+        if not self._draws.can_draw(new):
+            return "hidden"
+        return "best" if new.params.is_greedy and not steps_used(new.params) else "draw"
+
+    def _kind(self, rows: Sequence[int]) -> Kind:
+        """Of a step of these rows: one that draws makes it a step of draws, in which others take the best."""
+        return "draw" if any(self._kinds[row] == "draw" for row in rows) else "best"
 
     def _run_others(self, plans: list[RowPlan], masks: StepMasks | None) -> list[RowResult]:
         """With the host in between. Rows that feed one token still go through a graph, up to the logits."""
         if not all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans):
             return self._plain.run_rows(plans, masks)
-        rows, positions = [plan.row for plan in plans], [plan.start for plan in plans]
-        graph = self._graphs.start(np.array(rows), np.array(positions), np.array([p.token_ids[0] for p in plans]))
-        drawn = self._plain.sampler.sample(self._model.logits(graph.hidden[: len(plans)]), plans, masks)
+        hidden = self._graphs.start(_fed(plans), "hidden")
+        drawn = self._plain.sampler.sample(self._model.logits(hidden[: len(plans)]), plans, masks)
         return [drawn_result(plan.row, [one], None) for plan, one in zip(plans, drawn, strict=True)]
 
     def _only_draws(self, plan: RowPlan) -> bool:
@@ -184,8 +228,7 @@ class CudaRunner:
 
     def _start(self, plans: list[RowPlan]) -> Drawing:
         if all(len(plan.token_ids) == 1 and plan.sample for plan in plans):
-            tokens = [plan.token_ids[0] for plan in plans]
-            return self._start_graph([plan.row for plan in plans], [plan.start for plan in plans], tokens)
+            return self._start_graph(_fed(plans))
         # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
         plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
         drawing = [plan for plan in plans if plan.sample]
@@ -194,16 +237,28 @@ class CudaRunner:
         hidden = self._model.forward(batch, self._storage)
         if not drawing:
             return self._on_its_way(hidden.new_empty(0, dtype=torch.int64), [])
-        drawn = pick_best(self._model.logits(hidden))
-        rows = [plan.row for plan in drawing]
-        seats = torch.tensor(rows, pin_memory=True).to(self._storage.device, non_blocking=True)
-        self._graphs.newest.index_copy_(0, seats, drawn)
-        return self._on_its_way(drawn, rows)
+        return self._on_its_way(self._picked(self._model.logits(hidden), drawing), [plan.row for plan in drawing])
+
+    def _picked(self, logits: torch.Tensor, plans: list[RowPlan]) -> torch.Tensor:
+        """Tokens [R] for the rows of `plans`, which become their newest."""
+        rows = [plan.row for plan in plans]
+        if self._kind(rows) == "best":
+            drawn = pick_best(logits)
+            self._graphs.newest.index_copy_(0, self._sent(rows, torch.int64), drawn)
+            return drawn
+        indices = [plan.output_index for plan in plans]
+        uniforms = self._sent(self._draws.uniforms(rows, indices), torch.float64)
+        seats, places = self._sent(rows, torch.int32), self._sent(indices, torch.int32)
+        self._draws.count_fed(seats, places, self._sent([plan.token_ids[-1] for plan in plans], torch.int32))
+        return self._draws.draw(logits, seats, places, uniforms, self._graphs.newest)
+
+    def _sent(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self._storage.device, non_blocking=True)
 
     def _start_ahead(self, plans: list[RowPlan]) -> Ahead | None:
         """The step after this one, for rows that draw now and have room for one more token."""
         ready = [
-            (plan.row, end)
+            (plan.row, end, plan.output_index + 1)
             for plan in plans
             if plan.sample
             and plan.output_index + 1 < self._max_outputs[plan.row]
@@ -211,16 +266,14 @@ class CudaRunner:
         ]
         if not ready:
             return None
-        drawing = self._start_graph([row for row, _ in ready], [end for _, end in ready], None)
-        return Ahead(drawing, dict(ready))
+        rows, ends, indices = (list(part) for part in zip(*ready, strict=True))
+        return Ahead(self._start_graph(Fed(rows, ends, None, indices)), dict(zip(rows, ends, strict=True)))
 
     def _has_room(self, row: int, position: int) -> bool:
         return position < self._max_context and self._held[row] > position // self._storage.block_size
 
-    def _start_graph(self, rows: list[int], positions: list[int], tokens: list[int] | None) -> Drawing:
-        fed = None if tokens is None else np.array(tokens)
-        graph = self._graphs.start(np.array(rows), np.array(positions), fed)
-        return self._on_its_way(graph.drawn, rows)
+    def _start_graph(self, fed: Fed) -> Drawing:
+        return self._on_its_way(self._graphs.start(fed, self._kind(fed.rows)), fed.rows)
 
     def _on_its_way(self, drawn: torch.Tensor, rows: list[int]) -> Drawing:
         tokens = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
@@ -230,10 +283,14 @@ class CudaRunner:
         return Drawing({row: line for line, row in enumerate(rows)}, tokens, is_there)
 
 
-def _is_plain(new: NewRow) -> bool:
-    """Wants the most likely token as the model has it."""
-    params = new.params
-    return new.pooling is None and params.is_greedy and params.guided is None and not steps_used(params)
+def _fed(plans: list[RowPlan]) -> Fed:
+    """Of rows that feed one token each."""
+    return Fed(
+        rows=[plan.row for plan in plans],
+        positions=[plan.start for plan in plans],
+        tokens=[plan.token_ids[0] for plan in plans],
+        indices=[plan.output_index for plan in plans],
+    )
 
 
 def _result(plan: RowPlan, tokens: list[int], lines: dict[int, int]) -> RowResult:
@@ -241,5 +298,5 @@ def _result(plan: RowPlan, tokens: list[int], lines: dict[int, int]) -> RowResul
         return RowResult(row=plan.row)
     token = tokens[lines[plan.row]]
     if token < 0:
-        return RowResult(row=plan.row, error=NOT_FINITE)
+        return RowResult(row=plan.row, error=NOTHING_LEFT if token == NONE_LEFT else NOT_FINITE)
     return RowResult(row=plan.row, token_ids=[token])

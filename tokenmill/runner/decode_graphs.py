@@ -1,16 +1,23 @@
-"""Decoding steps as CUDA graphs: rows that each feed one token and draw the most likely next one.
+"""Decoding steps as CUDA graphs: rows that each feed one token and draw the next one.
 
-Everything such a step needs is on the device already: block tables and each row's newest token. The host sends the
-row numbers and positions, four bytes each; the graph looks up the rest, runs the model, and leaves the drawn tokens
-where the next step will look for them. So a step can be started before the one ahead of it is done.
+Everything such a step needs is on the device already: block tables, each row's newest token, and what its draw depends
+on. The host sends row numbers, positions and random numbers, a few bytes each; the graph looks up the rest, runs the
+model, and leaves the drawn tokens where the next step will look for them. So a step can be started before the one ahead
+of it is done.
 
-A graph is captured when its batch size is first met. Sizes are padded to a few; the rows that only fill up have
-number -1, see nothing, and write into the null block.
+    best     every row takes the most likely token
+    draw     each row by its own knobs (see `device_draws`)
+    hidden   the host draws: the step ends with hidden states
+
+A graph is captured when its kind and batch size are first met. Sizes are padded to a few; the rows that only fill up
+have number -1, see nothing, and write into the null block. All graphs share one pool of memory, which the largest,
+captured first, has sized.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,27 +28,36 @@ from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
+from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.memory import graph_sizes
 
 Ints = NDArray[np.int64]
+Kind = Literal["best", "draw", "hidden"]
+ROW, POSITION, TOKEN, INDEX = range(4)  # lines of what the host sends
 
 
 @dataclass(frozen=True)
 class DecodeGraph:
     graph: torch.cuda.CUDAGraph
-    given: torch.Tensor  # int32 [3, R]
-    drawn: torch.Tensor  # int64 [R], -1 where the logits are not finite
-    hidden: torch.Tensor  # [R, H], for rows that draw in another way
+    given: torch.Tensor  # int32 [4, R]
+    uniforms: torch.Tensor  # float64 [R]
+    result: torch.Tensor  # tokens int64 [R], negative where there is none; or hidden states [R, H]
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 384 ..."""
-    sizes = [1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, 256, 32), *range(256, 512, 64)]
-    sizes += range(512, max_rows, 64)
-    return [size for size in sizes if size < max_rows] + [max_rows]
+@dataclass(frozen=True)
+class Fed:
+    """What the rows of a step feed: `tokens` None takes each row's newest."""
+
+    rows: list[int]
+    positions: list[int]
+    tokens: list[int] | None
+    indices: list[int]  # how many output tokens each has
 
 
 class DecodeGraphs:
-    def __init__(self, model: Model, storage: KVStorage, max_rows: int, max_blocks: int, max_context: int) -> None:
+    def __init__(
+        self, model: Model, storage: KVStorage, draws: DeviceDraws, max_rows: int, max_blocks: int, max_context: int
+    ) -> None:
         device = storage.device
         self.tables = torch.zeros(
             len(storage.layout.groups), max_rows, max_blocks, dtype=torch.int32, device=device
@@ -49,53 +65,71 @@ class DecodeGraphs:
         self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token drawn for each row
         self._model = model
         self._storage = storage
+        self._draws = draws
         self._max_context = max_context
         self._sizes = graph_sizes(max_rows)
-        self._captured: dict[int, DecodeGraph] = {}
+        self._captured: dict[tuple[int, Kind], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def start(
-        self, rows: NDArray[np.int64], positions: NDArray[np.int64], tokens: NDArray[np.int64] | None
-    ) -> DecodeGraph:
-        """Puts a step on the stream; `tokens` None takes each row's newest. Row i's token will be `drawn[i]`."""
-        size = next(size for size in self._sizes if size >= len(rows))
-        graph = self._captured.get(size) or self._capture(size)
-        given = torch.empty(3, size, dtype=torch.int32, pin_memory=True)
+    def start(self, fed: Fed, kind: Kind) -> torch.Tensor:
+        """Puts a step on the stream; line i of what comes back belongs to fed.rows[i]. It is overwritten by the next
+        step of the same kind and size."""
+        count = len(fed.rows)
+        size = next(size for size in self._sizes if size >= count)
+        graph = self._captured.get((size, kind)) or self._capture(size, kind)
+        given = torch.empty(4, size, dtype=torch.int32, pin_memory=True)
         lines = given.numpy()
-        lines[0, : len(rows)], lines[0, len(rows) :] = rows, NO_ROW
-        lines[1, : len(rows)], lines[1, len(rows) :] = positions, 0
-        lines[2] = -1
-        if tokens is not None:
-            lines[2, : len(rows)] = tokens
+        lines[:, count:] = [[NO_ROW], [0], [-1], [0]]
+        lines[ROW, :count], lines[POSITION, :count] = fed.rows, fed.positions
+        lines[TOKEN, :count] = -1 if fed.tokens is None else fed.tokens
+        lines[INDEX, :count] = fed.indices
         graph.given.copy_(given, non_blocking=True)
+        if kind == "draw":
+            uniforms = torch.zeros(size, dtype=torch.float64, pin_memory=True)
+            uniforms.numpy()[:count] = self._draws.uniforms(fed.rows, fed.indices)
+            graph.uniforms.copy_(uniforms, non_blocking=True)
         graph.graph.replay()
-        return graph
+        return graph.result
 
     def prepare(self) -> None:
         """Captures every size now; otherwise each is captured when it is first met."""
-        for size in self._sizes:
-            if size not in self._captured:
-                self._capture(size)
+        for size in reversed(self._sizes):
+            if (size, "best") not in self._captured:
+                self._capture(size, "best")
 
-    def _capture(self, size: int) -> DecodeGraph:
-        given = torch.zeros(3, size, dtype=torch.int32, device=self._storage.device)
-        given[0] = NO_ROW  # a rehearsal with rows that only fill up changes nothing
-        given[2] = -1
+    def capture_largest(self) -> None:
+        """Takes the memory that decoding will ever take; draws happen in place, and their kernels can wait."""
+        self._capture(self._sizes[-1], "best")
+
+    def _capture(self, size: int, kind: Kind) -> DecodeGraph:
+        device = self._storage.device
+        given = torch.zeros(4, size, dtype=torch.int32, device=device)
+        given[ROW] = NO_ROW  # a rehearsal with rows that only fill up changes nothing
+        given[TOKEN] = -1
+        uniforms = torch.zeros(size, dtype=torch.float64, device=device)
         with torch.inference_mode():
-            self._step(given)
+            self._step(given, uniforms, kind)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                drawn, hidden = self._step(given)
-        captured = DecodeGraph(graph, given, drawn, hidden)
-        self._captured[size] = captured
+                result = self._step(given, uniforms, kind)
+        captured = DecodeGraph(graph, given, uniforms, result)
+        self._captured[(size, kind)] = captured
         return captured
 
-    def _step(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self._model.forward(self._batch(given), self._storage)
-        drawn = pick_best(self._model.logits(hidden))
+    def _step(self, given: torch.Tensor, uniforms: torch.Tensor, kind: Kind) -> torch.Tensor:
+        batch = self._batch(given)
+        if kind == "draw":
+            self._draws.count_fed(given[ROW], given[INDEX], batch.token_ids)
+        hidden = self._model.forward(batch, self._storage)
+        if kind == "hidden":
+            return hidden
+        logits = self._model.logits(hidden)
+        if kind == "draw":
+            return self._draws.draw(logits, given[ROW], given[INDEX], uniforms, self.newest)
+        drawn = pick_best(logits)
         remember(given, drawn, self.newest)
-        return drawn, hidden
+        return drawn
 
     def _batch(self, given: torch.Tensor) -> ForwardBatch:
         size, device = given.shape[1], given.device

@@ -1,11 +1,125 @@
-"""How many KV blocks fit. Pure arithmetic, no torch: the planner's estimate and the engine's allocation are this."""
+"""What a runner takes beside the weights, and how many KV blocks fit into the rest. Pure arithmetic, no torch: the
+planner's estimate and the engine's allocation are this.
+
+    GPU memory   [ runtime | weights | rows | largest step | graphs | KV pool ................ | kept free ]
+
+    rows            tables of the permanent rows: block ids, knobs, seen tokens, angles of every position
+    largest step    the widest moment of a step of `token_budget` tokens, or its logits
+    graphs          the same of a decoding step of `max_running` rows, in a pool of its own
+"""
 
 from __future__ import annotations
 
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, prod
 
+from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
+from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
+
+LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
+LOGIT_BYTES = 6  # as computed, and as float32
+HOST_DRAW_BYTES = 40  # a logit that the host draws from: copies, mass in whole numbers, sums
+MAX_HOST_LOGITS = 1 << 24  # so many at a time
+GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step
+WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for steps and one for graphs
+GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
+ROW_KNOBS, ROW_EDITS, EDIT_BYTES = 8, 512, 12  # see `device_draws`
+KEPT_WHOLE = ("head.weight", "router.weight")  # not quantised while they load
+GROUP_COLUMNS = 128  # of a 4-bit matrix share a scale; a matrix that they do not divide is not quantised
+
+
+# ── a GPU's memory beside the pool ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """What bounds a step: see the config fields of the same names."""
+
+    max_running: int
+    token_budget: int
+    max_context: int
+    block_size: int = 16
+    value_bytes: int = 2  # of an activation
+
+
+@dataclass(frozen=True)
+class RunnerBytes:
+    rows: int
+    step: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.step + self.graphs
+
+
+def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -> RunnerBytes:
+    """On a GPU; `share`: of each matrix and the vocabulary that one of several devices has."""
+    logits = min(limits.max_running, limits.token_budget) * spec.vocab_size * share
+    host = min(logits, MAX_HOST_LOGITS) * HOST_DRAW_BYTES
+    step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host)
+    graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
+    graphs += len(graph_sizes(limits.max_running)) * GRAPH_BYTES + _table_bytes(spec, limits)
+    return RunnerBytes(_row_bytes(spec, limits), int(step) + WORKSPACE_BYTES, int(graphs) + WORKSPACE_BYTES)
+
+
+def _widest(spec: ModelSpec, num_tokens: int, limits: RunnerLimits, share: float) -> float:
+    """Everything that lives at the widest moment of a layer."""
+    widest = max(_layer_width(spec, index) for index in range(spec.num_layers)) * share
+    return num_tokens * (LIVE_HIDDEN * spec.hidden_size + widest) * limits.value_bytes
+
+
+def _layer_width(spec: ModelSpec, index: int) -> int:
+    """Values of one token."""
+    layer = spec.layers[index]
+    # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
+    attention = 4 * layer.attention.q_size + 4 * layer.attention.kv_size
+    mlp = layer.mlp
+    if isinstance(mlp, MoeSpec):
+        shared = 3 * mlp.shared.intermediate_size + spec.hidden_size if mlp.shared else 0
+        return max(attention, mlp.num_active * (3 * mlp.expert.intermediate_size + spec.hidden_size) + shared)
+    return max(attention, 3 * mlp.intermediate_size)
+
+
+def _row_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
+    draws = 8 * ROW_KNOBS + 2 * spec.vocab_size + 4 + EDIT_BYTES * ROW_EDITS
+    ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
+    angles = sum(limits.max_context * rope.rotary_dim * 4 for rope in ropes)
+    return limits.max_running * draws + _table_bytes(spec, limits) + angles
+
+
+def _table_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
+    num_groups = len(KVLayout.from_spec(spec).groups)
+    return num_groups * limits.max_running * (ceil(limits.max_context / limits.block_size) + 1) * 4
+
+
+def gpu_weight_bytes(spec: ModelSpec, value_bytes: int, quantization: str = "none") -> int:
+    """As the Triton kernels keep them: vectors in float32, matrices as computed or quantised while they load."""
+    return sum(_kept_bytes(tensor, value_bytes, quantization) for tensor in tensors_of(spec).values())
+
+
+def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str) -> int:
+    size = prod(tensor.shape)
+    if tensor.kind == "vector":
+        return 4 * size if not tensor.name.endswith(".bias") else value_bytes * size
+    is_whole = tensor.kind != "linear" or tensor.name.endswith(KEPT_WHOLE) or len(tensor.shape) != 2
+    if quantization == "none" or is_whole or tensor.shape[1] % GROUP_COLUMNS:
+        return value_bytes * size
+    if quantization == "fp8":
+        return size + 4 * tensor.shape[0]
+    return size // 2 + size // GROUP_COLUMNS * value_bytes
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes that decoding steps are padded to: 1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 384 ..."""
+    sizes = [1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, 256, 32), *range(256, 512, 64)]
+    sizes += range(512, max_rows, 64)
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+# ── the KV pool ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def blocks_for_context(layout: KVLayout, context: int, block_size: int, max_chunk: int = 1) -> int:
@@ -27,7 +141,7 @@ def num_blocks_that_fit(
     free_bytes: int,
     memory_fraction: float,
     block_size: int,
-    dtype_bytes: int,
+    block_bytes: int,
     max_context: int,
     max_rows: int,
     max_chunk: int,
@@ -36,7 +150,7 @@ def num_blocks_that_fit(
 
     The first block is nobody's: tables point to it where a window has passed.
     """
-    affordable = int(free_bytes * memory_fraction) // layout.block_bytes(block_size, dtype_bytes)
+    affordable = int(free_bytes * memory_fraction) // block_bytes
     useful = max_rows * blocks_for_context(layout, max_context, block_size, max_chunk) + 1
     num_blocks = min(affordable, useful)
     if num_blocks < 1 + len(layout.groups):

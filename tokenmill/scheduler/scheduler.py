@@ -48,7 +48,7 @@ class Scheduler:
         self._cache = cache
         self._clock = clock
         # Every running sequence is promised a token a step, so no more may run than the budget has tokens.
-        self._num_rows = min(max_rows, config.max_running, config.token_budget)
+        self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
         self._floor = Floor(cache, self._num_rows)
         self._waiting = WaitingQueue()
         self._jobs: dict[str, Job] = {}
@@ -68,7 +68,7 @@ class Scheduler:
             raise Overloaded(f"{num_stuck} requests are waiting already", hint="try again a little later")
         if request.request_id in self._jobs:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
-        refuse_impossible(request, self._cache, self._num_rows, self._config.token_budget)
+        refuse_impossible(request, self._cache, self._num_rows, self._config.num_tokens)
         job = build_job(request, self._num_added, self._cache, self._num_rows)
         self._num_added += 1
         self._jobs[request.request_id] = job
@@ -135,7 +135,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
         self._make_way()
-        draft = Draft(TokenBudget(self._config.token_budget, self._floor.num_sequences))
+        draft = Draft(TokenBudget(self._config.num_tokens, self._floor.num_sequences))
         self._drafts = self._drafter.propose(self._floor.gangs)
         self._serve_running(draft)
         if not draft.num_preempted:
@@ -279,7 +279,7 @@ class Scheduler:
         return hit
 
     def _blocks_needed(self, gang: Gang) -> int:
-        return self._cache.blocks_for(len(gang.leader.window), self._config.token_budget)
+        return self._cache.blocks_for(len(gang.leader.window), self._config.num_tokens)
 
     def _hit(self, gang: Gang, sequence: Sequence, limit: int) -> Hit:
         if not gang.job.may_reuse_prefix:

@@ -7,6 +7,7 @@ from tokenmill.ops.reference.activation import act_mul, softcap
 from tokenmill.ops.reference.attention import attention, write_kv
 from tokenmill.ops.reference.attention_plan import plan_attention
 from tokenmill.ops.reference.experts import experts, pack_experts, route
+from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.reference.linear import embed, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.norm import add_rms_norm, rms_norm
 from tokenmill.ops.reference.rotate import rotate
@@ -32,9 +33,10 @@ REFERENCE_OPS = Ops(
 
 
 def _refuse(wanted: OpsWanted) -> str | None:
-    for purpose, dtype in (("activations", wanted.dtype), ("the KV cache", wanted.kv_dtype)):
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            return f"{dtype} for {purpose}"
+    if not wanted.dtype.is_floating_point or wanted.dtype.itemsize < 2:
+        return f"{wanted.dtype} for activations"
+    if wanted.kv_dtype.itemsize == 1 and wanted.kv_dtype not in LARGEST:
+        return f"{wanted.kv_dtype} for the KV cache"
     return None
 
 

@@ -13,13 +13,18 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.reference.activation import softcap
 from tokenmill.ops.reference.attention_plan import AttentionPlan, AttentionTask
+from tokenmill.ops.reference.kv_rounding import rounded
 
 
 def write_kv(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     block_size = cache.keys.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    cache.keys[blocks, :, offsets] = keys.to(cache.keys.dtype)
-    cache.values[blocks, :, offsets] = values.to(cache.values.dtype)
+    for vectors, kept, scales in ((keys, cache.keys, cache.key_scales), (values, cache.values, cache.value_scales)):
+        if scales is None:
+            kept[blocks, :, offsets] = vectors.to(kept.dtype)
+            continue
+        numbers, scales[blocks, :, offsets] = rounded(vectors, kept.dtype)
+        kept.view(torch.uint8)[blocks, :, offsets] = numbers.view(torch.uint8)
 
 
 def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
@@ -34,7 +39,7 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     """queries [B * Q, heads, D] → the same shape"""
     rows, (_, kv_heads, _, dim), num_heads = task.num_rows, cache.keys.shape, queries.shape[1]
     lines = _head_blocks(task, kv_heads)
-    keys = _gather(cache.keys, lines)
+    keys = _gather(cache.keys, cache.key_scales, lines)
     # [B, Q, kv_heads, G, D] → [B, kv_heads, G, Q, D]
     grouped = queries.view(rows, -1, kv_heads, num_heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * args.scale
@@ -42,7 +47,7 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
     scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
-    mixed = _mix(_softmax(scores, args.sinks).flatten(2, 3), _gather(cache.values, lines), task)
+    mixed = _mix(_softmax(scores, args.sinks).flatten(2, 3), _gather(cache.values, cache.value_scales, lines), task)
     return mixed.view_as(grouped).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
 
 
@@ -52,10 +57,13 @@ def _head_blocks(task: AttentionTask, kv_heads: int) -> torch.Tensor:
     return task.blocks.view(task.num_rows, 1, -1) * kv_heads + heads
 
 
-def _gather(cache: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+def _gather(cache: torch.Tensor, scales: torch.Tensor | None, lines: torch.Tensor) -> torch.Tensor:
     """A float32 copy of the task's blocks, [B, kv_heads, N * block_size, D]."""
     found = torch.index_select(cache.view(-1, cache.shape[2] * cache.shape[3]), 0, lines.flatten())
-    return found.float().view(*lines.shape[:2], -1, cache.shape[3])
+    vectors = found.float().view(*lines.shape[:2], -1, cache.shape[3])
+    if scales is None:
+        return vectors
+    return vectors * scales.view(-1, cache.shape[2])[lines.flatten()].view(*vectors.shape[:3], 1)
 
 
 def _mix(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask) -> torch.Tensor:

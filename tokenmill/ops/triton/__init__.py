@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 import torch
 
+from tokenmill.arch.spec import MoeSpec
 from tokenmill.ops.interface import Backend, Ops, OpsWanted
+from tokenmill.ops.reference.kv_rounding import LARGEST
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 256
@@ -18,10 +20,15 @@ def _refuse(wanted: OpsWanted) -> str | None:
         return f"it computes on a GPU, not on {wanted.device}"
     if find_spec("triton") is None:
         return "triton is not installed (pip install 'tokenmill[gpu]')"
-    for purpose, dtype in (("activations", wanted.dtype), ("the KV cache", wanted.kv_dtype)):
-        if dtype not in DTYPES:
-            return f"{dtype} for {purpose}"
+    if wanted.dtype not in DTYPES:
+        return f"{wanted.dtype} for activations"
+    if wanted.kv_dtype not in (*DTYPES, *LARGEST):
+        return f"{wanted.kv_dtype} for the KV cache"
+    if wanted.deterministic and wanted.quantization != "none":
+        return "products with quantised weights have no one order of adding for every batch (deterministic)"
     for layer in wanted.spec.layers:
+        if wanted.deterministic and isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate:
+            return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"
         if layer.attention.num_heads > MAX_HEADS_A_KEY * layer.attention.num_kv_heads:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
         if layer.attention.head_dim > MAX_HEAD_DIM:
@@ -32,7 +39,7 @@ def _refuse(wanted: OpsWanted) -> str | None:
 def _build(wanted: OpsWanted) -> Ops:
     from tokenmill.ops.triton.build import build_ops
 
-    return build_ops(wanted.quantization)
+    return build_ops(wanted.quantization, deterministic=wanted.deterministic)
 
 
 TRITON = Backend("triton", _refuse, _build)

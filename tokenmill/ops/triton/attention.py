@@ -26,6 +26,7 @@ class AttentionPlan:
     prompts: tuple[int, ...]  # lengths of the last rows, which are whole long prompts
     max_queries: int
     max_context: int  # as far as a query looks back
+    max_position: int  # behind every key of the step
 
 
 def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> AttentionPlan:
@@ -39,6 +40,7 @@ def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> Atten
         prompts=_trailing_prompts(batch.lengths or ()),
         max_queries=batch.max_query_len,
         max_context=visible,
+        max_position=batch.max_context_len,
     )
 
 

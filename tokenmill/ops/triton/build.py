@@ -1,4 +1,6 @@
-"""The table of ops, filled with what is fastest on a GPU."""
+"""The table of ops, filled with what is fastest on a GPU; or, where it is asked for, with kernels that add up in one
+order whatever the batch. Norms, activations, rotation and routing work row by row in either.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,18 @@ from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.attention import attention, plan_attention
 from tokenmill.ops.triton.experts import experts
+from tokenmill.ops.triton.invariant_attention import invariant_attention
+from tokenmill.ops.triton.invariant_experts import invariant_experts
+from tokenmill.ops.triton.invariant_linear import invariant_linear
 from tokenmill.ops.triton.linear import PackLinear, linear
 from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.place import place_qkv
 from tokenmill.ops.triton.route import route
 
 
-def build_ops(quantization: str = "none") -> Ops:
+def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops:
     """Embedding, rotation and packing of experts are torch's: they are few, or large copies."""
-    return replace(
+    fastest = replace(
         REFERENCE_OPS,
         name="triton",
         plan_attention=plan_attention,
@@ -31,3 +36,6 @@ def build_ops(quantization: str = "none") -> Ops:
         route=route,
         experts=experts,
     )
+    if not deterministic:
+        return fastest
+    return replace(fastest, linear=invariant_linear, attention=invariant_attention, experts=invariant_experts)

@@ -16,31 +16,33 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
-from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of
+from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
 
 
 @triton.jit
 def _attend(
-    query, highest, total, mixed, keys, values, table, kv_head, positions, low, high, context,
+    query, highest, total, mixed, keys, values, key_scales, value_scales, table, kv_head, positions, low, high, context,
     scale, softcap, window, d,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax state after keys [low, high)."""
     for start in range(low, high, TILE):
         places = start + tl.arange(0, TILE)
         inside = places < context
         blocks = tl.load(table + places // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        lines = ((blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE) * DIM
+        lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
         if IS_MASKED:
             kv_inside = inside[:, None] & (d < DIM)[None, :]
-            key = tl.load(keys + lines[:, None] + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
-            value = tl.load(values + lines[:, None] + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+            key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+            value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
         else:
-            key = tl.load(keys + lines[:, None] + d[None, :]).to(query.dtype)
-            value = tl.load(values + lines[:, None] + d[None, :]).to(query.dtype)
+            key = tl.load(keys + lines[:, None] * DIM + d[None, :]).to(query.dtype)
+            value = tl.load(values + lines[:, None] * DIM + d[None, :]).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         scores = scores * scale
+        if IS_SCALED:
+            scores *= tl.load(key_scales + lines, mask=inside, other=0.0)[None, :]
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores / softcap)
         scores = scores * LOG2E
@@ -53,6 +55,8 @@ def _attend(
             weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, axis=1)
+        if IS_SCALED:
+            weights *= tl.load(value_scales + lines, mask=inside, other=0.0)[None, :]
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weights.to(value.dtype), value, mixed, input_precision=PRECISION)
         highest = new_highest
@@ -61,12 +65,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _chunk(
-    queries, keys, values, out, tables, query_starts, contexts, sinks,
+    queries, keys, values, key_scales, value_scales, out, tables, query_starts, contexts, sinks,
     scale, softcap, window, table_stride, first_row, num_rows,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, IS_PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     # The last tiles of a row have the most keys: they are started first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -106,12 +110,14 @@ def _chunk(
         if IS_PLAIN:
             diagonal = (earliest + 1) // TILE * TILE
             highest, total, mixed = _attend(
-                query, highest, total, mixed, keys, values, table, kv_head, positions, low, diagonal, context,
-                scale, softcap, window, d, KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, False, PRECISION,
+                query, highest, total, mixed, keys, values, key_scales, value_scales, table, kv_head, positions,
+                low, diagonal, context, scale, softcap, window, d,
+                KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, False, IS_SCALED, PRECISION,
             )  # fmt: skip
         highest, total, mixed = _attend(
-            query, highest, total, mixed, keys, values, table, kv_head, positions, diagonal, last, context,
-            scale, softcap, window, d, KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, True, PRECISION,
+            query, highest, total, mixed, keys, values, key_scales, value_scales, table, kv_head, positions,
+            diagonal, last, context, scale, softcap, window, d,
+            KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, True, IS_SCALED, PRECISION,
         )  # fmt: skip
         if HAS_SINKS:
             total += tl.exp2(tl.load(sinks + head) * LOG2E - highest)
@@ -148,11 +154,11 @@ def chunk_attention(
     )
     tiles = num_tokens // num_queries + len(rows)
     _chunk[(tiles, num_heads)](
-        queries, cache.keys, cache.values, out, tables, query_starts, contexts,
+        queries, cache.keys, cache.values, *scales_of(cache), out, tables, query_starts, contexts,
         args.sinks if args.sinks is not None else queries,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0), rows.start, rows.stop,
         num_heads, kv_heads, dim, padded, block_size, num_queries, tile,
         args.softcap is not None, args.window is not None, args.sinks is not None,
-        args.window is None and padded == dim, precision_of(queries),
+        args.window is None and padded == dim, cache.key_scales is not None, precision_of(queries),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -27,11 +27,11 @@ PROGRAMS_WANTED = 512  # enough to keep every multiprocessor busy; more cost mor
 
 @triton.jit
 def _decode(
-    queries, keys, values, out, part_out, part_lse, arrived, tables, contexts, sinks,
+    queries, keys, values, key_scales, value_scales, out, part_out, part_lse, arrived, tables, contexts, sinks,
     scale, softcap, window, table_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     let_next_begin(OVERLAPS)
@@ -60,11 +60,13 @@ def _decode(
         places = start + tl.arange(0, TILE)
         seen = (places < high) & (places >= oldest)
         blocks = tl.load(table + places // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        lines = ((blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE) * DIM
+        lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
         kv_inside = seen[:, None] & (d < DIM)[None, :]
-        key = tl.load(keys + lines[:, None] + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
-        value = tl.load(values + lines[:, None] + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+        key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+        value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if IS_SCALED:
+            scores *= tl.load(key_scales + lines, mask=seen, other=0.0)[None, :]
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores / softcap)
         scores = tl.where(seen[None, :], scores * LOG2E, float("-inf"))
@@ -72,6 +74,8 @@ def _decode(
         weights = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, axis=1)
+        if IS_SCALED:
+            weights *= tl.load(value_scales + lines, mask=seen, other=0.0)[None, :]
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         highest = new_highest
     if NUM_SPLITS == 1:
@@ -146,12 +150,19 @@ def decode_attention(
     sinks = args.sinks if args.sinks is not None else queries
     padded = max(16, triton.next_power_of_2(dim))
     _decode[(num_rows, kv_heads, num_splits)](
-        queries, cache.keys, cache.values, out, part_out, part_lse, arrived, tables, contexts, sinks,
+        queries, cache.keys, cache.values, *scales_of(cache), out, part_out, part_lse, arrived, tables, contexts, sinks,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
-        args.softcap is not None, args.sinks is not None, precision_of(queries),
+        args.softcap is not None, args.sinks is not None, cache.key_scales is not None, precision_of(queries),
         num_warps=warps, num_stages=stages, **launch_options(),
     )  # fmt: skip
+
+
+def scales_of(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of keys and values; where there are none, something to pass in their place."""
+    if cache.key_scales is None or cache.value_scales is None:
+        return cache.keys, cache.values
+    return cache.key_scales, cache.value_scales
 
 
 def precision_of(x: torch.Tensor) -> str:

@@ -7,6 +7,8 @@ at offsets[e] // TILE + e, which leaves each expert room for its last, partly fi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -130,8 +132,10 @@ def experts(
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
-    compute = _streamed if len(x) <= MAX_STREAMED_TOKENS else _sorted
-    return compute(x.contiguous(), weights, ids, packed, activation)
+    if len(x) <= MAX_STREAMED_TOKENS:
+        return _streamed(x.contiguous(), weights, ids, packed, activation)
+    tile = _tile_for(ids.numel() / packed.num_experts, x.dtype)
+    return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
 
 
 def _streamed(
@@ -152,18 +156,34 @@ def _streamed(
     return out
 
 
-def _sorted(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+class Tile(NamedTuple):
+    """Sorted pairs, matrix rows and columns that a program multiplies at a time."""
+
+    pairs: int
+    columns: int
+    stride: int
+    warps: int
+    stages: int
+
+
+def sorted_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    packed: ExpertsWeight,
+    activation: Activation,
+    tile: Tile,
 ) -> torch.Tensor:
+    """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     sorted_ids, order = ids.flatten().sort(stable=True)
     offsets = torch.searchsorted(sorted_ids, torch.arange(packed.num_experts + 1, device=x.device))
     gated = x.new_empty(num_tokens * k, 2 * inter)
-    _multiply(x, gate_up, gated, order, offsets, weights, k, is_gathered=True)
+    _multiply(x, gate_up, gated, order, offsets, weights, k, tile, is_gathered=True)
     pairs = x.new_empty(num_tokens * k, hidden)
-    _multiply(act_mul(gated, activation), down, pairs, order, offsets, weights, k, is_gathered=False)
-    return pairs.view(num_tokens, k, hidden).sum(dim=1)
+    _multiply(act_mul(gated, activation), down, pairs, order, offsets, weights, k, tile, is_gathered=False)
+    return pairs.view(num_tokens, k, hidden)
 
 
 def _multiply(
@@ -174,22 +194,23 @@ def _multiply(
     offsets: torch.Tensor,
     shares: torch.Tensor,
     k: int,
+    tile: Tile,
     *,
     is_gathered: bool,
 ) -> None:
     num_experts, num_out, num_in = matrices.shape
     num_pairs = len(order)
-    tile, columns, stride, warps, stages = _tile_for(num_pairs / num_experts, x.dtype)
-    grid = (num_pairs // tile + num_experts, triton.cdiv(num_out, columns))
+    grid = (num_pairs // tile.pairs + num_experts, triton.cdiv(num_out, tile.columns))
     _grouped[grid](
         x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
-        k, tile, columns, stride, is_gathered, precision_of(x), num_warps=warps, num_stages=stages,
+        k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
-        return 16, 32, 32, 4, 2
+        return Tile(16, 32, 32, 4, 2)
     if pairs_per_expert <= 16:
-        return 16, 64, 128, 4, 4
-    return (64, 128, 64, 4, 4) if pairs_per_expert <= 128 else (128, 128, 64, 8, 3)
+        return Tile(16, 64, 128, 4, 4)
+    return Tile(64, 128, 64, 4, 4) if pairs_per_expert <= 128 else Tile(128, 128, 64, 8, 3)

@@ -1,7 +1,8 @@
 """From the joint projection to attention's inputs in one kernel: q and k are normed and rotated, k and v are cached.
 
 A program takes one token and a few heads of one kind:  [ q q q q | k | v ]. It reads each element's rotation partner
-again instead of exchanging it between threads; the second read comes from the cache.
+again instead of exchanging it between threads; the second read comes from the cache. A cache of one byte a number gets
+each head's vector divided by a scale of its own, which is kept beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.reference.kv_rounding import LARGEST
+from tokenmill.ops.triton.decode_attention import scales_of
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 
@@ -38,11 +41,25 @@ def _placed(
 
 
 @triton.jit
+def _keep(vectors, numbers, scales, line, d, inside, DIM: tl.constexpr, LARGEST: tl.constexpr):
+    """Vectors [HEADS, D] into the cache at `line` [HEADS, 1]; LARGEST: of the numbers that have a scale, else 0."""
+    if LARGEST > 0:
+        scale = tl.max(tl.abs(vectors), axis=1)[:, None] / LARGEST
+        is_broken = tl.sum((vectors != vectors).to(tl.int32), axis=1)[:, None] > 0
+        scale = tl.where(is_broken, float("nan"), scale)  # which a rounded number can't say
+        tl.store(scales + line, scale, mask=tl.sum(inside.to(tl.int32), axis=1)[:, None] > 0)
+        vectors = vectors / tl.maximum(scale, 1e-30)
+        if LARGEST == 127:
+            vectors = tl.minimum(tl.maximum(tl.floor(vectors + 0.5), -127.0), 127.0)
+    tl.store(numbers + line * DIM + d, vectors.to(numbers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _place(
-    qkv, queries, keys, values, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
+    qkv, queries, keys, values, key_scales, value_scales, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    LARGEST: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     let_next_begin(OVERLAPS)
     wait_for_previous(OVERLAPS)
@@ -69,10 +86,10 @@ def _place(
         if is_key:
             source = row + (NUM_HEADS + heads) * DIM
             placed = _placed(source, d, inside, k_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
-            tl.store(keys + line * DIM + d, placed.to(keys.dtype.element_ty), mask=inside)
+            _keep(placed, keys, key_scales, line, d, inside, DIM, LARGEST)
         else:
             plain = tl.load(row + (NUM_HEADS + KV_HEADS + heads) * DIM + d, mask=inside, other=0.0)
-            tl.store(values + line * DIM + d, plain.to(values.dtype.element_ty), mask=inside)
+            _keep(plain.to(tl.float32), values, value_scales, line, d, inside, DIM, LARGEST)
 
 
 def place_qkv(
@@ -94,10 +111,10 @@ def place_qkv(
     tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
     if num_tokens:
         _place[(num_tokens, tiles)](
-            qkv, queries, cache.keys, cache.values, slots, q_norm, k_norm, cos, sin,
+            qkv, queries, cache.keys, cache.values, *scales_of(cache), slots, q_norm, k_norm, cos, sin,
             cos.shape[-1] if angles else 0, eps, qkv.stride(0),
             num_heads, kv_heads, dim, triton.next_power_of_2(dim), block_size, tile,
-            norms is not None, angles is not None,
+            norms is not None, angles is not None, LARGEST.get(cache.keys.dtype, 0.0),
             num_warps=4, **launch_options(),
         )  # fmt: skip
     return queries

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
+from tokenmill.ops.triton.decode_attention import scales_of
 
 MIN_LENGTH = 1024  # below it the chunk kernel, which takes all rows in one launch, is as fast
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -29,8 +30,9 @@ def can_be_dense(queries: torch.Tensor, args: AttentionArgs) -> bool:
 
 @triton.jit
 def _gather(
-    keys, values, tables, out, length, table_stride, num_rows,
+    keys, values, key_scales, value_scales, tables, out, length, table_stride, num_rows,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ) -> None:  # fmt: skip
     number, head = tl.program_id(0), tl.program_id(1)
     row, part = tl.program_id(2) // 2, tl.program_id(2) % 2
@@ -39,9 +41,12 @@ def _gather(
     d = tl.arange(0, DIM_PADDED)
     places = number * BLOCK_SIZE + offsets
     inside = (places < length)[:, None] & (d < DIM)[None, :]
-    lines = ((block * KV_HEADS + head) * BLOCK_SIZE + offsets)[:, None] * DIM + d[None, :]
+    lines = (block * KV_HEADS + head) * BLOCK_SIZE + offsets
     source = values if part else keys
-    found = tl.load(source + lines, mask=inside, other=0.0)
+    found = tl.load(source + lines[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    if IS_SCALED:
+        scales = value_scales if part else key_scales
+        found = found.to(tl.float32) * tl.load(scales + lines, mask=places < length, other=0.0)[:, None]
     line = ((part * num_rows + row) * KV_HEADS + head).to(tl.int64)
     target = out + (line * length + places)[:, None] * DIM + d[None, :]
     tl.store(target, found.to(out.dtype.element_ty), mask=inside)
@@ -57,8 +62,8 @@ def prompt_attention(
     grid = (triton.cdiv(length, block_size), kv_heads, 2 * num_rows)
     padded = triton.next_power_of_2(dim)
     _gather[grid](
-        cache.keys, cache.values, tables, dense, length, tables.stride(0), num_rows,
-        kv_heads, dim, padded, block_size, num_warps=4,
+        cache.keys, cache.values, *scales_of(cache), tables, dense, length, tables.stride(0), num_rows,
+        kv_heads, dim, padded, block_size, cache.key_scales is not None, num_warps=4,
     )  # fmt: skip
     with sdpa_kernel(BACKENDS, set_priority=True):
         mixed = functional.scaled_dot_product_attention(

@@ -1,0 +1,121 @@
+"""Draws on the device against the CPU's sampler, in Triton's interpreter: the same tokens for the same requests."""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from tokenmill.ops.triton import draw
+from tokenmill.params import SamplingParams
+from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.sampling.sampler import Sampler
+from tokenmill.types import NewRow, RowPlan
+
+draw.BLOCK = 64  # several blocks a row
+draw.FEW = 16
+VOCAB, ROWS, STEPS = 150, 14, 6
+
+
+def knobs_of(rng: random.Random, row: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice((0.0, 0.3, 1.0, 1.7)),
+        top_k=rng.choice((0, 0, 1, 7, 500)),
+        top_p=rng.choice((1.0, 0.0, 0.4, 0.95)),
+        min_p=rng.choice((0.0, 0.0, 0.1)),
+        repetition_penalty=rng.choice((1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.7)),
+        frequency_penalty=rng.choice((0.0, -0.4)),
+        logit_bias=rng.choice((None, {3: 5.0, 77: -2.0})),
+        banned_token_ids=rng.choice((None, [1, 3, 9])),
+        min_tokens=rng.choice((0, 3)),
+    )
+
+
+def new_rows(rng: random.Random) -> list[NewRow]:
+    return [
+        NewRow(
+            row=row,
+            params=knobs_of(rng, row),
+            seed=rng.getrandbits(60),
+            prompt_token_ids=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))],
+            output_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 3)))],
+            stop_token_ids=[2, 40],
+        )
+        for row in range(ROWS)
+    ]
+
+
+def check_same_draws(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    sampler, device = Sampler(VOCAB, ROWS, "cpu"), DeviceDraws(VOCAB, ROWS, torch.device("cpu"))
+    rows = new_rows(rng)
+    for new in rows:
+        sampler.add_row(new)
+    assert all(device.can_draw(new) for new in rows)
+    device.take(rows)
+    newest = torch.zeros(ROWS, dtype=torch.int64)
+    for step in range(STEPS):
+        logits = (torch.randn(ROWS, VOCAB) * 3).bfloat16().float()  # equals among them
+        order = rng.sample(range(ROWS), ROWS)
+        indices = [len(rows[row].output_token_ids) + step for row in order]
+        drawing = zip(order, indices, strict=True)
+        plans = [RowPlan(row=row, start=0, token_ids=[0], output_index=index) for row, index in drawing]
+        expected = [drawn.token_id for drawn in sampler.sample(logits, plans)]
+        numbers = torch.tensor([*order, -1], dtype=torch.int32)
+        places = torch.tensor([*indices, 0], dtype=torch.int32)
+        if step:  # the tokens of the step before are fed; twice, as when a step ahead is thrown away
+            for _ in range(2):
+                device.count_fed(numbers, places, torch.cat((newest[order], torch.zeros(1, dtype=torch.int64))))
+        uniforms = torch.tensor([*device.uniforms(order, indices), 0.0], dtype=torch.float64)
+        padded = torch.cat((logits, torch.randn(1, VOCAB)))
+        drawn = device.draw(padded, numbers, places, uniforms, newest)
+        assert drawn[:-1].tolist() == expected, (seed, step)
+        assert newest[order].tolist() == expected
+
+
+def check_broken_rows() -> None:
+    device = DeviceDraws(VOCAB, 3, torch.device("cpu"))
+    knobs = (SamplingParams(), SamplingParams(banned_token_ids=list(range(VOCAB))), SamplingParams(temperature=0.0))
+    device.take([
+        NewRow(row=row, params=one, seed=1, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
+        for row, one in enumerate(knobs)
+    ])  # fmt: skip
+    logits = torch.randn(3, VOCAB)
+    logits[0, 70] = float("nan")
+    logits[2, [100, 101]] = 50.0
+    rows, zeros = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    newest = torch.zeros(3, dtype=torch.int64)
+    drawn = device.draw(logits, rows, zeros, torch.full((3,), 0.5, dtype=torch.float64), newest)
+    assert drawn.tolist() == [-1, -2, 100]
+
+
+def check_refusals() -> None:
+    device = DeviceDraws(VOCAB, 1, torch.device("cpu"))
+
+    def can(params: SamplingParams) -> bool:
+        return device.can_draw(
+            NewRow(row=0, params=params, seed=1, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[2])
+        )
+
+    assert can(SamplingParams(temperature=0.5, top_p=0.5)) and can(SamplingParams(temperature=0.0, min_tokens=2))
+    assert not can(SamplingParams(typical_p=0.5)) and not can(SamplingParams(logprobs=1))
+    assert not can(SamplingParams(logit_bias={VOCAB: 1.0})), "an id that the model does not have"
+    assert not can(SamplingParams(logit_bias={2: 1.0}, min_tokens=2))
+    assert not can(SamplingParams(banned_token_ids=list(range(VOCAB)) * 4, allowed_token_ids=[1]))
+
+
+def main() -> None:
+    for seed in range(3):
+        check_same_draws(seed)
+    check_broken_rows()
+    check_refusals()
+    print("all kernels agree with the reference")
+
+
+if __name__ == "__main__":
+    main()

@@ -150,6 +150,12 @@ def check_prefix_cache(trial: Trial) -> None:
     assert (trial.answer.num_cached_tokens > 0) is not trial.has("prompt logprobs")
 
 
+def check_speculation(trial: Trial) -> None:
+    keeps_tokens(trial, "speculation")
+    # Beams choose among alternatives: nothing is guessed for them.
+    assert (trial.answer.num_drafted_tokens > 0) is not trial.has("beam")
+
+
 def check_preemption(trial: Trial) -> None:
     keeps_tokens(trial, "preemption")
 
@@ -161,6 +167,7 @@ FEATURES = (
     Feature("prompt logprobs", check_prompt_logprobs, {"prompt_logprobs": 1}),
     Feature("schema", check_schema, {"guided_json": SCHEMA}),
     Feature("regex", check_regex, {"guided_regex": REGEX}),
+    Feature("speculation", check_speculation),
     Feature("penalties", check_penalties, {"frequency_penalty": 2.0, "presence_penalty": 1.0}),
     Feature("seed", check_seed, {"seed": 99}),
     Feature("stop string", check_stop, {"stop": ["the"]}),

@@ -49,7 +49,8 @@ class Bench:
         self.story = tokenizer.encode(STORY * 3)
 
     def _open(self, **settings: Any) -> LLM:
-        return LLM(self._model, threads=1, max_context=CONTEXT, **{"prefix_caching": False, **settings})
+        usual = {"prefix_caching": False, "speculate": "off"}
+        return LLM(self._model, threads=1, max_context=CONTEXT, **{**usual, **settings})
 
     # ── one request ────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,25 +77,24 @@ class Bench:
         return call.requests[0]
 
     def alone(self, names: Pair) -> RequestOutput:
-        """The only request of its engine; `prefix cache` and `preemption` bring what it takes to meet them."""
+        """The only request of its engine; some features bring what it takes to meet them."""
         if names not in self._alone:
             self._alone[names] = self._run(names)
         return self._alone[names]
 
     def _run(self, names: Pair) -> RequestOutput:
-        asked, has_cache = self.asked(names), "prefix cache" in names
-        if "preemption" in names:
-            return self._run_preempted(asked, has_cache)
-        llm = self.open(prefix_caching=has_cache)
-        if has_cache:
+        asked, has_cache, is_preempted = self.asked(names), "prefix cache" in names, "preemption" in names
+        llm = self.open(
+            prefix_caching=has_cache,
+            speculate="ngram" if "speculation" in names else "off",
+            max_running=3 if is_preempted else 8,
+        )
+        if has_cache or "speculation" in names:  # something to find, something to guess from
             answered(llm, [asked])
-        return answered(llm, [asked])[0]
+        return self._run_preempted(llm, asked) if is_preempted else answered(llm, [asked])[0]
 
-    def _run_preempted(self, asked: PromptRequest, has_cache: bool) -> RequestOutput:
+    def _run_preempted(self, llm: LLM, asked: PromptRequest) -> RequestOutput:
         """After some steps strangers of higher priority come and need every row."""
-        llm = self.open(prefix_caching=has_cache, max_running=3)
-        if has_cache:
-            answered(llm, [asked])
         before = llm.core.stats().preemptions
         request = llm._submit(asked)
         answer = empty_output(request, None, asked.params.n)
@@ -117,7 +117,7 @@ class Bench:
 
     def together(self, several: list[Pair]) -> list[RequestOutput]:
         """All in one batch of an engine that is set quite differently."""
-        llm = self.open(prefix_caching=True, token_budget=61, max_running=24)
+        llm = self.open(prefix_caching=True, token_budget=61, max_running=24, speculate="ngram")
         return answered(llm, [self.asked(names) for names in several])
 
 

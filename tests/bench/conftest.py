@@ -43,4 +43,14 @@ def browser() -> str:
     found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
+    if not shows_a_page(found):
+        pytest.skip(f"{found} does not start here")
     return found
+
+
+def shows_a_page(browser: str) -> bool:
+    command = [browser, "--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--dump-dom", "about:blank"]
+    try:
+        return "<html>" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -8,12 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tokenmill.version import VERSION
+
 if TYPE_CHECKING:
     from tokenmill.engine.async_engine import AsyncEngine
     from tokenmill.engine.llm import LLM
     from tokenmill.params import BeamParams, Guided, SamplingParams, Watermark
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["LLM", "AsyncEngine", "BeamParams", "Guided", "SamplingParams", "Watermark", "__version__"]
 
 _HOME = {

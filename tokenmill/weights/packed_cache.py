@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-import tokenmill
 from tokenmill.store.layout import store_root
+from tokenmill.version import VERSION
 from tokenmill.weights.packed_file import Bytes, PackedFile, PackedWriter, Section, Unusable, read_record
 
 MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second
@@ -59,7 +59,7 @@ def identity(path: Path) -> FileIdentity:
 
 def source_of(files: Sequence[Path], layout: str, recipe: str) -> Source:
     digest = hashlib.sha256(recipe.encode()).hexdigest()
-    return Source(files=[identity(file) for file in files], version=tokenmill.__version__, layout=layout, recipe=digest)
+    return Source(files=[identity(file) for file in files], version=VERSION, layout=layout, recipe=digest)
 
 
 class PackedCache:
@@ -175,7 +175,7 @@ def _is_useless(path: Path, found: os.stat_result) -> bool:
     try:
         with path.open("rb") as file:
             source = msgspec.json.decode(read_record(file).source, type=Source)
-        return source.version != tokenmill.__version__ or any(identity(Path(f.path)) != f for f in source.files)
+        return source.version != VERSION or any(identity(Path(f.path)) != f for f in source.files)
     except (Unusable, OSError, msgspec.DecodeError):
         return True
 

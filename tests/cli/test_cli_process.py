@@ -270,6 +270,7 @@ def test_chat_survives_wrong_commands_and_failed_answers(environment: dict[str, 
 def test_ctrl_c_in_a_terminal_stops_the_answer_not_the_program(environment: dict[str, str]) -> None:
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background of a script inherit its deafness
         os.execve(sys.executable, [sys.executable, str(SCRIPT), "chat"], {**environment, "TERM": "dumb"})
     screen = Screen(terminal)
     try:

@@ -63,7 +63,5 @@ class NoWeights:
 def test_experts_that_are_not_implemented_are_refused() -> None:
     load = Loader(NoWeights(), REFERENCE_OPS, torch.float32, CPU)
     spec = MoeSpec(num_experts=4, num_active=2, expert=MlpSpec(8), renormalize=True)
-    with pytest.raises(UnsupportedModel, match="shared by all tokens"):
-        Moe(replace(spec, shared=MlpSpec(8)), 0, load)
     with pytest.raises(UnsupportedModel, match="biases"):
         Moe(replace(spec, expert=MlpSpec(8, bias=True)), 0, load)

@@ -1,17 +1,17 @@
 """Real GGUF files against llama.cpp: its recorded greedy continuations are fed to us, and where it was sure
 (margin above 0.3) our most likely token must be its own. `tests/goldens/record_llama_cpp.py` made the recordings.
 
-llama.cpp rounds activations to 8 bits, which moves its margins by up to 0.5. So the comparison is made twice: with
-recordings of llama.cpp on the same weights expanded to float32, where we run as by default and must agree wherever it
-is sure; and as it comes, where we round to 8 bits too and a position in a hundred may fall on the other side. For files
-in blocks of 256 (IQ2, the K formats) it shares one scale among 256 activations; the torch reference is given the same
-rounding for the file that needs it.
+llama.cpp rounds activations to 8 bits, which moves its margins by up to 0.5. So the comparison is made three times. With
+recordings of llama.cpp on the same weights expanded to float32 we run as by default, and with its ordinary recordings
+the torch reference is given its own rounding: in both we must agree wherever it is sure. Native kernels round to 8 bits
+in their own order, where a position in a hundred may fall on the other side.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,8 +71,16 @@ def test_top_token_agrees_with_llama_cpp_on_unrounded_activations(
     assert not missed
 
 
+def rounded_by_32(x: torch.Tensor) -> torch.Tensor:
+    """What llama.cpp multiplies weights in blocks of 32 with: 8 bits, the scale kept as float16"""
+    blocks = x.reshape(-1, 32)
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    scale = torch.where(step == 0, 0.0, 1.0 / step)
+    return (torch.round(blocks * scale) * step.half().float()).reshape(x.shape)
+
+
 def rounded_by_256(x: torch.Tensor) -> torch.Tensor:
-    """What llama.cpp multiplies such weights with: 8 bits, scaled by -127 / (the value of the block furthest from 0)"""
+    """And those in blocks of 256: 8 bits, scaled by -127 / (the value of the block furthest from 0)"""
     blocks = x.reshape(-1, 256)
     furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = torch.where(furthest == 0, 0.0, -127.0 / furthest)
@@ -80,16 +88,23 @@ def rounded_by_256(x: torch.Tensor) -> torch.Tensor:
     return (torch.round(blocks * scale).clamp(max=127) * step).reshape(x.shape)
 
 
-@pytest.mark.slow
-def test_top_token_agrees_with_llama_cpps_rounding_by_256(
-    shared_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "rounded"),
+    [("smollm2", rounded_by_32), pytest.param("tinyllama", rounded_by_256, marks=pytest.mark.slow)],
+)
+def test_top_token_agrees_with_llama_cpps_own_rounding(
+    name: str,
+    rounded: Callable[[torch.Tensor], torch.Tensor],
+    shared_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     linear = importlib.import_module("tokenmill.ops.reference.linear")
     exact = linear.multiply
-    monkeypatch.setattr(linear, "multiply", lambda x, matrix, bias=None: exact(rounded_by_256(x), matrix, bias))
-    path = fetched_model(shared_dir, "tinyllama")
+    monkeypatch.setattr(linear, "multiply", lambda x, matrix, bias=None: exact(rounded(x), matrix, bias))
+    path = fetched_model(shared_dir, name)
     llm = LLM(str(path), max_context=512, num_blocks=600, backend="reference", dtype="float32")
-    assert not sure_but_missed(llm, "tinyllama", capsys)
+    assert not sure_but_missed(llm, name, capsys)
 
 
 def test_prompt_ids_equal_llama_cpps(smollm2_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Real GGUF files against llama.cpp: its recorded greedy continuations are fed to us, and where it was sure
 (margin above 0.3) our most likely token must be its own. `tests/goldens/record_llama_cpp.py` made the recordings.
 
-llama.cpp rounds activations to 8 bits, which moves its margins by up to 0.5. So the comparison is made three times. With
+llama.cpp rounds activations to 8 bits, which moves its margins by up to 0.5, so we compare three times. With
 recordings of llama.cpp on the same weights expanded to float32 we run as by default, and with its ordinary recordings
 the torch reference is given its own rounding: in both we must agree wherever it is sure. Native kernels round to 8 bits
 in their own order, where a position in a hundred may fall on the other side.

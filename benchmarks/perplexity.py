@@ -5,6 +5,7 @@
 reference   plain torch: weights expanded to float32, nothing rounded
 default     native kernels as the engine would run them
 8, 16       native kernels with that many bits for what quantised weights are multiplied with
+kv8         native kernels with a KV cache of int8
 
 The text is the language reference that comes with Python, cut into prompts of `--context` tokens. Prints a table and
 one JSON object as the last line.
@@ -26,6 +27,7 @@ WAYS: dict[str, dict[str, str]] = {
     "default": {"backend": "cpu"},
     "8": {"backend": "cpu", "activation_bits": "8"},
     "16": {"backend": "cpu", "activation_bits": "16"},
+    "kv8": {"backend": "cpu", "kv_dtype": "int8"},
 }
 
 

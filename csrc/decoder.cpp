@@ -87,19 +87,15 @@ void Decoder::add_layer(Layer layer) {
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
 }
 
-void Decoder::check_cache_shape(int layer, int kv_heads, int head_dim) const {
-  const PagedCache& cache = layers_.at(static_cast<size_t>(layer)).attention.cache;
-  if (cache.kv_heads != kv_heads || cache.head_dim != head_dim)
-    throw std::invalid_argument("the cache has other heads than the layer");
-}
-
-void Decoder::set_cache(int layer, void* keys, void* values, Store store, int num_blocks, int block_size) {
+void Decoder::set_cache(int layer, const PagedCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (block_size % 16 != 0) throw std::invalid_argument("KV blocks must hold a multiple of 16 tokens");
-  to.attention.cache.keys = keys;
-  to.attention.cache.values = values;
-  to.attention.cache.store = store;
-  to.attention.cache.block_size = block_size;
+  const PagedCache& own = to.attention.cache;
+  if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim)
+    throw std::invalid_argument("the cache has other heads than the layer");
+  if (cache.block_size % 16 != 0) throw std::invalid_argument("KV blocks must hold a multiple of 16 tokens");
+  if (cache.store == Store::I8 && cache.head_dim % 4 != 0)
+    throw std::invalid_argument("heads in an int8 KV cache must be a multiple of 4 numbers");
+  to.attention.cache = cache;
   to.num_blocks = num_blocks;
 }
 

@@ -82,8 +82,7 @@ class Decoder {
   void set_embedding(Linear embedding) { embedding_ = std::move(embedding); }
   void set_head(Linear head) { head_ = std::move(head); }
   void set_final_norm(Vector weight) { final_norm_ = std::move(weight); }
-  void check_cache_shape(int layer, int kv_heads, int head_dim) const;
-  void set_cache(int layer, void* keys, void* values, Store store, int num_blocks, int block_size);
+  void set_cache(int layer, const PagedCache& cache, int num_blocks);
 
   void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
   void logits(const float* hidden, int rows, float* out);  // [rows][vocab]

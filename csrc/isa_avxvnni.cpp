@@ -10,6 +10,8 @@
 //
 #include "kernels/attention.h"
 //
+#include "kernels/attention_int8.h"
+//
 #include "kernels/table.h"
 
 namespace tokenmill {

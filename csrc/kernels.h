@@ -43,12 +43,14 @@ struct Rows {
   QuantRows quant;
 };
 
-enum class Store : uint8_t { F32, F16, BF16 };
+enum class Store : uint8_t { F32, F16, BF16, I8 };
 enum class Activation : uint8_t { Silu, Gelu, GeluTanh };
 
 struct PagedCache {
-  void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]
+  void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]; of I8 see kernels/attention_int8.h
   void* values = nullptr;  // [block][kv head][token][head_dim]
+  float* key_scales = nullptr;    // [block][kv head][token], only of I8: a key is its numbers times its scale
+  float* value_scales = nullptr;
   Store store = Store::F32;
   int kv_heads = 0, head_dim = 0, block_size = 0;
 };

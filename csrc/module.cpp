@@ -96,17 +96,33 @@ Store store_of(const AnyArray& array) {
   if (type == nb::dtype<float>()) return Store::F32;
   if (type.bits == 16 && type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) return Store::F16;
   if (type.bits == 16 && type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat)) return Store::BF16;
-  throw std::invalid_argument("the KV cache must be float32, float16 or bfloat16");
+  if (type == nb::dtype<int8_t>()) return Store::I8;
+  throw std::invalid_argument("the KV cache must be float32, float16, bfloat16 or int8");
 }
 
-void bind_cache(Decoder& decoder, int layer, AnyArray keys, AnyArray values) {
+using Scales = std::optional<Array<float, 3>>;
+
+void bind_cache(Decoder& decoder, int layer, AnyArray keys, AnyArray values, Scales key_scales, Scales value_scales) {
   if (keys.ndim() != 4 || values.ndim() != 4 || store_of(keys) != store_of(values))
     throw std::invalid_argument("keys and values must be [blocks, kv heads, block size, head dim] of one type");
   for (size_t i = 0; i < 4; ++i)
     if (keys.shape(i) != values.shape(i)) throw std::invalid_argument("keys and values differ in shape");
-  decoder.check_cache_shape(layer, static_cast<int>(keys.shape(1)), static_cast<int>(keys.shape(3)));
-  decoder.set_cache(layer, keys.data(), values.data(), store_of(keys), static_cast<int>(keys.shape(0)),
-                    static_cast<int>(keys.shape(2)));
+  PagedCache cache{keys.data(), values.data()};
+  cache.store = store_of(keys);
+  const bool is_scaled = cache.store == Store::I8;
+  for (const Scales* scales : {&key_scales, &value_scales}) {
+    if (scales->has_value() != is_scaled) throw std::invalid_argument("an int8 cache has scales, no other one has");
+    for (size_t i = 0; is_scaled && i < 3; ++i)
+      if ((*scales)->shape(i) != keys.shape(i)) throw std::invalid_argument("keys and their scales differ in shape");
+  }
+  if (is_scaled) {
+    cache.key_scales = key_scales->data();
+    cache.value_scales = value_scales->data();
+  }
+  cache.kv_heads = static_cast<int>(keys.shape(1));
+  cache.block_size = static_cast<int>(keys.shape(2));
+  cache.head_dim = static_cast<int>(keys.shape(3));
+  decoder.set_cache(layer, cache, static_cast<int>(keys.shape(0)));
 }
 
 void forward(Decoder& decoder, Array<const int64_t, 1> token_ids, Array<const int64_t, 1> positions,
@@ -339,7 +355,8 @@ NB_MODULE(_native, m) {
       .def("set_final_norm", [](Decoder& self, FloatVector weight) {
         self.set_final_norm(vector_of(weight, static_cast<size_t>(self.hidden()), "final_norm"));
       }, "weight"_a)
-      .def("bind_cache", &bind_cache, "layer"_a, "keys"_a, "values"_a)
+      .def("bind_cache", &bind_cache, "layer"_a, "keys"_a, "values"_a, "key_scales"_a.none() = nb::none(),
+           "value_scales"_a.none() = nb::none())
       .def("forward", &forward, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
            "slots"_a, "logit_rows"_a, "hidden"_a)
       .def("logits", &logits, "hidden"_a, "out"_a)

@@ -5,7 +5,8 @@
 //   sums [queries][head_dim] = weights . v, then joined to what the segments before gave
 //
 // Segments begin at absolute positions and keys are taken in order, so a query's result does not depend on the other
-// queries of the tile, on how the prompt was cut into chunks, or on who computed which segment.
+// queries of the tile, on how the prompt was cut into chunks, or on who computed which segment. Keys and values of one
+// byte have tiles of their own (attention_int8.h).
 #pragma once
 #include <limits>
 
@@ -37,6 +38,10 @@ struct Stored<Store::BF16> {
   static float get(uint16_t x) { return bfloat_to_float(x); }
   static uint16_t put(float x) { return float_to_bfloat(x); }
 };
+template <>
+struct Stored<Store::I8> {
+  using Type = uint8_t;
+};
 
 template <class Body>
 inline void with_store(Store store, Body body) {
@@ -44,6 +49,7 @@ inline void with_store(Store store, Body body) {
     case Store::F32: return body(std::integral_constant<Store, Store::F32>{});
     case Store::F16: return body(std::integral_constant<Store, Store::F16>{});
     case Store::BF16: return body(std::integral_constant<Store, Store::BF16>{});
+    case Store::I8: return body(std::integral_constant<Store, Store::I8>{});
   }
 }
 
@@ -54,15 +60,18 @@ struct HeadCache {  // one kv head of the cache, seen through a block table
   const int32_t* table;
   int kv_head;
 
-  size_t start(int position) const {  // of the block that holds it, in numbers
+  size_t token(int position) const {  // its place among all tokens and heads of the cache
     const size_t block = static_cast<size_t>(table[position / cache.block_size]);
-    return (block * cache.kv_heads + kv_head) * cache.block_size * static_cast<size_t>(cache.head_dim);
+    return (block * cache.kv_heads + kv_head) * cache.block_size + position % cache.block_size;
   }
   // Where a token's value lies; for multiples of 16 also where the keys of its group of 16 tokens begin.
-  size_t group16(int position) const {
-    return start(position) + static_cast<size_t>(position % cache.block_size) * cache.head_dim;
-  }
+  size_t group16(int position) const { return token(position) * cache.head_dim; }
   size_t value(int position) const { return group16(position); }
+};
+
+struct Rounded {  // a vector of integers: what they are multiplied with, and -128 * their sum
+  float scale;
+  int32_t start;
 };
 
 struct Workspace {
@@ -70,6 +79,11 @@ struct Workspace {
   float* scores;  // [kQueryTile][kSegment]
   float* sums;    // [kQueryTile][padded head_dim]
   float* values;  // [kSegment][padded head_dim], used only for head sizes that are no multiple of 16
+  // ── for keys and values of one byte ──
+  float* scales;         // [kSegment]
+  Rounded* rounded_q;    // [kQueryTile]
+  Rounded* rounded_w;    // [kQueryTile]
+  int8_t* weight_bytes;  // [kQueryTile][2][kSegment]
 
   Workspace(uint8_t* scratch, int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
@@ -77,12 +91,25 @@ struct Workspace {
     scores = q + (kQueryTile + kScoreQueries) * wide;
     sums = scores + kQueryTile * kSegment;
     values = sums + kQueryTile * wide;
+    scales = values + kSegment * wide;
+    rounded_q = reinterpret_cast<Rounded*>(scales + kSegment);
+    rounded_w = rounded_q + kQueryTile;
+    weight_bytes = reinterpret_cast<int8_t*>(rounded_w + kQueryTile);
   }
+  int8_t* q_bytes() const { return reinterpret_cast<int8_t*>(q); }  // two for each number, instead of `q`
   static size_t bytes(int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
-    return 4 * ((2 * kQueryTile + kScoreQueries + kSegment) * wide + kQueryTile * kSegment) + 64;
+    const size_t rounded = 4 * kSegment + kQueryTile * (2 * sizeof(Rounded) + 2 * kSegment);
+    return 4 * ((2 * kQueryTile + kScoreQueries + kSegment) * wide + kQueryTile * kSegment) + rounded + 64;
   }
 };
+
+// Keys and values of one byte: attention_int8.h
+inline void round_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale);
+inline void prefetch_scales(const HeadCache& head, int from, int to);
+inline void score_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi);
+inline void sum_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi);
+inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value);
 
 // Two groups of 16 keys, and what to fetch meanwhile: the next two groups, and the values that belong to these keys.
 template <class Cell>
@@ -261,7 +288,8 @@ inline void gather_queries(const Workspace& work, const float* const* q, int cou
 template <Store S>
 void attend_segment(const AttentionTask& task, const HeadCache& head, const Workspace& work, const int* first,
                     const int* limit, int count, int segment, int lo, int hi, float* sums, Partial* partial) {
-  score_segment<S>(head, work, count, segment, lo, hi);
+  if constexpr (S == Store::I8) score_rounded(head, work, count, segment, lo, hi);
+  else score_segment<S>(head, work, count, segment, lo, hi);
   const int from = lo / 16 * 16 - segment;
   Partial fresh[kQueryTile];
   for (int i = 0; i < count; ++i) {
@@ -271,7 +299,8 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
     if (a < b) fresh[i] = weigh(scores, from, hi - segment, a, b, task.softcap);
     else forget(scores, from, hi - segment);
   }
-  sum_values<S>(head, work, count, segment, lo - segment, hi - segment);
+  if constexpr (S == Store::I8) sum_rounded(head, work, count, segment, lo - segment, hi - segment);
+  else sum_values<S>(head, work, count, segment, lo - segment, hi - segment);
   const int wide = padded(head.cache.head_dim);
   for (int i = 0; i < count; ++i) join(sums + i * wide, partial[i], work.sums + i * wide, fresh[i], wide);
 }
@@ -282,16 +311,20 @@ inline void attend(const AttentionTask& task, int kv_head, const int32_t* table,
   const int head_dim = task.cache.head_dim, wide = padded(head_dim);
   const Workspace work(scratch, head_dim);
   const HeadCache head{task.cache, table, kv_head};
-  gather_queries(work, q, count, head_dim, task.scale);
+  const bool is_rounded = task.cache.store == Store::I8;
+  if (is_rounded) round_queries(work, q, count, head_dim, task.scale);
+  else gather_queries(work, q, count, head_dim, task.scale);
   for (int i = 0; i < count; ++i) partial[i] = {kNever, 0.0f};
   std::fill(sums, sums + static_cast<size_t>(count) * wide, 0.0f);
   from = std::max(from, *std::min_element(first, first + count));
   to = std::min(to, *std::max_element(limit, limit + count));
-  for (int segment = from / kSegment * kSegment; segment < to; segment += kSegment)
+  for (int segment = from / kSegment * kSegment; segment < to; segment += kSegment) {
+    if (is_rounded) prefetch_scales(head, segment + kSegment, std::min(to, segment + 2 * kSegment));
     with_store(task.cache.store, [&](auto s) {
       attend_segment<decltype(s)::value>(task, head, work, first, limit, count, segment, std::max(from, segment),
                                          std::min(to, segment + kSegment), sums, partial);
     });
+  }
 }
 
 inline void finish(const float* sums, const Partial& partial, const float* sink, int head_dim, float* out) {
@@ -311,11 +344,15 @@ inline void write_kv(const PagedCache& cache, int64_t slot, int kv_head, const f
                       static_cast<size_t>(cache.block_size) * head_dim;
   with_store(cache.store, [&](auto s) {
     using Cell = Stored<decltype(s)::value>;
-    auto* k = static_cast<typename Cell::Type*>(cache.keys) + head + static_cast<size_t>(offset / 16 * 16) * head_dim;
-    auto* v = static_cast<typename Cell::Type*>(cache.values) + head + static_cast<size_t>(offset) * head_dim;
-    for (int d = 0; d < head_dim; ++d) {
-      k[16 * d + offset % 16] = Cell::put(key[d]);
-      v[d] = Cell::put(value[d]);
+    if constexpr (decltype(s)::value == Store::I8) {
+      write_rounded(cache, slot, kv_head, key, value);
+    } else {
+      auto* k = static_cast<typename Cell::Type*>(cache.keys) + head + static_cast<size_t>(offset / 16 * 16) * head_dim;
+      auto* v = static_cast<typename Cell::Type*>(cache.values) + head + static_cast<size_t>(offset) * head_dim;
+      for (int d = 0; d < head_dim; ++d) {
+        k[16 * d + offset % 16] = Cell::put(key[d]);
+        v[d] = Cell::put(value[d]);
+      }
     }
   });
 }

@@ -112,8 +112,8 @@ def native_model(
     )
 
 
-def torch_model(spec: ModelSpec, weights: WeightSource) -> Decoder:
-    ops, _ = choose_ops(OpsWanted(spec, CPU, torch.float32, torch.float32, "reference"))
+def torch_model(spec: ModelSpec, weights: WeightSource, kv_dtype: torch.dtype = torch.float32) -> Decoder:
+    ops, _ = choose_ops(OpsWanted(spec, CPU, torch.float32, kv_dtype, "reference"))
     return Decoder(spec, Loader(weights, ops, torch.float32, CPU), MAX_CONTEXT)
 
 
@@ -160,9 +160,15 @@ def tokens_for(spec: ModelSpec, count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def all_logits(model: NativeDecoder | Decoder, spec: ModelSpec, tokens: list[int], cuts: list[int]) -> torch.Tensor:
+def all_logits(
+    model: NativeDecoder | Decoder,
+    spec: ModelSpec,
+    tokens: list[int],
+    cuts: list[int],
+    kv_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """Logits of all tokens, fed in chunks of the given sizes."""
-    storage, start, parts = storage_for(spec, 1), 0, []
+    storage, start, parts = storage_for(spec, 1, kv_dtype), 0, []
     for size in cuts:
         batch = batch_of(spec, [(0, tokens[start : start + size], start)])
         parts.append(model.logits(model.forward(batch, storage)))
@@ -303,7 +309,8 @@ def test_inconsistent_batches_are_refused() -> None:
 def test_what_the_kernels_cannot_do_is_said() -> None:
     assert refusal(LLAMA, 16, torch.float32) is None
     assert "multiple of 16" in str(refusal(LLAMA, 8, torch.float32))
-    assert "float16" in str(refusal(LLAMA, 16, torch.int8))
+    assert "int8" in str(refusal(LLAMA, 16, torch.float8_e4m3fn))
+    assert "multiple of 4" in str(refusal(with_attention(head_dim=30), 16, torch.int8))
     assert "256" in str(refusal(with_attention(head_dim=512), 16, torch.float32))
 
 

@@ -21,20 +21,21 @@ import json, re, sys
 from tokenmill.engine.llm import LLM
 from tokenmill.params import SamplingParams
 llm = LLM(sys.argv[1], max_context=2048, max_running=8, token_budget=512, num_blocks=8 * 128 + 1,
-          kv_dtype="float16", threads=1)
+          kv_dtype=sys.argv[2], threads=1)
 storage = llm.core.runner.storage
-storage.keys.fill_(0), storage.values.fill_(0)  # memory counts once it is touched
+storage.copy_blocks([(0, i) for i in range(storage.num_blocks)])  # memory counts once it is touched
 llm.generate([[i + 1] * 600 for i in range(8)], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
 resident = int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
-print(json.dumps({"pool": storage.keys.nbytes + storage.values.nbytes, "resident": resident}))
+print(json.dumps({"pool": storage.num_bytes, "resident": resident}))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not is_available()[0], reason="needs Linux and the native kernels")
-def test_planned_bytes_are_the_engine_s(smollm2_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_planned_bytes_are_the_engine_s(smollm2_path: Path, kv_dtype: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(smollm2_path)],
+        [sys.executable, "-c", SCRIPT, str(smollm2_path), kv_dtype],
         capture_output=True,
         text=True,
         check=True,
@@ -45,6 +46,6 @@ def test_planned_bytes_are_the_engine_s(smollm2_path: Path) -> None:
     device = replace(plan_device("Xeon 8380"), available_bytes=64 << 30)
     limits = Limits(context=2048, max_running=8, token_budget=512)
     parts = model.weights("auto")
-    plan = plan_memory(model.spec, parts, "float16", device, Split(), limits, file_bytes=parts.total)
+    plan = plan_memory(model.spec, parts, kv_dtype, device, Split(), limits, file_bytes=parts.total)
     assert plan.kv_pool == measured["pool"]
     assert plan.resident == pytest.approx(measured["resident"], rel=0.05)

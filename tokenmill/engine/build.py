@@ -204,10 +204,8 @@ def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
         return reason
     if config.model.dtype not in ("auto", "float32"):
         return f"the native kernels compute in float32, not {config.model.dtype}"
-    kv_dtype = TORCH_DTYPES.get("float16" if config.cache.kv_dtype == "auto" else config.cache.kv_dtype)
-    if kv_dtype is None:
-        return f"the native kernels have no {config.cache.kv_dtype} KV cache"
-    return refusal(spec, config.cache.block_size, kv_dtype)
+    kv_dtype = "float16" if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
+    return refusal(spec, config.cache.block_size, KV_DTYPES[kv_dtype])
 
 
 def kv_storage(config: EngineConfig, layout: KVLayout) -> KVStorage:

@@ -173,7 +173,8 @@ def _resolve_cache(
         max_chunk=tokens,
     )
     tokens = num_blocks * cache.block_size // len(layout.groups)
-    reasons.append(f"KV cache: {num_blocks} blocks, {num_blocks * block_bytes / 2**30:.2f} GiB, about {tokens} tokens")
+    gib = num_blocks * block_bytes / 2**30
+    reasons.append(f"KV cache of {kv_dtype}: {num_blocks} blocks, {gib:.2f} GiB, about {tokens} tokens")
     return replace(cache, num_blocks=num_blocks)
 
 

@@ -1,8 +1,8 @@
 """A model computed by the native kernels: packs the weights a ModelSpec names, then every step is one call.
 
 The cache is the shared paged storage, but within a block the native kernels keep keys 16 tokens to a row
-([block, head, group of 16 tokens, head_dim, 16]): whole blocks may be copied and moved, single tokens may not be read
-by other backends.
+([block, head, group of 16 tokens, head_dim, 16]) and int8 numbers in fours (csrc/kernels/attention_int8.h): whole
+blocks may be copied and moved, single tokens may not be read by other backends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
 MAX_HEAD_DIM = 256
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 
 
 class Layout(Protocol):
@@ -40,10 +40,12 @@ def refusal(spec: ModelSpec, block_size: int, kv_dtype: torch.dtype) -> str | No
     if block_size % 16:
         return f"KV blocks of {block_size} tokens; the native kernels need a multiple of 16"
     if kv_dtype not in CACHE_DTYPES:
-        return f"a KV cache of {kv_dtype}; the native kernels keep float32, float16 or bfloat16"
-    widest = max(layer.attention.head_dim for layer in spec.layers)
-    if widest > MAX_HEAD_DIM:
-        return f"heads of {widest} numbers; the native kernels take up to {MAX_HEAD_DIM}"
+        return f"a KV cache of {kv_dtype}; the native kernels keep float32, float16, bfloat16 or int8"
+    sizes = {layer.attention.head_dim for layer in spec.layers}
+    if max(sizes) > MAX_HEAD_DIM:
+        return f"heads of {max(sizes)} numbers; the native kernels take up to {MAX_HEAD_DIM}"
+    if kv_dtype == torch.int8 and any(size % 4 for size in sizes):
+        return "an int8 KV cache for heads that are no multiple of 4 numbers"
     if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate for layer in spec.layers):
         return "an expert for all tokens behind a gate of its own, which the native kernels don't have"
     return None
@@ -123,7 +125,7 @@ class NativeDecoder:
             return
         for number in range(self.spec.num_layers):
             cache = storage.layer(number)
-            self._decoder.bind_cache(number, cache.keys, cache.values)
+            self._decoder.bind_cache(number, cache.keys, cache.values, cache.key_scales, cache.value_scales)
         self._cache_owner = storage
 
     def _add_ends(self) -> None:

@@ -1,0 +1,224 @@
+// Attention over keys and values of one byte a number, each vector with a scale of its own, by exact integer products:
+//
+//   score = (q . k) * scale of q * scale of k            q and w are rounded to 16 bits, multiplied byte by byte: what
+//   sum   = (w . v) * scale of w, where                  is lost is what storing lost, and a sum of integers is the
+//           w = weight * scale of v                      same in any order, so tiles and chunks can't be seen here
+//
+//   keys   [16-token group][head_dim / 4][16 tokens][4]            values   [4-token group][head_dim][4 tokens]
+//
+// Numbers are stored 128 too large, because dot4 takes them unsigned; sums begin at -128 * the sum of the other factor.
+#pragma once
+
+namespace tokenmill::TM_ISA {
+
+inline constexpr float kMost8 = 127.0f, kMost16 = 127.0f * 256.0f;
+inline constexpr float kLeast = 1e-30f;  // what is smaller is rounded to nothing; its inverse would not be finite
+
+// `size` numbers (a multiple of 32) in two bytes: the first ones go to `to`, the second ones `part_bytes` behind them.
+// A number that is none makes the scale none.
+inline Rounded round_numbers(const float* x, int size, int8_t* to, size_t part_bytes) {
+  Floats largest = zeros(), total = zeros();
+  for (int i = 0; i < size; i += 16) {
+    const Floats a = load(x + i);
+    largest = max(largest, abs(a));
+    total = add(total, a);
+  }
+  const float top = max_lanes(largest);
+  const Floats inverse = splat(top > kLeast ? kMost16 / top : 0.0f);
+  int32_t sum = 0;
+  for (int i = 0; i < size; i += 32) {
+    int32_t first, second;
+    const Ints a = to_ints(mul(load(x + i), inverse)), b = to_ints(mul(load(x + i + 16), inverse));
+    store_numbers(a, b, 2, part_bytes, to + i, first, second);
+    sum += first + second;
+  }
+  return {top * (1.0f / kMost16) + 0.0f * sum_lanes(total), -128 * sum};
+}
+
+// ── writing ──
+
+// A vector in one byte a number, as ops/reference/kv_rounding.py does it; returns its scale.
+inline float round_vector(const float* x, int size, int8_t* to) {
+  Floats largest = zeros(), total = zeros();
+  in_vectors(size, x, [&](int, Floats a, int) {
+    largest = max(largest, abs(a));
+    total = add(total, a);
+  });
+  const float scale = max_lanes(largest) / kMost8 + 0.0f * sum_lanes(total);
+  const Floats step = splat(scale > kLeast ? scale : kLeast);
+  in_vectors(size, x, [&](int i, Floats a, int) { store_i8(to + i, to_ints(div(a, step))); });
+  return scale;
+}
+
+inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value) {
+  const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim;
+  const size_t head = (static_cast<size_t>(slot / cache.block_size) * cache.kv_heads + kv_head) * cache.block_size;
+  int8_t numbers[256];
+  cache.key_scales[head + offset] = round_vector(key, head_dim, numbers);
+  auto* k = static_cast<uint8_t*>(cache.keys) + (head + offset / 16 * 16) * head_dim + offset % 16 * 4;
+  for (int d = 0; d < head_dim; ++d) k[d / 4 * 64 + d % 4] = static_cast<uint8_t>(numbers[d] + 128);
+  cache.value_scales[head + offset] = round_vector(value, head_dim, numbers);
+  auto* v = static_cast<uint8_t*>(cache.values) + (head + offset / 4 * 4) * head_dim + offset % 4;
+  for (int d = 0; d < head_dim; ++d) v[4 * d] = static_cast<uint8_t>(numbers[d] + 128);
+}
+
+// ── what a tile of queries needs of a segment ──
+
+// The queries' bytes in the order a score tile reads them: [kScoreQueries queries][head_dim / 4][part][query][4].
+inline void round_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
+  const int size = (head_dim + 31) / 32 * 32;
+  float padded_q[256];
+  int8_t bytes[2 * 256];
+  for (int i = 0; i < count; ++i) {
+    std::copy_n(q[i], head_dim, padded_q);
+    std::fill(padded_q + head_dim, padded_q + size, 0.0f);
+    work.rounded_q[i] = round_numbers(padded_q, size, bytes, 256);
+    work.rounded_q[i].scale *= scale;
+    int8_t* to = work.q_bytes() + static_cast<size_t>(i / kScoreQueries) * 2 * kScoreQueries * head_dim;
+    to += i % kScoreQueries * 4;
+    for (int d = 0; d < head_dim; d += 4, to += 8 * kScoreQueries) {
+      std::copy_n(bytes + d, 4, to);
+      std::copy_n(bytes + 256 + d, 4, to + 4 * kScoreQueries);
+    }
+  }
+}
+
+// Scales of the keys [lo, hi) of a segment; those of others, which may be anything, become 0.
+inline void gather_scales(const HeadCache& head, const float* scales, int segment, int lo, int hi, float* to) {
+  for (int at = lo / 32 * 32; at < (hi + 31) / 32 * 32; at += 16) {
+    const bool is_inside = at + 16 > lo && at < hi;
+    store(to + at - segment,
+          is_inside ? keep_lanes(load(scales + head.token(at)), lo - at, hi - at, zeros()) : zeros());
+  }
+}
+inline void prefetch_scales(const HeadCache& head, int from, int to) {
+  for (int at = from; at < to; at += 16) {
+    prefetch(head.cache.key_scales + head.token(at));
+    prefetch(head.cache.value_scales + head.token(at));
+  }
+}
+
+// ── scores: M queries x two groups of 16 keys ──
+template <int M, bool Fetch>
+void score_rounded_tile(const KeyPair<uint8_t>& pair, const int8_t* q, const Rounded* queries, const float* scales,
+                        int head_dim, float* out) {
+  Ints dot[M][2];
+  const auto add_part = [&](const int8_t* in, bool fetch) __attribute__((always_inline)) {
+    for (int d = 0; d < head_dim; d += 4, in += 8 * kScoreQueries) {
+      if (fetch)
+        for (int n = 0; n < 2; ++n) {
+          prefetch(pair.next[n] + 16 * d);
+          prefetch_far(pair.values[n] + 16 * d);
+        }
+      const Bytes a = load_bytes(pair.keys[0] + 16 * d), b = load_bytes(pair.keys[1] + 16 * d);
+      for (int m = 0; m < M; ++m) {
+        const Inputs x = splat_inputs(in + 4 * m);
+        dot[m][0] = dot4<true>(dot[m][0], a, x);
+        dot[m][1] = dot4<true>(dot[m][1], b, x);
+      }
+    }
+  };
+  for (int m = 0; m < M; ++m) dot[m][0] = dot[m][1] = splat_int(0);
+  add_part(q, Fetch);
+  for (int m = 0; m < M; ++m)
+    for (Ints& half : dot[m]) half = add(shift_left(half, 8), splat_int(queries[m].start));
+  add_part(q + 4 * kScoreQueries, false);
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < 2; ++n)
+      store(out + m * kSegment + 16 * n, mul(to_floats(dot[m][n]), mul(splat(queries[m].scale), load(scales + 16 * n))));
+}
+
+inline void score_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+  const int head_dim = head.cache.head_dim;
+  gather_scales(head, head.cache.key_scales, segment, lo, hi, work.scales);
+  for (int at = lo / 32 * 32; at < hi; at += 32) {
+    const auto pair = key_pair<Store::I8>(head, at, lo, hi);
+    const float* scales = work.scales + (at - segment);
+    for (int first = 0; first < count; first += kScoreQueries)
+      with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {
+        constexpr int rows = decltype(m)::value;
+        const int8_t* q = work.q_bytes() + static_cast<size_t>(first) * 2 * head_dim;
+        float* out = work.scores + first * kSegment + (at - segment);
+        const Rounded* queries = work.rounded_q + first;
+        if (count <= kScoreQueries) score_rounded_tile<rows, true>(pair, q, queries, scales, head_dim, out);
+        else score_rounded_tile<rows, false>(pair, q, queries, scales, head_dim, out);
+      });
+  }
+}
+
+// ── sums: M queries x N vectors of a head, groups of 16 keys [lo, hi) of the segment ──
+struct ValueGroups {
+  const uint8_t* at[kSegment / 16];
+  size_t stride;  // bytes from four tokens to the next four
+};
+
+template <int M, int N>
+void value_rounded_tile(const ValueGroups& values, size_t column, const int8_t* weights, const Rounded* rounded, int lo,
+                        int hi, float* out, size_t out_stride) {
+  Ints dot[M][N];
+  const auto add_part = [&](const int8_t* w) __attribute__((always_inline)) {
+    for (int group = lo; group < hi; ++group) {
+      const uint8_t* v = values.at[group] + 4 * column;
+      for (int quad = 0; quad < 4; ++quad, v += values.stride) {
+        Bytes part[N];
+        for (int n = 0; n < N; ++n) part[n] = load_bytes(v + 64 * n);
+        for (int m = 0; m < M; ++m) {
+          const Inputs x = splat_inputs(w + m * 2 * kSegment + 16 * group + 4 * quad);
+          for (int n = 0; n < N; ++n) dot[m][n] = dot4<true>(dot[m][n], part[n], x);
+        }
+      }
+    }
+  };
+  each_sum<M, N>([&](int m, int n) { dot[m][n] = splat_int(0); });
+  add_part(weights);
+  each_sum<M, N>([&](int m, int n) { dot[m][n] = add(shift_left(dot[m][n], 8), splat_int(rounded[m].start)); });
+  add_part(weights + kSegment);
+  each_sum<M, N>([&](int m, int n) {
+    store(out + m * out_stride + 16 * n, mul(to_floats(dot[m][n]), splat(rounded[m].scale)));
+  });
+}
+
+// Weights of every query times the values' scales, in two bytes: [query][part][kSegment].
+inline void round_weights(const Workspace& work, int count, int lo, int hi) {
+  const int from = lo / 32 * 32, size = (hi + 31) / 32 * 32 - from;
+  for (int i = 0; i < count; ++i) {
+    float* w = work.scores + i * kSegment;
+    for (int at = from; at < from + size; at += 16) store(w + at, mul(load(w + at), load(work.scales + at)));
+    work.rounded_w[i] = round_numbers(w + from, size, work.weight_bytes + i * 2 * kSegment + from, kSegment);
+  }
+}
+
+// Where the values of a segment lie; heads that are no multiple of 16 are copied and filled up with zeros.
+inline ValueGroups value_groups(const HeadCache& head, const Workspace& work, int segment, int lo, int hi) {
+  const int head_dim = head.cache.head_dim, wide = padded(head_dim);
+  const auto* values = static_cast<const uint8_t*>(head.cache.values);
+  ValueGroups found{{}, 4 * static_cast<size_t>(wide)};
+  for (int group = lo / 16; group * 16 < hi; ++group) {
+    const uint8_t* at = values + head.token(segment + 16 * group) * head_dim;
+    found.at[group] = at;
+    if (head_dim == wide) continue;
+    uint8_t* to = reinterpret_cast<uint8_t*>(work.values) + static_cast<size_t>(16 * group) * wide;
+    found.at[group] = to;
+    for (int quad = 0; quad < 4; ++quad, at += 4 * head_dim, to += 4 * wide)
+      std::fill(std::copy_n(at, 4 * head_dim, to), to + 4 * wide, uint8_t{0});
+  }
+  return found;
+}
+
+inline void sum_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+  const int wide = padded(head.cache.head_dim);
+  gather_scales(head, head.cache.value_scales, segment, lo + segment, hi + segment, work.scales);
+  round_weights(work, count, lo, hi);
+  const ValueGroups values = value_groups(head, work, segment, lo, hi);
+  for (int column = 0; column < wide; column += 16 * kValueVectors)
+    with_count<kValueVectors>(std::min(kValueVectors, (wide - column) / 16), [&](auto n) {
+      for (int first = 0; first < count; first += kValueQueries)
+        with_count<kValueQueries>(std::min(kValueQueries, count - first), [&](auto m) {
+          value_rounded_tile<decltype(m)::value, decltype(n)::value>(
+              values, static_cast<size_t>(column), work.weight_bytes + first * 2 * kSegment, work.rounded_w + first,
+              lo / 16, (hi + 15) / 16, work.sums + first * wide + column, wide);
+        });
+    });
+}
+
+}  // namespace tokenmill::TM_ISA

@@ -1,10 +1,10 @@
 """What rounding costs: perplexity of the native kernels against the torch reference, on the same file and text.
 
-    python benchmarks/perplexity.py [MODEL …] [--kilobytes 20] [--context 512] [--ways reference,default,8,16]
+    python benchmarks/perplexity.py [MODEL …] [--kilobytes 20] [--context 512] [--ways reference,default,8,mixed,16]
 
 reference   plain torch: weights expanded to float32, nothing rounded
 default     native kernels as the engine would run them
-8, 16       native kernels with that many bits for what quantised weights are multiplied with
+8, mixed, 16    native kernels that round what quantised weights are multiplied with in that way
 kv8         native kernels with a KV cache of int8
 
 The text is the language reference that comes with Python, cut into prompts of `--context` tokens. Prints a table and
@@ -25,8 +25,7 @@ from tokenmill import LLM, SamplingParams
 WAYS: dict[str, dict[str, str]] = {
     "reference": {"backend": "reference"},
     "default": {"backend": "cpu"},
-    "8": {"backend": "cpu", "activation_bits": "8"},
-    "16": {"backend": "cpu", "activation_bits": "16"},
+    **{bits: {"backend": "cpu", "activation_bits": bits} for bits in ("8", "mixed", "16")},
     "kv8": {"backend": "cpu", "kv_dtype": "int8"},
 }
 

@@ -54,12 +54,12 @@ int padded16(int size) { return (size + 15) / 16 * 16; }
 }  // namespace
 
 Decoder::Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
-                 int parts, const Kernels& kernels)
+                 float fine_above, const Kernels& kernels)
     : kernels_(&kernels), pool_(threads), runner_(pool_, kernels), hidden_(hidden), vocab_(vocab), eps_(eps),
       embedding_scale_(embedding_scale), logit_softcap_(logit_softcap),
-      parts_(parts), attention_scratch_(static_cast<size_t>(threads)) {
-  for (Activations* activations : {&normed_, &heads_, &inner_}) activations->set_parts(parts);
-}
+      fine_above_(fine_above), attention_scratch_(static_cast<size_t>(threads)) {}
+
+float Decoder::fine_at_end() const { return std::isinf(fine_above_) ? fine_above_ : 0.0f; }
 
 int Decoder::add_rope(RopeTable table) {
   ropes_.push_back(std::move(table));
@@ -175,7 +175,7 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   narrowed_.take(batch, layer.group);
   prepare_heads(layer, batch.wanted);
   attend_placed(layer, narrowed_.view);
-  quantise_odd_heads(layer, batch.wanted);
+  settle_heads(layer, batch.wanted);
   mix(layer, batch.wanted);
 }
 
@@ -228,12 +228,18 @@ void Decoder::mix(const Layer& layer, int tokens) {
   feed_forward(layer, tokens);
 }
 
-void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, bool quantised) {
-  to.prepare(tokens, hidden_, *kernels_, quantised, true);
+void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form) {
+  to.prepare(tokens, hidden_, *kernels_, form);
   for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
     kernels_->rms_norm(x + static_cast<size_t>(t) * hidden_, weight.data(), eps_, hidden_, to.row(t));
-    if (quantised) to.quantise_row(t, *kernels_);
+    if (form.quantised) to.quantise_row(t, *kernels_);
   }, tokens > kernels_->small_rows ? kernels_->tile_rows : 1);
+  settle(to);
+}
+
+void Decoder::settle(Activations& rows) {
+  if (!rows.needs_settling()) return;
+  for_rows(pool_, rows.quant().tiles(), rows.quant().tile * rows.quant().blocks, [&](int t) { rows.settle(t); });
 }
 
 void Decoder::add_normed(const Vector& weight, int tokens) {
@@ -254,14 +260,15 @@ void Decoder::attention(const Layer& layer, const BatchView& batch) {
   project(layer, batch);
   prepare_heads(layer, batch.tokens);
   attend_all(layer, batch);
-  quantise_odd_heads(layer, batch.tokens);
+  settle_heads(layer, batch.tokens);
 }
 
 void Decoder::project(const Layer& layer, const BatchView& batch) {
   const int q_size = layer.attention.heads * layer.attention.cache.head_dim;
   const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
   const size_t stride = qkv_width(layer);
-  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, reads_quantised({&layer.q, &layer.k, &layer.v}));
+  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
+            {reads_quantised({&layer.q, &layer.k, &layer.v}), true, fine_above(layer)});
   grow(qkv_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
   const Gemm gemms[3] = {{&layer.q, nullptr, in, Gemm::Mode::Store, qkv_.data(), stride},
@@ -272,13 +279,14 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
 
 void Decoder::prepare_heads(const Layer& layer, int tokens) {
   heads_.prepare(tokens, layer.attention.heads * layer.attention.cache.head_dim, *kernels_,
-                 is_quantised(layer.o.w.kind), true);
+                 {is_quantised(layer.o.w.kind), true, fine_above(layer)});
 }
 
 // Heads that are no whole number of blocks can't be rounded one by one.
-void Decoder::quantise_odd_heads(const Layer& layer, int tokens) {
-  if (!heads_.is_quantised() || layer.attention.cache.head_dim % kBlock == 0) return;
-  for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_row(t, *kernels_); });
+void Decoder::settle_heads(const Layer& layer, int tokens) {
+  if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
+    for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_row(t, *kernels_); });
+  settle(heads_);
 }
 
 // Norms and rotates the queries of one kv head and its key, and writes key and value to the cache.
@@ -463,15 +471,16 @@ void Decoder::merge_splits(const Layer& layer, const BatchView& batch, int row, 
 void Decoder::feed_forward(const Layer& layer, int tokens) {
   const bool post = !layer.mlp_post_norm.empty();
   if (layer.mlp) {
-    norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, reads_quantised({&layer.mlp->gate, &layer.mlp->up}));
-    mlp(*layer.mlp, normed_.view(), post ? Gemm::Mode::Store : Gemm::Mode::Add, post ? mixed_.data() : x_.data());
+    norm_rows(layer.mlp_norm, x_.data(), tokens, normed_,
+              {reads_quantised({&layer.mlp->gate, &layer.mlp->up}), true, fine_above(layer)});
+    mlp(*layer.mlp, normed_.view(), fine_above(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add, post ? mixed_.data() : x_.data());
     if (post) add_normed(layer.mlp_post_norm, tokens);
     return;
   }
   bool quantised = is_quantised(layer.moe->router.w.kind);
   if (layer.moe->shared) quantised |= reads_quantised({&layer.moe->shared->gate, &layer.moe->shared->up});
-  norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, quantised);
-  moe(*layer.moe, tokens, mixed_.data());
+  norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, {quantised, true, fine_above(layer)});
+  moe(*layer.moe, tokens, fine_above(layer), mixed_.data());
   if (post) return add_normed(layer.mlp_post_norm, tokens);
   for_rows(pool_, tokens, hidden_, [&](int t) {
     const size_t at = static_cast<size_t>(t) * hidden_;
@@ -479,13 +488,14 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
   });
 }
 
-void Decoder::mlp(const Mlp& mlp, const Rows& in, Gemm::Mode mode, float* out) {
+void Decoder::mlp(const Mlp& mlp, const Rows& in, float fine_above, Gemm::Mode mode, float* out) {
   const bool quantised = is_quantised(mlp.down.w.kind);
-  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, quantised, !quantised);
+  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, {quantised, !quantised, fine_above});
   Gemm gate{&mlp.gate, &mlp.up, in, Gemm::Mode::Gate};
   gate.activation = mlp.activation;
   gate.gated = &inner_;
   runner_.run(&gate, 1);
+  settle(inner_);
   const Gemm down{&mlp.down, nullptr, inner_.view(), mode, out, static_cast<size_t>(hidden_)};
   runner_.run(&down, 1);
 }
@@ -511,7 +521,7 @@ void choose_experts(const float* logits, int experts, int active, bool renormali
 
 }  // namespace
 
-void Decoder::moe(const Moe& moe, int tokens, float* out) {
+void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
   const int experts = static_cast<int>(moe.experts.size()), active = moe.num_active;
   grow(router_logits_, static_cast<size_t>(tokens) * experts);
   grow(expert_ids_, static_cast<size_t>(tokens) * active);
@@ -537,11 +547,10 @@ void Decoder::moe(const Moe& moe, int tokens, float* out) {
     const size_t at = static_cast<size_t>(e);
     if (counts[at] == 0) continue;
     const Mlp& expert = moe.experts[at];
-    expert_in_[at].set_parts(parts_);
-    expert_inner_[at].set_parts(parts_);
-    expert_in_[at].prepare(counts[at], hidden_, *kernels_, reads_quantised({&expert.gate, &expert.up}), true);
+    expert_in_[at].prepare(counts[at], hidden_, *kernels_,
+                           {reads_quantised({&expert.gate, &expert.up}), true, fine_above});
     const bool quantised = is_quantised(expert.down.w.kind);
-    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, quantised, !quantised);
+    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, {quantised, !quantised, fine_above});
     Gemm gate{&expert.gate, &expert.up, expert_in_[at].view(), Gemm::Mode::Gate};
     gate.activation = expert.activation;
     gate.gated = &expert_inner_[at];
@@ -555,7 +564,13 @@ void Decoder::moe(const Moe& moe, int tokens, float* out) {
     std::copy_n(normed_.row(i / active), hidden_, to.row(place));
     if (to.is_quantised()) to.quantise_row(place, *kernels_);
   });
+  const auto settle_used = [&](std::vector<Activations>& rows) {
+    for (size_t e = 0; e < counts.size(); ++e)
+      if (counts[e] > 0) settle(rows[e]);
+  };
+  settle_used(expert_in_);
   runner_.run(gates.data(), static_cast<int>(gates.size()));
+  settle_used(expert_inner_);
   runner_.run(downs.data(), static_cast<int>(downs.size()));
   for_rows(pool_, tokens, active * hidden_, [&](int t) {
     float* to = out + static_cast<size_t>(t) * hidden_;
@@ -568,7 +583,7 @@ void Decoder::moe(const Moe& moe, int tokens, float* out) {
       for (int d = 0; d < hidden_; ++d) to[d] += share * from[d];
     }
   });
-  if (moe.shared) mlp(*moe.shared, normed_.view(), Gemm::Mode::Add, out);
+  if (moe.shared) mlp(*moe.shared, normed_.view(), fine_above, Gemm::Mode::Add, out);
 }
 
 // ── head ──
@@ -576,11 +591,12 @@ void Decoder::moe(const Moe& moe, int tokens, float* out) {
 void Decoder::logits(const float* hidden, int rows, float* out) {
   if (rows == 0) return;
   const bool quantised = is_quantised(head_.w.kind);
-  normed_.prepare(rows, hidden_, *kernels_, quantised, true);
+  normed_.prepare(rows, hidden_, *kernels_, {quantised, true, fine_at_end()});
   for_rows(pool_, rows, hidden_, [&](int r) {
     std::copy_n(hidden + static_cast<size_t>(r) * hidden_, hidden_, normed_.row(r));
     if (quantised) normed_.quantise_row(r, *kernels_);
   });
+  settle(normed_);
   const Gemm head{&head_, nullptr, normed_.view(), Gemm::Mode::Store, out, static_cast<size_t>(vocab_)};
   runner_.run(&head, 1);
   if (logit_softcap_ > 0.0f)

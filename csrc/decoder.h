@@ -73,8 +73,8 @@ class NarrowedBatch {
 
 class Decoder {
  public:
-  // `parts`: bytes of a quantised activation, 1 or 2
-  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads, int parts,
+  // `fine_above`: see Form. Where some blocks have 16 bits, all of the last layer's and the head's do.
+  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads, float fine_above,
           const Kernels& kernels);
 
   int add_rope(RopeTable table);
@@ -103,7 +103,7 @@ class Decoder {
   void attention(const Layer& layer, const BatchView& batch);
   void project(const Layer& layer, const BatchView& batch);
   void prepare_heads(const Layer& layer, int tokens);
-  void quantise_odd_heads(const Layer& layer, int tokens);
+  void settle_heads(const Layer& layer, int tokens);
   void place_all(const Layer& layer, const BatchView& batch);
   bool is_decode(const Layer& layer, const BatchView& batch) const;
   bool pays_to_split(const Layer& layer, const BatchView& batch) const;
@@ -118,9 +118,12 @@ class Decoder {
   void merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head);
   void take_output(const Layer& layer, int token, int head, const float* sums, const Partial& partial);
   void feed_forward(const Layer& layer, int tokens);
-  void mlp(const Mlp& mlp, const Rows& in, Gemm::Mode mode, float* out);
-  void moe(const Moe& moe, int tokens, float* out);
-  void norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, bool quantised);
+  void mlp(const Mlp& mlp, const Rows& in, float fine_above, Gemm::Mode mode, float* out);
+  void moe(const Moe& moe, int tokens, float fine_above, float* out);
+  void norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form);
+  void settle(Activations& rows);
+  float fine_above(const Layer& layer) const { return &layer == &layers_.back() ? fine_at_end() : fine_above_; }
+  float fine_at_end() const;
   void add_normed(const Vector& weight, int tokens);
 
   const Kernels* kernels_;
@@ -128,7 +131,7 @@ class Decoder {
   Runner runner_;
   int hidden_, vocab_;
   float eps_, embedding_scale_, logit_softcap_;
-  int parts_;
+  float fine_above_;
   std::vector<RopeTable> ropes_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;

@@ -2,12 +2,15 @@
 #include "gemm.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace tokenmill {
 namespace {
 
 constexpr int kPair = 2 * kPanel;
+constexpr int kMostTileRows = 8;  // of any instruction set
 
 template <class T>
 void grow(std::vector<T>& v, size_t size) {
@@ -18,26 +21,61 @@ size_t scratch_alignment(uint8_t* p) { return (64 - reinterpret_cast<uintptr_t>(
 
 }  // namespace
 
-void Activations::prepare(int rows, int cols, const Kernels& kernels, bool quantised, bool plain) {
+void Activations::prepare(int rows, int cols, const Kernels& kernels, const Form& form) {
   cols_ = cols;
-  quantised_ = quantised;
-  plain_ = plain;
+  form_ = form;
   quant_.rows = rows;
   quant_.tile = rows <= kernels.small_rows ? std::max(rows, 1) : kernels.tile_rows;
   quant_.blocks = cols / kBlock;
-  if (plain) grow(values_, static_cast<size_t>(rows) * cols);
-  if (!quantised) return;
+  if (form.plain) grow(values_, static_cast<size_t>(rows) * cols);
+  if (!form.quantised) return;
+  const bool fine = form.fine_above < std::numeric_limits<float>::infinity();
   const int full = rows / quant_.tile, rest = rows % quant_.tile;
-  const size_t bytes = full * quant_.record_bytes(quant_.tile) + quant_.record_bytes(rest);
-  grow(records_, bytes * static_cast<size_t>(quant_.blocks) + 64);
+  const size_t of_block = full * QuantRows::record_bytes(quant_.tile) + QuantRows::record_bytes(rest);
+  const size_t bytes = of_block * static_cast<size_t>(quant_.blocks);
+  grow(records_, (fine ? 2 : 1) * bytes + 64);
   quant_.records = records_.data() + scratch_alignment(records_.data());
+  quant_.fine_at = fine ? bytes : 0;
+  if (fine) grow(lists_, static_cast<size_t>(quant_.tiles()) * (quant_.blocks + 1));
+  quant_.lists = lists_.data();
+}
+
+// The scale above which a block of a row keeps its remainders.
+void Activations::limits(int t, float* of_row) const {
+  const int count = quant_.rows_in(t);
+  std::fill_n(of_row, count, 0.0f);
+  for (int b = 0; b < quant_.blocks; ++b) {
+    const auto* scale = reinterpret_cast<const float*>(quant_.record(t, b));
+    for (int m = 0; m < count; ++m) of_row[m] += scale[m] * scale[m];
+  }
+  for (int m = 0; m < count; ++m)
+    of_row[m] = form_.fine_above * std::sqrt(of_row[m] / static_cast<float>(quant_.blocks));
+}
+
+void Activations::settle(int t) {
+  float limit[kMostTileRows];
+  limits(t, limit);
+  const int count = quant_.rows_in(t);
+  uint16_t* list = quant_.list(t);
+  uint16_t listed = 0;
+  for (int b = 0; b < quant_.blocks; ++b) {
+    const auto* scale = reinterpret_cast<const float*>(quant_.record(t, b));
+    bool wanted = false;
+    for (int m = 0; m < count; ++m) wanted |= scale[m] > limit[m];
+    if (!wanted) continue;
+    list[++listed] = static_cast<uint16_t>(b);
+    auto* fine = reinterpret_cast<float*>(quant_.record(t, b) + quant_.fine_at);
+    for (int m = 0; m < count; ++m)
+      if (!(scale[m] > limit[m])) fine[m] = fine[count + m] = 0.0f;  // scale, scaled sum
+  }
+  list[0] = listed;
 }
 
 Rows Activations::view() const { return {values_.data(), static_cast<size_t>(cols_), quant_}; }
 
 void Activations::put_block(int r, int block, const float* values, int count, const Kernels& kernels) {
-  if (quantised_) kernels.quantise_block(values, quant_, r, block);
-  if (plain_) std::memcpy(row(r) + block * kBlock, values, sizeof(float) * static_cast<size_t>(count));
+  if (form_.quantised) kernels.quantise_block(values, quant_, r, block);
+  if (form_.plain) std::memcpy(row(r) + block * kBlock, values, sizeof(float) * static_cast<size_t>(count));
 }
 
 Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {

@@ -14,28 +14,38 @@ struct Linear {
   std::vector<float> bias;  // empty: none
 };
 
+// What is kept of activations. Of quantised ones the blocks whose largest number is more than `fine_above` times the
+// row's mean (the quadratic one, of all blocks) have 16 bits, the others 8: infinity is 8 bits everywhere, 0 is 16.
+struct Form {
+  bool quantised, plain;
+  float fine_above;
+};
+
 // Activations with their own memory, kept from step to step.
 class Activations {
  public:
-  // 1 or 2 bytes for a quantised number; before anything is prepared.
-  void set_parts(int parts) { quant_.parts = parts; }
-  // Room for `rows` rows of `cols` numbers. Tiles of `tile` rows (see QuantRows).
-  void prepare(int rows, int cols, const Kernels& kernels, bool quantised, bool plain);
+  // Room for `rows` rows of `cols` numbers, in tiles (see QuantRows).
+  void prepare(int rows, int cols, const Kernels& kernels, const Form& form);
   Rows view() const;
   float* row(int r) { return values_.data() + static_cast<size_t>(r) * cols_; }
   const QuantRows& quant() const { return quant_; }
-  bool is_quantised() const { return quantised_; }
-  bool is_plain() const { return plain_; }
+  bool is_quantised() const { return form_.quantised; }
+  bool needs_settling() const { return form_.quantised && quant_.fine_at != 0; }
   int cols() const { return cols_; }
   // Takes 32 columns of a row, already in their final values.
   void put_block(int r, int block, const float* values, int count, const Kernels& kernels);
   void quantise_row(int r, const Kernels& kernels) { kernels.quantise_row(row(r), cols_, quant_, r); }
+  // Once all rows of tile t are quantised: lists the blocks whose remainders count.
+  void settle(int t);
 
  private:
+  void limits(int t, float* of_row) const;
+
   int cols_ = 0;
-  bool quantised_ = false, plain_ = false;
+  Form form_{};
   std::vector<float> values_;
   std::vector<uint8_t> records_;
+  std::vector<uint16_t> lists_;
   QuantRows quant_;
 };
 

@@ -15,25 +15,27 @@ namespace tokenmill {
 // write to one cache line. A record of M rows, each field [M] unless said otherwise:
 //
 //   float scale | float scale * sum(q) | what takes the weights' offset back: int -128 * sum(q) | int -8 * sum(q) |
-//   int [2][M] -32 * sum(16 of q) | int8 q [part][M][32]
+//   int [2][M] -32 * sum(16 of q) | int8 q [M][32]
 //
-// With two parts a number has 16 bits, 256 * first + second, and is multiplied byte by byte: twice the work, a
-// two-hundredth of the rounding error.
+// What 8 bits leave over, in 1/256 of the scale, may lie in a second record of the same form, `fine_at` bytes behind the
+// first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0.
 struct QuantRows {
   int rows = 0, tile = 1, blocks = 0;
-  int parts = 1;  // bytes of a number
   uint8_t* records = nullptr;
+  size_t fine_at = 0;         // 0: numbers have 8 bits and that is all
+  uint16_t* lists = nullptr;  // [tile][1 + blocks]: how many blocks are listed, then which, ascending
 
   int rows_in(int t) const { return rows - t * tile < tile ? rows - t * tile : tile; }
   int tiles() const { return (rows + tile - 1) / tile; }
   static constexpr size_t numbers_at(int count) { return 24 * static_cast<size_t>(count); }
-  size_t record_bytes(int count) const {
-    return (numbers_at(count) + static_cast<size_t>(parts) * count * kBlock + 63) / 64 * 64;
+  static constexpr size_t record_bytes(int count) {
+    return (numbers_at(count) + static_cast<size_t>(count) * kBlock + 63) / 64 * 64;
   }
   uint8_t* record(int t, int block) const {
     const size_t before = static_cast<size_t>(t) * blocks * record_bytes(tile);
     return records + before + static_cast<size_t>(block) * record_bytes(rows_in(t));
   }
+  uint16_t* list(int t) const { return lists + static_cast<size_t>(t) * (blocks + 1); }
 };
 
 // Activations in both forms; `quant` is filled only where a quantised matrix will read it.

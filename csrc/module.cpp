@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <stdexcept>
 
 #include "decoder.h"
@@ -29,6 +30,7 @@ using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using FloatVector = Array<const float, 1>;
 
+constexpr float kNever = std::numeric_limits<float>::infinity();
 constexpr size_t kWorthThreads = 1 << 19;  // bytes of a matrix that are packed sooner by several threads
 
 const Kernels& kernels_or_best(const std::string& name) {
@@ -162,10 +164,8 @@ void logits(Decoder& decoder, Array<const float, 2> hidden, Array<float, 2> out)
 
 class Bench {  // a matrix product with its own pool, without a model around it
  public:
-  Bench(int threads, const std::string& isa, int parts)
-      : kernels_(kernels_or_best(isa)), pool_(threads), runner_(pool_, kernels_) {
-    in_.set_parts(parts);
-  }
+  Bench(int threads, const std::string& isa, float fine_above)
+      : kernels_(kernels_or_best(isa)), pool_(threads), runner_(pool_, kernels_), fine_above_(fine_above) {}
 
   void linear(const Matrix& w, const std::optional<FloatVector>& bias, Array<const float, 2> x, Array<float, 2> out) {
     if (x.shape(1) != static_cast<size_t>(w.cols) || out.shape(0) != x.shape(0) ||
@@ -223,16 +223,18 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
  private:
   void take(const Matrix& w, const float* x, int rows) {
-    in_.prepare(rows, w.cols, kernels_, is_quantised(w.kind), true);
+    in_.prepare(rows, w.cols, kernels_, {is_quantised(w.kind), true, fine_above_});
     pool_.run(rows, [&](int r, int) {
       std::copy_n(x + static_cast<size_t>(r) * w.cols, w.cols, in_.row(r));
       if (is_quantised(w.kind)) in_.quantise_row(r, kernels_);
     });
+    if (in_.needs_settling()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.settle(t); });
   }
 
   const Kernels& kernels_;
   Pool pool_;
   Runner runner_;
+  float fine_above_;
   Activations in_;
 };
 
@@ -276,7 +278,7 @@ NB_MODULE(_native, m) {
   }, "kind"_a, "rows"_a, "cols"_a);
 
   nb::class_<Bench>(m, "Bench")
-      .def(nb::init<int, const std::string&, int>(), "threads"_a, "isa"_a = "", "parts"_a = 1)
+      .def(nb::init<int, const std::string&, float>(), "threads"_a, "isa"_a = "", "fine_above"_a = kNever)
       .def("linear", &Bench::linear, "matrix"_a, "bias"_a.none(), "x"_a, "out"_a)
       .def("time_linear", &Bench::time_linear, "matrices"_a, "rows"_a, "repeats"_a)
       .def("time_read", &Bench::time_read, "num_bytes"_a, "repeats"_a);
@@ -301,11 +303,13 @@ NB_MODULE(_native, m) {
 
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
-                          int threads, int parts, const std::string& isa) {
+                          int threads, float fine_above, const std::string& isa) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
-        if (parts != 1 && parts != 2) throw std::invalid_argument("activations have 1 or 2 bytes");
-        new (self) Decoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, parts, kernels_or_best(isa));
-      }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a, "parts"_a, "isa"_a = "")
+        if (!(fine_above >= 0)) throw std::invalid_argument("fine_above must not be negative");
+        new (self) Decoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, fine_above,
+                           kernels_or_best(isa));
+      }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a, "fine_above"_a = kNever,
+           "isa"_a = "")
       .def("add_rope", [](Decoder& self, Array<const float, 2> cos, Array<const float, 2> sin) {
         if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1))
           throw std::invalid_argument("cos and sin differ in shape");

@@ -74,11 +74,14 @@ struct Rounded {  // a vector of integers: what they are multiplied with, and -1
   int32_t start;
 };
 
+inline constexpr int kWidened = 32;  // keys or values turned to floats at once, where many queries use them
+inline constexpr int kQueryStride = 256 + 16;  // of queries in the workspace: a constant that spreads over the cache
+
 struct Workspace {
-  float* q;       // [groups of kScoreQueries][head_dim][kScoreQueries]
+  float* q;       // [kQueryTile][kQueryStride]
   float* scores;  // [kQueryTile][kSegment]
   float* sums;    // [kQueryTile][padded head_dim]
-  float* values;  // [kSegment][padded head_dim], used only for head sizes that are no multiple of 16
+  float* widened;  // keys [2][head_dim][16] or values [kWidened][padded head_dim]; or values of one byte [kSegment][...]
   // ── for keys and values of one byte ──
   float* scales;         // [kSegment]
   Rounded* rounded_q;    // [kQueryTile]
@@ -88,10 +91,10 @@ struct Workspace {
   Workspace(uint8_t* scratch, int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
     q = reinterpret_cast<float*>(scratch);
-    scores = q + (kQueryTile + kScoreQueries) * wide;
+    scores = q + kQueryTile * kQueryStride;
     sums = scores + kQueryTile * kSegment;
-    values = sums + kQueryTile * wide;
-    scales = values + kSegment * wide;
+    widened = sums + kQueryTile * wide;
+    scales = widened + kSegment / 4 * wide;
     rounded_q = reinterpret_cast<Rounded*>(scales + kSegment);
     rounded_w = rounded_q + kQueryTile;
     weight_bytes = reinterpret_cast<int8_t*>(rounded_w + kQueryTile);
@@ -100,7 +103,7 @@ struct Workspace {
   static size_t bytes(int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
     const size_t rounded = 4 * kSegment + kQueryTile * (2 * sizeof(Rounded) + 2 * kSegment);
-    return 4 * ((2 * kQueryTile + kScoreQueries + kSegment) * wide + kQueryTile * kSegment) + rounded + 64;
+    return 4 * (kQueryTile * (kQueryStride + kSegment + wide) + kSegment / 4 * wide) + rounded + 64;
   }
 };
 
@@ -132,7 +135,7 @@ void score_tile(const KeyPair<typename Stored<S>::Type>& pair, const float* q, i
       }
     const Floats a = Stored<S>::load16(pair.keys[0] + 16 * d), b = Stored<S>::load16(pair.keys[1] + 16 * d);
     for (int m = 0; m < M; ++m) {
-      const Floats in = splat(q[d * kScoreQueries + m]);
+      const Floats in = splat(q[m * kQueryStride + d]);
       acc[m][0] = fma(a, in, acc[m][0]);
       acc[m][1] = fma(b, in, acc[m][1]);
     }
@@ -155,24 +158,43 @@ KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo
           {values + group(at), values + group(at + 16)}};
 }
 
+// Numbers of the cache as floats; `count` is a multiple of 16.
+template <Store S>
+void widen(const typename Stored<S>::Type* from, int count, float* to) {
+  for (int i = 0; i < count; i += 16) store(to + i, Stored<S>::load16(from + i));
+}
+
+template <Store S, bool Fetch>
+void score_queries(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int count, int head_dim, float* out) {
+  for (int first = 0; first < count; first += kScoreQueries)
+    with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {
+      score_tile<S, decltype(m)::value, Fetch>(pair, q + first * kQueryStride, head_dim, out + first * kSegment);
+    });
+}
+
 template <Store S>
 void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
   const int head_dim = head.cache.head_dim;
   for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never leave it
     const auto pair = key_pair<S>(head, at, lo, hi);
     float* out = work.scores + (at - segment);
-    for (int first = 0; first < count; first += kScoreQueries)
-      with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {
-        constexpr int rows = decltype(m)::value;
-        const float* q = work.q + static_cast<size_t>(first) * head_dim;
-        if (count <= kScoreQueries) score_tile<S, rows, true>(pair, q, head_dim, out);
-        else score_tile<S, rows, false>(pair, q, head_dim, out + first * kSegment);  // many queries: enough to do
-      });
+    if (count <= kScoreQueries) {
+      score_queries<S, true>(pair, work.q, count, head_dim, out);
+    } else if constexpr (S == Store::F32) {
+      score_queries<S, false>(pair, work.q, count, head_dim, out);
+    } else {
+      float* wide[2] = {work.widened, work.widened + 16 * head_dim};
+      for (int n = 0; n < 2; ++n) widen<S>(pair.keys[n], 16 * head_dim, wide[n]);
+      score_queries<Store::F32, false>({{wide[0], wide[1]}, {}, {}}, work.q, count, head_dim, out);
+    }
   }
 }
 
 // ── weights of one query in one segment; lanes outside [first, limit) become 0 ──
 inline Partial weigh(float* scores, int lo, int hi, int first, int limit, float cap) {
+  const auto seen = [&](Floats a, int at, Floats otherwise) {  // most groups are seen as a whole
+    return at >= first && at + 16 <= limit ? a : keep_lanes(a, first - at, limit - at, otherwise);
+  };
   Floats largest = splat(kNever);
   for (int at = lo; at < hi; at += 16) {
     Floats s = load(scores + at);
@@ -180,12 +202,12 @@ inline Partial weigh(float* scores, int lo, int hi, int first, int limit, float 
       s = mul(splat(cap), tanh(mul(s, splat(1.0f / cap))));
       store(scores + at, s);
     }
-    largest = max(largest, keep_lanes(s, first - at, limit - at, splat(kNever)));
+    largest = max(largest, seen(s, at, splat(kNever)));
   }
   const float top = max_lanes(largest);
   Floats total = zeros();
   for (int at = lo; at < hi; at += 16) {
-    const Floats w = keep_lanes(exp(sub(load(scores + at), splat(top))), first - at, limit - at, zeros());
+    const Floats w = seen(exp(sub(load(scores + at), splat(top))), at, zeros());
     store(scores + at, w);
     total = add(total, w);
   }
@@ -195,12 +217,12 @@ inline void forget(float* scores, int lo, int hi) {
   for (int at = lo; at < hi; at += 16) store(scores + at, zeros());
 }
 
-// ── sums: M queries x N vectors of a head, keys [lo, hi) of the segment ──
+// ── sums: M queries x N vectors of a head, keys [lo, hi) of the segment, added to what `out` holds if `onto` ──
 template <Store S, int M, int N, class Row>
-void value_tile(Row row, const float* weights, int lo, int hi, float* out, size_t out_stride) {
+void value_tile(Row row, const float* weights, int lo, int hi, bool onto, float* out, size_t out_stride) {
   Floats acc[M][N];
   for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) acc[m][n] = zeros();
+    for (int n = 0; n < N; ++n) acc[m][n] = onto ? load(out + m * out_stride + 16 * n) : zeros();
   for (int key = lo; key < hi;) {
     int run;
     const typename Stored<S>::Type* v = row(key, run);  // `run` keys lie one after another from here
@@ -228,50 +250,63 @@ struct PagedRows {  // value rows of a segment straight from the cache; keys cou
     return static_cast<const typename Stored<S>::Type*>(head.cache.values) + head.value(position) + column;
   }
 };
-struct PlainRows {
+struct WidenedRows {  // rows of floats from key `first` on
   const float* values;
+  int first;
   size_t stride;
   const float* operator()(int key, int& run) const {
-    run = kSegment;
-    return values + static_cast<size_t>(key) * stride;
+    run = kWidened;
+    return values + static_cast<size_t>(key - first) * stride;
   }
 };
 
 inline constexpr int kValueVectors = 4;
 
 template <Store S, class MakeRows>
-void sum_segment(MakeRows rows, const Workspace& work, int count, int wide, int lo, int hi) {
+void sum_keys(MakeRows rows, const Workspace& work, int count, int wide, int lo, int hi, bool onto) {
   for (int column = 0; column < wide; column += 16 * kValueVectors)
     with_count<kValueVectors>(std::min(kValueVectors, (wide - column) / 16), [&](auto n) {
       for (int first = 0; first < count; first += kValueQueries)
         with_count<kValueQueries>(std::min(kValueQueries, count - first), [&](auto m) {
           value_tile<S, decltype(m)::value, decltype(n)::value>(rows(column), work.scores + first * kSegment, lo, hi,
-                                                                work.sums + first * wide + column, wide);
+                                                                onto, work.sums + first * wide + column, wide);
         });
     });
 }
 
 template <Store S>
+void widen_value(const typename Stored<S>::Type* v, int head_dim, float* to) {
+  const int whole = head_dim / 16 * 16;
+  widen<S>(v, whole, to);
+  for (int d = whole; d < padded(head_dim); ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
+}
+
+template <Store S>
 void sum_values(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
   const int head_dim = head.cache.head_dim, wide = padded(head_dim);
-  if (head_dim == wide) {
+  if (head_dim == wide && (S == Store::F32 || count <= kValueQueries)) {
     const auto rows = [&](int column) { return PagedRows<S>{head, segment, column, static_cast<size_t>(head_dim)}; };
-    return sum_segment<S>(rows, work, count, wide, lo, hi);
+    return sum_keys<S>(rows, work, count, wide, lo, hi, false);
   }
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
-  for (int key = lo; key < hi; ++key) {
-    const auto* v = values + head.value(segment + key);
-    float* to = work.values + static_cast<size_t>(key) * wide;
-    for (int d = 0; d < wide; ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
+  for (int from = lo; from < hi; from += kWidened) {
+    const int to = std::min(hi, from + kWidened);
+    for (int key = from; key < to; ++key)
+      widen_value<S>(values + head.value(segment + key), head_dim, work.widened + static_cast<size_t>(key - from) * wide);
+    const auto rows = [&](int column) { return WidenedRows{work.widened + column, from, static_cast<size_t>(wide)}; };
+    sum_keys<Store::F32>(rows, work, count, wide, from, to, from > lo);
   }
-  const auto rows = [&](int column) { return PlainRows{work.values + column, static_cast<size_t>(wide)}; };
-  sum_segment<Store::F32>(rows, work, count, wide, lo, hi);
 }
 
 inline void join(float* sums, Partial& partial, const float* other_sums, const Partial& other, int head_dim) {
   if (other.total == 0.0f) return;
+  if (partial.total == 0.0f) {
+    partial = other;
+    std::copy_n(other_sums, padded(head_dim), sums);
+    return;
+  }
   const float largest = std::max(partial.largest, other.largest);
-  const float keep = partial.total == 0.0f ? 0.0f : exp_one(partial.largest - largest);
+  const float keep = exp_one(partial.largest - largest);
   const float take = exp_one(other.largest - largest);
   partial = {largest, partial.total * keep + other.total * take};
   for (int d = 0; d < padded(head_dim); d += 16)
@@ -280,8 +315,8 @@ inline void join(float* sums, Partial& partial, const float* other_sums, const P
 
 inline void gather_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
   for (int i = 0; i < count; ++i) {
-    float* to = work.q + static_cast<size_t>(i / kScoreQueries) * kScoreQueries * head_dim + i % kScoreQueries;
-    for (int d = 0; d < head_dim; ++d) to[d * kScoreQueries] = q[i][d] * scale;
+    float* to = work.q + i * kQueryStride;
+    for (int d = 0; d < head_dim; ++d) to[d] = q[i][d] * scale;
   }
 }
 

@@ -27,10 +27,12 @@ inline Rounded round_numbers(const float* x, int size, int8_t* to, size_t part_b
   const Floats inverse = splat(top > kLeast ? kMost16 / top : 0.0f);
   int32_t sum = 0;
   for (int i = 0; i < size; i += 32) {
-    int32_t first, second;
-    const Ints a = to_ints(mul(load(x + i), inverse)), b = to_ints(mul(load(x + i + 16), inverse));
-    store_numbers(a, b, 2, part_bytes, to + i, first, second);
-    sum += first + second;
+    int32_t high[2], low[2];
+    const TwoBytes a = two_bytes(to_ints(mul(load(x + i), inverse)));
+    const TwoBytes b = two_bytes(to_ints(mul(load(x + i + 16), inverse)));
+    store_numbers(a.high, b.high, to + i, high[0], high[1]);
+    store_numbers(a.low, b.low, to + part_bytes + i, low[0], low[1]);
+    sum += 256 * (high[0] + high[1]) + low[0] + low[1];
   }
   return {top * (1.0f / kMost16) + 0.0f * sum_lanes(total), -128 * sum};
 }
@@ -197,7 +199,7 @@ inline ValueGroups value_groups(const HeadCache& head, const Workspace& work, in
     const uint8_t* at = values + head.token(segment + 16 * group) * head_dim;
     found.at[group] = at;
     if (head_dim == wide) continue;
-    uint8_t* to = reinterpret_cast<uint8_t*>(work.values) + static_cast<size_t>(16 * group) * wide;
+    uint8_t* to = reinterpret_cast<uint8_t*>(work.widened) + static_cast<size_t>(16 * group) * wide;
     found.at[group] = to;
     for (int quad = 0; quad < 4; ++quad, at += 4 * head_dim, to += 4 * wide)
       std::fill(std::copy_n(at, 4 * head_dim, to), to + 4 * wide, uint8_t{0});

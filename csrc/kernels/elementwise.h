@@ -17,7 +17,7 @@ inline Floats exp(Floats x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = add(fma(mul(p, r), r, r), splat(1.0f));
-  return mul(p, power_of_two(n));
+  return times_power_of_two(p, n);
 }
 inline float exp_one(float x) {
   float lanes[16];
@@ -89,37 +89,25 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
   }
 }
 
-// The bytes of 32 numbers, and the sums of their halves. A second part follows `part_bytes` behind the first.
-inline void store_numbers(Ints a, Ints b, int parts, size_t part_bytes, int8_t* q, int32_t& sum_a, int32_t& sum_b) {
-  if (parts == 1) {
-    store_i8(q, a);
-    store_i8(q + 16, b);
-    return sum_small(a, b, sum_a, sum_b);
-  }
-  // The nearest multiple of 256, and what is left: -128 .. 127.
-  const Ints high_a = shift_right(add(a, splat_int(128)), 8), high_b = shift_right(add(b, splat_int(128)), 8);
-  const Ints low_a = sub(a, shift_left(high_a, 8)), low_b = sub(b, shift_left(high_b, 8));
-  store_i8(q, high_a);
-  store_i8(q + 16, high_b);
-  store_i8(q + part_bytes, low_a);
-  store_i8(q + part_bytes + 16, low_b);
-  int32_t low_sums[2];
-  sum_small(high_a, high_b, sum_a, sum_b);
-  sum_small(low_a, low_b, low_sums[0], low_sums[1]);
-  sum_a = 256 * sum_a + low_sums[0];
-  sum_b = 256 * sum_b + low_sums[1];
+// Whole numbers of 16 bits as 256 * high + low: the nearest multiple of 256, and what is left, -128 .. 127.
+struct TwoBytes {
+  Ints high, low;
+};
+inline TwoBytes two_bytes(Ints whole) {
+  const Ints high = shift_right(add(whole, splat_int(128)), 8);
+  return {high, sub(whole, shift_left(high, 8))};
 }
-// 32 numbers of row m of a record of `count` rows (see QuantRows).
-inline void quantise_into(const float* x, int parts, uint8_t* record, int count, int m) {
-  const Floats a = load(x), b = load(x + 16);
-  const float largest = max_lanes(max(abs(a), abs(b)));
-  const float most = parts == 1 ? 127.0f : 127.0f * 256.0f;
-  const Floats inverse = splat(largest > 0.0f ? most / largest : 0.0f);
+// 32 whole numbers that fit in bytes, and the sums of their halves.
+inline void store_numbers(Ints a, Ints b, int8_t* to, int32_t& sum_a, int32_t& sum_b) {
+  store_i8(to, a);
+  store_i8(to + 16, b);
+  sum_small(a, b, sum_a, sum_b);
+}
+
+// Row m of a record of `count` rows (see QuantRows): 32 whole numbers that fit in bytes.
+inline void put_numbers(Ints a, Ints b, float scale, uint8_t* record, int count, int m) {
   int32_t first, second;
-  auto* q = reinterpret_cast<int8_t*>(record) + QuantRows::numbers_at(count) + m * kBlock;
-  store_numbers(to_ints(mul(a, inverse)), to_ints(mul(b, inverse)), parts, static_cast<size_t>(count) * kBlock, q, first,
-                second);
-  const float scale = largest * (1.0f / most);
+  store_numbers(a, b, reinterpret_cast<int8_t*>(record) + QuantRows::numbers_at(count) + m * kBlock, first, second);
   auto* floats = reinterpret_cast<float*>(record) + m;
   floats[0] = scale;
   floats[count] = scale * static_cast<float>(first + second);
@@ -129,15 +117,27 @@ inline void quantise_into(const float* x, int parts, uint8_t* record, int count,
   starts[2 * count] = -32 * first;
   starts[3 * count] = -32 * second;
 }
+inline void quantise_into(const float* x, size_t fine_at, uint8_t* record, int count, int m) {
+  const Floats a = load(x), b = load(x + 16);
+  const float largest = max_lanes(max(abs(a), abs(b)));
+  const float scale = largest * (1.0f / 127.0f), most = fine_at == 0 ? 127.0f : 127.0f * 256.0f;
+  const Floats inverse = splat(largest > 0.0f ? most / largest : 0.0f);
+  const Ints whole_a = to_ints(mul(a, inverse)), whole_b = to_ints(mul(b, inverse));
+  if (fine_at == 0) return put_numbers(whole_a, whole_b, scale, record, count, m);
+  const TwoBytes of_a = two_bytes(whole_a), of_b = two_bytes(whole_b);
+  put_numbers(of_a.high, of_b.high, scale, record, count, m);
+  put_numbers(of_a.low, of_b.low, scale * (1.0f / 256.0f), record + fine_at, count, m);
+}
 inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
   const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division
-  quantise_into(x, to.parts, to.record(t, block), to.rows_in(t), row - t * to.tile);
+  quantise_into(x, to.fine_at, to.record(t, block), to.rows_in(t), row - t * to.tile);
 }
 inline void quantise_row(const float* x, int cols, const QuantRows& to, int row) {
   const int t = row / to.tile, count = to.rows_in(t);
-  const size_t step = to.record_bytes(count);
+  const size_t step = QuantRows::record_bytes(count);
   uint8_t* record = to.record(t, 0);
-  for (int k = 0; k + kBlock <= cols; k += kBlock, record += step) quantise_into(x + k, to.parts, record, count, row - t * to.tile);
+  for (int k = 0; k + kBlock <= cols; k += kBlock, record += step)
+    quantise_into(x + k, to.fine_at, record, count, row - t * to.tile);
 }
 
 }  // namespace tokenmill::TM_ISA

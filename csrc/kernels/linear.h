@@ -5,8 +5,8 @@
 //   acc = fma(float(dot), w_scale * x_scale, acc);  with minima also  acc = fma(w_min, x_scaled_sum, acc)
 //
 // Unsigned weights times signed activations: the offset of the weights is taken back by starting the integer sum at
-// -offset * sum(x), which quantising worked out. Activations of two bytes go through twice: the sum over the first
-// bytes is multiplied by 256 before the second ones are added to it, still exact in 32 bits.
+// -offset * sum(x), which quantising worked out. Blocks come in chunks; behind each chunk follow, in the same way, the
+// remainders of those of its blocks that a tile's list names. A row that does without adds a zero there.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -66,72 +66,92 @@ inline __attribute__((always_inline)) BlockScales read_scales(const uint8_t* sca
   return out;
 }
 
-// ── activations of one tile of M rows, walked record by record ──
-template <Kind K, int M>
-struct TileRows {
-  const uint8_t* record;
-  size_t record_bytes;
-  int parts;
+// Blocks taken together: as many as are expanded at once in the first-level cache, 24 KB of two panels.
+inline constexpr int kChunk = 24;
 
-  TileRows(const QuantRows& rows, int t, int block) : record(rows.record(t, block)), record_bytes(rows.record_bytes(M)),
-                                                      parts(rows.parts) {}
+inline int chunk_of(int blocks) {  // even chunks
+  const int chunks = (blocks + kChunk - 1) / kChunk;
+  return (blocks + chunks - 1) / chunks;
+}
+
+// ── activations of a tile of M rows: one block of them, and the blocks of a chunk in the order they are added ──
+template <Kind K, int M>
+struct Record {
+  const uint8_t* at;
+
   template <int Field>
-  inline __attribute__((always_inline)) const void* field() const { return record + Field * 4 * M; }
+  inline __attribute__((always_inline)) const void* field() const { return at + Field * 4 * M; }
   const float* scale() const { return static_cast<const float*>(field<0>()); }
   const float* scaled_sum() const { return static_cast<const float*>(field<1>()); }
-  const int8_t* part(int p) const {
-    return reinterpret_cast<const int8_t*>(record) + QuantRows::numbers_at(M) + p * M * kBlock;
-  }
+  const int8_t* numbers() const { return reinterpret_cast<const int8_t*>(at) + QuantRows::numbers_at(M); }
   // What the integer sum of row m begins with (the sum over half h where there are two): -offset * sum(q).
   inline __attribute__((always_inline)) Ints start(int h, int m) const {
     if constexpr (zero_shift(K) < 0) return splat_int(0);
-    constexpr int at = K == Kind::Q8_0 ? 2 : has_halves(K) ? 4 : 3;
-    const Ints found = splat_int(static_cast<const int32_t*>(field<at>())[h * M + m]);
+    constexpr int at_field = K == Kind::Q8_0 ? 2 : has_halves(K) ? 4 : 3;
+    const Ints found = splat_int(static_cast<const int32_t*>(field<at_field>())[h * M + m]);
     return K == Kind::Q5_0 ? shift_left(found, 1) : found;
   }
-  void next_block() { record += record_bytes; }
+};
+
+template <Kind K, int M>
+struct TileChunk {
+  const uint8_t* records;  // of the chunk's first block
+  size_t fine_at;
+  const uint16_t* listed = nullptr;  // blocks of the chunk with remainders to add, counted from the first of all
+  int first, blocks, num_listed = 0;
+
+  TileChunk(const QuantRows& rows, int t, int from, int count)
+      : records(rows.record(t, from)), fine_at(rows.fine_at), first(from), blocks(count) {
+    if (fine_at == 0) return;
+    const uint16_t* list = rows.list(t);
+    listed = std::lower_bound(list + 1, list + 1 + *list, from);
+    num_listed = static_cast<int>(std::lower_bound(listed, list + 1 + *list, from + count) - listed);
+  }
+  int steps() const { return blocks + num_listed; }
+  // Which block step i is about, counted from the chunk's first, and its record.
+  inline __attribute__((always_inline)) int block(int i) const { return i < blocks ? i : listed[i - blocks] - first; }
+  inline __attribute__((always_inline)) Record<K, M> record(int i, int block) const {
+    return {records + (i < blocks ? 0 : fine_at) + static_cast<size_t>(block) * QuantRows::record_bytes(M)};
+  }
 };
 
 // ── M rows x one panel, straight from the packed form: for few rows, where reading the weights is what costs ──
 template <Kind K, int M>
-void small_tile(const Matrix& w, int panel, TileRows<K, M> x, bool onto, float* out, size_t out_stride) {
+void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float* out, size_t out_stride) {
   constexpr int bits = payload_bits(K);
   constexpr int halves = has_halves(K) ? 2 : 1;
-  const uint8_t* payload = w.panel(panel);
-  const uint8_t* scales = payload + w.scales_at;
+  const uint8_t* scales = w.panel(panel) + w.scales_at;
   Floats acc[M];
   for (int m = 0; m < M; ++m) acc[m] = onto ? load(out + m * out_stride) : zeros();
-  for (int b = 0; b < w.blocks; ++b, payload += payload_bytes(K), x.next_block()) {
-    for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 2048 + ahead);
-    const BlockScales s = read_scales<K>(scales, b);
-    unroll<halves>([&](auto half) {
-      constexpr int h = decltype(half)::value;
-      Ints dot[M];
-      const auto add_part = [&](const int8_t* in) __attribute__((always_inline)) {
+  const int even = chunk_of(w.blocks);
+  for (int first = 0; first < w.blocks; first += even) {
+    const TileChunk<K, M> chunk(x, 0, first, std::min(even, w.blocks - first));
+    for (int i = 0; i < chunk.steps(); ++i) {
+      const int b = chunk.block(i);
+      const Record<K, M> in = chunk.record(i, b);
+      const uint8_t* payload = w.panel(panel) + (first + b) * payload_bytes(K);
+      for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 2048 + ahead);
+      const BlockScales s = read_scales<K>(scales, first + b);
+      unroll<halves>([&](auto half) {
+        constexpr int h = decltype(half)::value;
+        Ints dot[M];
+        for (int m = 0; m < M; ++m) dot[m] = in.start(h, m);
         unroll<8 / halves>([&](auto step) {
           constexpr int group = decltype(step)::value + h * 4;
           const Bytes weights = unpack_group<bits, group>(payload);
           for (int m = 0; m < M; ++m)
-            dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(in + m * kBlock + 4 * group));
+            dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(in.numbers() + m * kBlock + 4 * group));
         });
-      };
-      for (int m = 0; m < M; ++m) dot[m] = x.parts == 1 ? x.start(h, m) : splat_int(0);
-      add_part(x.part(0));
-      if (x.parts == 2) {
-        for (int m = 0; m < M; ++m) dot[m] = add(shift_left(dot[m], 8), x.start(h, m));
-        add_part(x.part(1));
-      }
-      for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(x.scale()[m])), acc[m]);
-    });
-    if constexpr (has_min(K))
-      for (int m = 0; m < M; ++m) acc[m] = fma(s.m, splat(x.scaled_sum()[m]), acc[m]);
+        for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(in.scale()[m])), acc[m]);
+      });
+      if constexpr (has_min(K))
+        for (int m = 0; m < M; ++m) acc[m] = fma(s.m, splat(in.scaled_sum()[m]), acc[m]);
+    }
   }
   for (int m = 0; m < M; ++m) store(out + m * out_stride, acc[m]);
 }
 
 // ── two panels, some blocks of them expanded to bytes and floats in the first-level cache, used by many tiles ──
-inline constexpr int kChunk = 24;  // most blocks expanded at once: 24 KB
-
 struct Expanded {
   const uint8_t* bytes[2];  // [block][8][64]
   const float* d[2];        // [block (x 2)][16]
@@ -176,61 +196,43 @@ struct Ahead {
   int lines_per_block = 0;
 };
 
-// M rows x N panels over `blocks` blocks, added to what `out` holds if `onto`. Loads stay where they are written: a
-// compiler that gathers them at the top of a block has no registers left for the sums.
+// M rows x N panels over a chunk, added to what `out` holds if `onto`. Loads stay where they are written: a compiler that
+// gathers them at the top of a block has no registers left for the sums.
 template <Kind K, int M, int N>
-void wide_tile(const Expanded& w, int blocks, TileRows<K, M> x, Ahead& ahead, bool onto, float* out, size_t out_stride) {
+void wide_tile(const Expanded& w, const TileChunk<K, M>& x, Ahead& ahead, bool onto, float* out, size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
-  const uint8_t* bytes[N];
-  const float* d[N];
-  const float* minimum[N];
-  for (int n = 0; n < N; ++n) {
-    bytes[n] = w.bytes[n];
-    d[n] = w.d[n];
-    minimum[n] = w.m[n];
-  }
   Floats acc[M][N];
   each_sum<M, N>([&](int m, int n) { acc[m][n] = onto ? load(out + m * out_stride + n * kPanel) : zeros(); });
   const uint8_t* wanted = ahead.at;
-  for (int b = 0; b < blocks; ++b) {
-    for (int line = 0; line < ahead.lines_per_block; ++line, wanted += 64) prefetch_far(wanted);
+  for (int i = 0; i < x.steps(); ++i) {
+    const int b = x.block(i);
+    const Record<K, M> in = x.record(i, b);
+    if (i < x.blocks)
+      for (int line = 0; line < ahead.lines_per_block; ++line, wanted += 64) prefetch_far(wanted);
     unroll<halves>([&](auto half) {
       constexpr int h = decltype(half)::value;
       Ints dot[M][N];
-      const auto add_part = [&](const int8_t* q) __attribute__((always_inline)) {
-        unroll<8 / halves>([&](auto step) {
-          constexpr int group = decltype(step)::value + h * 4;
-          Bytes weights[N];
-          for (int n = 0; n < N; ++n) weights[n] = load_bytes_here(bytes[n] + 64 * group);
-          unroll<M>([&](auto row) {
-            constexpr int m = decltype(row)::value;
-            const Inputs in = splat_inputs_here(q + m * kBlock + 4 * group);
-            for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], in);
-          });
+      each_sum<M, N>([&](int m, int n) { dot[m][n] = in.start(h, m); });
+      unroll<8 / halves>([&](auto step) {
+        constexpr int group = decltype(step)::value + h * 4;
+        Bytes weights[N];
+        for (int n = 0; n < N; ++n) weights[n] = load_bytes_here(w.bytes[n] + 512 * b + 64 * group);
+        unroll<M>([&](auto row) {
+          constexpr int m = decltype(row)::value;
+          const Inputs numbers = splat_inputs_here(in.numbers() + m * kBlock + 4 * group);
+          for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], numbers);
         });
-      };
-      each_sum<M, N>([&](int m, int n) { dot[m][n] = x.parts == 1 ? x.start(h, m) : splat_int(0); });
-      add_part(x.part(0));
-      if (x.parts == 2) {
-        each_sum<M, N>([&](int m, int n) { dot[m][n] = add(shift_left(dot[m][n], 8), x.start(h, m)); });
-        add_part(x.part(1));
-      }
+      });
       Floats scale[N];
-      for (int n = 0; n < N; ++n) scale[n] = load(d[n] + h * kPanel);
+      for (int n = 0; n < N; ++n) scale[n] = load(w.d[n] + (halves * b + h) * kPanel);
       each_sum<M, N>([&](int m, int n) {
-        acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], splat(x.scale()[m])), acc[m][n]);
+        acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], splat(in.scale()[m])), acc[m][n]);
       });
     });
     if constexpr (has_min(K)) {
       Floats low[N];
-      for (int n = 0; n < N; ++n) low[n] = load(minimum[n]);
-      each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(x.scaled_sum()[m]), acc[m][n]); });
-      for (int n = 0; n < N; ++n) minimum[n] += kPanel;
-    }
-    x.next_block();
-    for (int n = 0; n < N; ++n) {
-      bytes[n] += 512;
-      d[n] += halves * kPanel;
+      for (int n = 0; n < N; ++n) low[n] = load(w.m[n] + b * kPanel);
+      each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(in.scaled_sum()[m]), acc[m][n]); });
     }
   }
   ahead.at = wanted;
@@ -261,25 +263,25 @@ void linear_quantised(const Matrix& w, const QuantRows& x, const Span& span, con
     for (int n = 0; n < span.panels; ++n)
       with_count<kSmallRows>(x.rows, [&](auto m) {
         constexpr int rows = decltype(m)::value;
-        small_tile<K, rows>(w, span.panel + n, TileRows<K, rows>(x, 0, 0), to.onto, to.out + n * kPanel, to.stride);
+        small_tile<K, rows>(w, span.panel + n, x, to.onto, to.out + n * kPanel, to.stride);
       });
     return;
   }
-  auto& chunk = *reinterpret_cast<ChunkScratch*>(scratch);
-  const int chunks = (w.blocks + kChunk - 1) / kChunk, even = (w.blocks + chunks - 1) / chunks;
+  auto& room = *reinterpret_cast<ChunkScratch*>(scratch);
+  const int even = chunk_of(w.blocks);
   for (int first = 0; first < w.blocks; first += even) {
     const int blocks = std::min(even, w.blocks - first);
     const bool onto = to.onto || first > 0;
     Expanded expanded{};
-    for (int n = 0; n < span.panels; ++n) expand_panel<K>(w, span.panel + n, first, blocks, n, chunk, expanded);
+    for (int n = 0; n < span.panels; ++n) expand_panel<K>(w, span.panel + n, first, blocks, n, room, expanded);
     Ahead ahead = share_ahead(w, span.panel + span.panels, span.panels, first, blocks, span.tile_end - span.tile);
     for (int t = span.tile; t < span.tile_end; ++t) {
       float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride;
       with_count<kTileRows>(x.rows_in(t), [&](auto m) {
         constexpr int rows = decltype(m)::value;
-        const TileRows<K, rows> in(x, t, first);
-        if (span.panels == 2) wide_tile<K, rows, 2>(expanded, blocks, in, ahead, onto, out, to.stride);
-        else wide_tile<K, rows, 1>(expanded, blocks, in, ahead, onto, out, to.stride);
+        const TileChunk<K, rows> in(x, t, first, blocks);
+        if (span.panels == 2) wide_tile<K, rows, 2>(expanded, in, ahead, onto, out, to.stride);
+        else wide_tile<K, rows, 1>(expanded, in, ahead, onto, out, to.stride);
       });
     }
   }

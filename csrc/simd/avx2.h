@@ -60,11 +60,11 @@ inline float max_lanes(Floats x) {
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 inline Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
-inline Floats power_of_two(Floats n) {
+inline Floats times_power_of_two(Floats x, Floats n) {
   const __m256i bias = _mm256_set1_epi32(127);
   const __m256i a = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.a), bias), 23);
   const __m256i b = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.b), bias), 23);
-  return {_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)};
+  return {_mm256_mul_ps(x.a, _mm256_castsi256_ps(a)), _mm256_mul_ps(x.b, _mm256_castsi256_ps(b))};
 }
 inline Floats keep_lanes(Floats x, int from, int to, Floats otherwise) {
   const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -41,10 +41,8 @@ inline Floats round_even(Floats a) {
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline float max_lanes(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
-// 2^n for whole numbers n in [-126, 127]
-inline Floats power_of_two(Floats n) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
-}
+// a * 2^n for whole numbers n in [-126, 127] where that is a normal number
+inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // keeps lanes [from, to), the others become `otherwise`
 inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
   const uint32_t below_to = to >= 16 ? 0xFFFFu : to <= 0 ? 0u : (1u << to) - 1u;

@@ -83,12 +83,12 @@ inline Ints to_ints(Floats a) {
   for (int i = 0; i < 16; ++i) out.v[i] = static_cast<int32_t>(std::nearbyintf(a.v[i]));
   return out;
 }
-inline Floats power_of_two(Floats n) {
+inline Floats times_power_of_two(Floats x, Floats n) {
   return each([&](int i) {
     const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
     float out;
     std::memcpy(&out, &bits, 4);
-    return out;
+    return x.v[i] * out;
   });
 }
 inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {

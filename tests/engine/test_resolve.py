@@ -96,7 +96,7 @@ def test_the_context_is_cut_to_what_the_pool_holds() -> None:
 
 
 def test_small_models_round_their_activations_finely() -> None:
-    assert settle().config.ops.activation_bits == "16"
+    assert settle().config.ops.activation_bits == "mixed"
     large = replace(SPEC, layers=(replace(LAYER, mlp=MlpSpec(500_000)),) * 4)
     assert settle(spec=large).config.ops.activation_bits == "8"
 

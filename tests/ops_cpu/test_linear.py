@@ -3,6 +3,7 @@ that a row's bits do not depend on its neighbours."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gguf
@@ -20,6 +21,7 @@ SETS = instruction_sets() if is_available()[0] else []
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HALVES_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 MOST_ROWS = 29
+COARSE = math.inf  # no block has second bytes
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -38,15 +40,25 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     return gguf.quants.dequantize(source, quant).astype(np.float64), source
 
 
-def rounded_inputs(x: np.ndarray, kind: str, parts: int) -> np.ndarray:
-    """What the kernel multiplies: whole numbers of one or two bytes per block of 32, where weights are quantised."""
+def rounded_inputs(x: np.ndarray, kind: str, fine_above: float) -> np.ndarray:
+    """What the kernel multiplies where weights are quantised: whole numbers per block of 32 with one byte, or two where
+    the block's largest number is more than `fine_above` times the quadratic mean of all blocks' largest."""
     if kind in PLAIN:
         return x.astype(np.float64)
-    most = np.float32(127 if parts == 1 else 127 * 256)
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
-    numbers = np.rint(blocks * (most / np.where(largest == 0, 1, largest)))
-    return (numbers.astype(np.float64) * (largest / most)).reshape(x.shape)
+    nonzero = np.where(largest == 0, 1, largest)
+    if math.isinf(fine_above):
+        return (np.rint(blocks * (np.float32(127) / nonzero)) * (largest / np.float64(127))).reshape(x.shape)
+    numbers = np.rint(blocks * (np.float32(127 * 256) / nonzero)).astype(np.int32)
+    is_fine = largest > fine_above * np.sqrt(np.mean(largest**2, axis=1, keepdims=True))
+    numbers = np.where(is_fine, numbers, (numbers + 128) >> 8 << 8)
+    return (numbers * (largest / np.float64(127 * 256))).reshape(x.shape)
+
+
+def with_outliers(x: np.ndarray, seed: int = 5) -> np.ndarray:
+    """One number in a hundred is ten times as large."""
+    return np.where(np.random.default_rng(seed).random(x.shape) < 0.01, 10 * x, x).astype(np.float32)
 
 
 def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
@@ -55,17 +67,19 @@ def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = No
     return out
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("fine_above", [COARSE, 1.2, 0.0])
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
 @pytest.mark.parametrize("shape", [(37, 256), (96, 768)])
-def test_product_is_right_and_rows_keep_their_bits(isa: str, kind: str, shape: tuple[int, int], parts: int) -> None:
+def test_product_is_right_and_rows_keep_their_bits(
+    isa: str, kind: str, shape: tuple[int, int], fine_above: float
+) -> None:
     values, source = random_blocks(kind, *shape)
     matrix = native().pack(kind, *shape, source)
-    x = np.random.default_rng(1).standard_normal((MOST_ROWS, shape[1])).astype(np.float32)
-    bench = native().Bench(2, isa, parts)
+    x = with_outliers(np.random.default_rng(1).standard_normal((MOST_ROWS, shape[1])))
+    bench = native().Bench(2, isa, fine_above)
     together = product(bench, matrix, x)
-    expected = rounded_inputs(x, kind, parts) @ values.T
+    expected = rounded_inputs(x, kind, fine_above) @ values.T
     assert np.abs(together - expected).max() < 2e-4 * np.abs(expected).max()
     for rows in (1, 2, 3, 5, 7, 8, 9, 12, 16, 17):
         assert np.array_equal(product(bench, matrix, x[:rows]), together[:rows])
@@ -78,17 +92,28 @@ def test_two_bytes_round_a_hundred_times_finer(kind: str) -> None:
     matrix = native().pack(kind, 64, 512, source)
     x = np.random.default_rng(3).standard_normal((11, 512)).astype(np.float32)
     exact = x.astype(np.float64) @ values.T
-    coarse, fine = (np.linalg.norm(product(native().Bench(1, "", parts), matrix, x) - exact) for parts in (1, 2))
+    coarse, fine = (np.linalg.norm(product(native().Bench(1, "", f), matrix, x) - exact) for f in (COARSE, 0.0))
     assert fine < coarse / 100
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+def test_outliers_cost_little_where_their_blocks_are_fine() -> None:
+    """Rows of 64 blocks, in two of which one number is 50 times as large as the others."""
+    values, source = random_blocks("Q4_1", 64, 2048)
+    matrix = native().pack("Q4_1", 64, 2048, source)
+    x = np.random.default_rng(4).standard_normal((9, 2048)).astype(np.float32)
+    x[:, [100, 1500]] *= 50
+    exact = x.astype(np.float64) @ values.T
+    coarse, mixed = (np.linalg.norm(product(native().Bench(1, "", f), matrix, x) - exact) for f in (COARSE, 2.0))
+    assert mixed < coarse / 3
+
+
+@pytest.mark.parametrize("fine_above", [COARSE, 1.2, 0.0])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "F32"])
-def test_hundreds_of_rows_equal_single_ones(kind: str, parts: int) -> None:
+def test_hundreds_of_rows_equal_single_ones(kind: str, fine_above: float) -> None:
     _, source = random_blocks(kind, 80, 1024)
     matrix = native().pack(kind, 80, 1024, source)
-    x = np.random.default_rng(2).standard_normal((211, 1024)).astype(np.float32)
-    bench = native().Bench(2, "", parts)
+    x = with_outliers(np.random.default_rng(2).standard_normal((211, 1024)))
+    bench = native().Bench(2, "", fine_above)
     together = product(bench, matrix, x)
     for row in (0, 5, 95, 96, 97, 210):
         assert np.array_equal(product(bench, matrix, x[row : row + 1])[0], together[row])
@@ -113,12 +138,12 @@ def test_bias_is_added() -> None:
     assert np.array_equal(product(native().Bench(1), matrix, x, bias), np.tile(bias, (3, 1)))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_zeros_and_huge_inputs_stay_finite(parts: int) -> None:
+@pytest.mark.parametrize("fine_above", [COARSE, 1.2, 0.0])
+def test_zeros_and_huge_inputs_stay_finite(fine_above: float) -> None:
     _, source = random_blocks("Q4_0", 16, 64)
     x = np.zeros((2, 64), np.float32)
     x[1, 3] = 1e30
-    out = product(native().Bench(1, "", parts), native().pack("Q4_0", 16, 64, source), x)
+    out = product(native().Bench(1, "", fine_above), native().pack("Q4_0", 16, 64, source), x)
     assert np.array_equal(out[0], np.zeros(16, np.float32))
     assert np.isfinite(out[1]).all()
 

@@ -32,12 +32,12 @@ FIGURES = ("prefill_tok_s", "decode_tok_s")
 class Engine:
     """One engine's process. Stopped between turns."""
 
-    def __init__(self, name: str, python: str, model: Path, threads: int, binary: Path | None = None) -> None:
-        script = Path(__file__).parent / "peers" / (PEERS[name] if binary is None else BINARY_PEER)
+    def __init__(self, name: str, python: str, model: Path, threads: int, extra: str = "") -> None:
+        script = Path(__file__).parent / "peers" / PEERS.get(name, BINARY_PEER)
         self.name, self.version = name, ""
         self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  lives on
         self._process = subprocess.Popen(
-            [python, str(script), str(model), str(threads), *([] if binary is None else [str(binary)])],
+            [python, str(script), str(model), str(threads), *([extra] if extra else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -85,17 +85,23 @@ class Engine:
 
 @contextmanager
 def engines(
-    names: Sequence[str], peer_python: str, model: Path, threads: int, binary: Path | None = None
+    names: Sequence[str],
+    peer_python: str,
+    model: Path,
+    threads: int,
+    binary: Path | None = None,
+    activation_bits: str = "auto",
 ) -> Iterator[list[Engine]]:
-    """`binary`: a `llama-batched-bench` that takes part too."""
+    """`binary`: a `llama-batched-bench` that takes part too; `activation_bits`: how this engine rounds."""
     unknown = set(names) - set(PEERS)
     if unknown:
         raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {', '.join(PEERS)}", param="peers")
     with ExitStack() as stack:
         started = []
+        extras = {BINARY: str(binary), OURS: activation_bits}
         for name in (BINARY, *names) if binary is not None else names:
             python = sys.executable if name in (OURS, BINARY) else peer_python
-            engine = Engine(name, python, model, threads, binary if name == BINARY else None)
+            engine = Engine(name, python, model, threads, extras.get(name, ""))
             stack.callback(engine.close)
             engine.wait_ready()
             started.append(engine)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenmill.cli import flags, session
 from tokenmill.cli.bench_offline import whole_numbers
 from tokenmill.cli.tables import number, print_json_line, print_rich_table
+from tokenmill.config import ActivationBits
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import DEFAULT_MODEL, resolve_model
 
@@ -123,6 +124,7 @@ def compare(
     output_len: int = 32,
     concurrency: str = "1,4,16",
     threads: int = 2,
+    activation_bits: ActivationBits = "auto",
     rounds: int = 5,
 ) -> int:
     """The same GGUF file through this engine and its peers, taking turns.
@@ -145,6 +147,8 @@ def compare(
         Sequences at once, a list.
     threads
         Threads of every engine.
+    activation_bits
+        How finely this engine rounds activations (see `tokenmill run --help`).
     rounds
         Rounds; medians of ratios are shown with their quartiles.
     """
@@ -158,14 +162,15 @@ def compare(
     names = [*[peer.strip() for peer in peers.split(",") if peer.strip()], bench.OURS]
     if batched_bench is not None and not batched_bench.is_file():
         raise InvalidConfig(f"{batched_bench} is no file", param="batched_bench")
-    with bench.engines(names, peer_python, path, threads, batched_bench) as running:
+    with bench.engines(names, peer_python, path, threads, batched_bench, activation_bits) as running:
         turns = list(bench.take_turns(running, shapes, max(1, rounds)))
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
     _show_comparison(path, found, versions)
     print_json_line(
-        {"benchmark": "compare", "model": path.name, "threads": threads, "input_len": input_len,
-         "output_len": output_len, "rounds": rounds, "versions": versions, "results": [c.as_dict() for c in found]}
+        {"benchmark": "compare", "model": path.name, "threads": threads, "activation_bits": activation_bits,
+         "input_len": input_len, "output_len": output_len, "rounds": rounds, "versions": versions,
+         "results": [c.as_dict() for c in found]}
     )  # fmt: skip
     return 0
 

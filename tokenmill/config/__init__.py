@@ -4,6 +4,13 @@
 reasons, printed at start. The command line, TOML files and environment variables all fill these same fields.
 """
 
-from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.engine import (
+    ActivationBits,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    OpsConfig,
+    SchedulerConfig,
+)
 
-__all__ = ["CacheConfig", "EngineConfig", "ModelConfig", "OpsConfig", "SchedulerConfig"]
+__all__ = ["ActivationBits", "CacheConfig", "EngineConfig", "ModelConfig", "OpsConfig", "SchedulerConfig"]

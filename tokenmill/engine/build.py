@@ -180,7 +180,7 @@ def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) ->
         lambda raw: dequantize(raw, torch.float32),
         config.ops.threads,
         "int8" if config.model.quantization == "int8" else "none",
-        activation_bits=int(config.ops.activation_bits),
+        activation_bits=config.ops.activation_bits,
         kept=kept,
     )
     kept.finish()

@@ -96,7 +96,7 @@ def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons
         reasons.append(STEADY if ops.deterministic else FASTEST)
     bits = ops.activation_bits
     if bits == "auto":
-        bits = "16" if num_parameters(spec) < SMALL_MODEL_PARAMETERS else "8"
+        bits = "mixed" if num_parameters(spec) < SMALL_MODEL_PARAMETERS else "8"
     return replace(ops, device=device, backend=backend, activation_bits=bits, threads=ops.threads or machine.cores)
 
 

@@ -1,4 +1,4 @@
-"""This engine under the same protocol as its peers."""
+"""This engine under the same protocol as its peers; a third argument says how activations are rounded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def workload(asked: dict[str, int]) -> OfflineWorkload:
 
 
 def main() -> None:
-    path, threads = sys.argv[1], int(sys.argv[2])
-    config = EngineConfig(ModelConfig(model=path, max_context=MAX_TOKENS), ops=OpsConfig(threads=threads))
+    path, threads, bits = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    ops = OpsConfig(threads=threads, activation_bits=bits)  # type: ignore[arg-type]
+    config = EngineConfig(ModelConfig(model=path, max_context=MAX_TOKENS), ops=ops)
     largest = {"input_len": MAX_TOKENS - 1, "output_len": 1, "concurrency": MAX_SEQUENCES, "seed": 0}
     measured = open_measured(config_for(config, workload(largest)))
     print(json.dumps({"ready": True, "version": f"tokenmill {tokenmill.__version__}"}), flush=True)

@@ -7,6 +7,7 @@ blocks may be copied and moved, single tokens may not be read by other backends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantizatio
 
 MAX_HEAD_DIM = 256
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+FINE_ABOVE = {"8": math.inf, "mixed": 2.5, "16": 0.0}
+"""Blocks of 32 activations keep 16 bits where their largest number is more than so many times the row's mean; where
+some do, all do in the last layer and the head."""
 
 
 class Layout(Protocol):
@@ -62,12 +66,12 @@ class NativeDecoder:
         threads: int,
         quantization: Quantization = "none",
         instruction_set: str = "",
-        activation_bits: int = 8,
+        activation_bits: str = "8",
         kept: PackedMatrices | None = None,
     ) -> None:
         """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best;
-        `activation_bits` (8 or 16) is how finely the inputs of quantised matrices are rounded; `kept` has matrices
-        that were packed before, or takes those packed now."""
+        `activation_bits` (a name of FINE_ABOVE) is how finely the inputs of quantised matrices are rounded; `kept` has
+        matrices that were packed before, or takes those packed now."""
         self.spec = spec
         self.layout = layout
         cap = spec.logit_softcap or 0.0
@@ -78,7 +82,7 @@ class NativeDecoder:
             embedding_scale=spec.embedding_scale,
             logit_softcap=cap,
             threads=threads,
-            parts=activation_bits // 8,
+            fine_above=FINE_ABOVE[activation_bits],
             isa=instruction_set,
         )
         self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept))

@@ -11,6 +11,7 @@ from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
+from tokenmill.scheduler.floor import Floor
 from tokenmill.scheduler.sequence import mixed_seed
 from tokenmill.types import Request, SequenceOutput, StepPlan
 
@@ -239,3 +240,18 @@ def test_seeds_of_samples_differ_and_stay() -> None:
     seeds = [mixed_seed(42, index) for index in range(100)]
     assert len(set(seeds)) == 100 and seeds == [mixed_seed(42, index) for index in range(100)]
     assert all(0 <= mixed_seed(seed, 0) < 2**63 for seed in (-(2**63), -1, 0, 2**63 - 1))
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_a_plan_counts_its_rows_once(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting everyone again for each row made a step of 1,000 rows last longer than a GPU computes it."""
+    bench = Bench()
+    for number in range(num_rows):
+        bench.scheduler.add(ask(str(number), prompt_len=2))
+    bench.step()
+    asked: list[Floor] = []
+    count = Floor.num_sequences.fget
+    assert count is not None
+    monkeypatch.setattr(Floor, "num_sequences", property(lambda floor: asked.append(floor) or count(floor)))
+    bench.scheduler.plan()
+    assert len(asked) == 1

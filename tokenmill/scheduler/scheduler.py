@@ -174,8 +174,10 @@ class Scheduler:
         """Guesses ride along where tokens and blocks are left over: nobody is cut short or pushed out for them."""
         end = sequence.computed + granted
         drafts = self._drafts.get(sequence, [])[: draft.budget.spare]
+        if not drafts or end < len(sequence.window):
+            return []
         room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
-        if not drafts or end < len(sequence.window) or room < self._cache.blocks_for(len(drafts), 1):
+        if room < self._cache.blocks_for(len(drafts), 1):
             return []
         # The blocks behind a sequence's last one are new, so there is nothing to copy.
         copies = self._cache.reserve(sequence.held_table, end, end + len(drafts))

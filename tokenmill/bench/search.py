@@ -1,23 +1,25 @@
-"""The largest load a server holds within limits: doubling until it fails, halving the gap, repeating near the edge.
+"""The largest load a server holds within limits: doubling until it fails, halving the gap, trying again near the edge.
 
-    level   1 ✓  2 ✓  4 ✓  8 ✓  16 ✓  32 ✓  64 ✗ │ 48 ✗  40 ✗  36 ✓  38 ✗  37 ✓ │ 37 ✓✓  38 ✗✗   → 37
+    level   1 ✓  2 ✓  4 ✓  8 ✓  16 ✓  32 ✓  64 ✗ │ 48 ✗  40 ✗  36 ✓  38 ✗  37 ✓ │ 38 ✗  37 ✓  36 ✓  38 ✗   → 37
 
 Where the first level fails already, levels are halved until one passes. A level is a concurrency (closed loop) or an
 arrival rate (open loop). It passes when the percentiles are within the limits, nearly nothing failed, and the run was
 steady: a queue that grows will break any limit if only one waits, so growth is failure even while the percentiles still
-pass. Close to the edge single trials are luck; there each level is tried several times and the majority counts. Trials
-are kept in a file, so a search can be resumed.
+pass. Close to the edge single trials are luck, and so is the gap they lead to: the last part weighs all trials together
+(`bench/edge.py`) and goes on until their edge is sure. Trials are kept in a file, so a search can be resumed.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenmill.bench.edge import Belief, belief_of
 from tokenmill.bench.measures import median
 from tokenmill.bench.records import Record
 from tokenmill.bench.slo import Limit
@@ -43,7 +45,8 @@ class Trial:
 class Verdict:
     best: float | None  # None: not even the lowest level passes
     first_failing: float | None  # None: every level up to the highest allowed passes
-    confidence: float  # that the edge lies between the two
+    confidence: float  # that the edge is within the resolution of this one
+    likely: tuple[float, float]  # the edge lies here in 9 of 10 cases
     trials: list[Trial] = field(default_factory=list)
 
 
@@ -51,9 +54,10 @@ class Verdict:
 class SearchSettings:
     start: float = 1
     most: float = 4096
-    repeats: int = 3
+    confidence: float = 0.9  # the search ends when it is that sure of the edge
+    most_trials: int = 60  # or after so many trials
     is_whole: bool = True  # levels are whole numbers
-    resolution: float = 0.05  # of a rate: neighbours closer than this share are one level
+    resolution: float = 0.05  # an edge this share off is the same; so are neighbouring whole numbers
 
     @property
     def lowest(self) -> float:
@@ -64,6 +68,18 @@ class SearchSettings:
         if self.is_whole:
             return (low + high) // 2 if high - low > 1 else None
         return (low + high) / 2 if high / low > 1 + self.resolution else None
+
+    def level(self, edge: float) -> float:
+        """The highest level that an edge holds."""
+        return float(math.floor(edge)) if self.is_whole else float(f"{edge:.3g}")
+
+    def same(self, edge: float) -> tuple[float, float]:
+        """From where to where an edge would count as this one."""
+        level = self.level(edge)
+        if not self.is_whole:
+            return level * (1 - self.resolution), level * (1 + self.resolution)
+        give = max(1, math.floor(self.resolution * level))
+        return level - give, level + give + 1
 
 
 Try = Callable[[float], Trial]
@@ -106,17 +122,18 @@ def search(try_level: Try, settings: SearchSettings, known: Sequence[Trial] = ()
     """Finds the edge. `known` trials of an earlier search are used before new ones are made."""
     log = _Log(try_level, settings, list(known))
     low, high = _double(log, settings)
-    if low is None:
-        return Verdict(None, high, log.confidence(None, high), log.trials)
-    if high is None:
-        return Verdict(low, None, log.confidence(low, None), log.trials)
-    low, high = _halve(log, settings, low, high)
-    return Verdict(low or None, high, log.confidence(low or None, high), log.trials)
+    if low is not None and high is not None:
+        _halve(log, settings, low, high)
+    believed = log.belief()
+    while len(log.trials) < settings.most_trials and log.confidence(believed) < settings.confidence:
+        log.make(log.level_in_doubt(believed))
+        believed = log.belief()
+    return log.verdict(believed)
 
 
 def _double(log: _Log, settings: SearchSettings) -> tuple[float | None, float | None]:
     low, level = None, settings.start
-    while log.passes_once(level):
+    while log.passes(level):
         low = level
         if level >= settings.most:
             return low, None
@@ -125,89 +142,74 @@ def _double(log: _Log, settings: SearchSettings) -> tuple[float | None, float | 
 
 
 def _go_down(log: _Log, settings: SearchSettings, failing: float) -> tuple[float | None, float | None]:
-    """From a first level that failed to one that passes; the lowest of all is not given up after one unlucky trial."""
+    """From a first level that failed to one that passes."""
     while failing > settings.lowest:
         level = max(failing // 2 if settings.is_whole else failing / 2, settings.lowest)
-        if log.passes_once(level):
+        if log.passes(level):
             return level, failing
         failing = level
-    return (failing, failing * 2) if log.passes_repeatedly(failing) else (None, failing)
+    return None, failing
 
 
-def _halve(log: _Log, settings: SearchSettings, low: float, high: float) -> tuple[float, float]:
-    """Narrows the gap; once it is closed both ends must stand up to repeats, else the gap moves."""
-    while True:
-        middle = settings.between(low, high)
-        if middle is not None:
-            low, high = (middle, high) if log.passes_once(middle) else (low, middle)
-        elif not log.passes_repeatedly(low):
-            below = [level for level in log.levels() if level < low]
-            if not below:
-                return 0.0, low
-            low, high = max(below), low
-        elif log.passes_repeatedly(high):
-            if high >= settings.most:
-                return high, high
-            above = [level for level in log.levels() if level > high]
-            low, high = high, min(above, default=min(high * 2, settings.most))
-        else:
-            return low, high
+def _halve(log: _Log, settings: SearchSettings, low: float, high: float) -> None:
+    while (middle := settings.between(low, high)) is not None:
+        low, high = (middle, high) if log.passes(middle) else (low, middle)
 
 
 class _Log:
-    """All trials, and what they say about a level."""
+    """All trials, and what they say together."""
 
     def __init__(self, try_level: Try, settings: SearchSettings, trials: list[Trial]) -> None:
         self._try, self._settings, self.trials = try_level, settings, trials
+        self._drawing = random.Random(len(trials))
 
-    def levels(self) -> list[float]:
-        return sorted({trial.level for trial in self.trials})
-
-    def passes_once(self, level: float) -> bool:
-        if not self._at(level):
-            self._make(level)
-        return self._majority(level)
-
-    def passes_repeatedly(self, level: float) -> bool:
-        """Up to `repeats` trials, fewer when the majority can't change any more."""
-        while len(self._at(level)) < self._settings.repeats and not self._is_settled(level):
-            self._make(level)
-        return self._majority(level)
-
-    def confidence(self, best: float | None, failing: float | None) -> float:
-        """That the best level passes more often than not, and the next one does not."""
-        sure = 1.0
-        if best is not None:
-            passed, failed = self._counts(best)
-            sure *= more_often_than_not(passed, failed)
-        if failing is not None:
-            passed, failed = self._counts(failing)
-            sure *= more_often_than_not(failed, passed)
-        return sure
-
-    def _make(self, level: float) -> None:
+    def make(self, level: float) -> None:
         self.trials.append(self._try(level))
 
-    def _at(self, level: float) -> list[Trial]:
-        return [trial for trial in self.trials if trial.level == level]
+    def passes(self, level: float) -> bool:
+        """By the trials there are, or a first one."""
+        at = [trial.passed for trial in self.trials if trial.level == level]
+        if at:
+            return 2 * sum(at) > len(at)
+        self.make(level)
+        return self.trials[-1].passed
 
-    def _counts(self, level: float) -> tuple[int, int]:
-        passed = sum(trial.passed for trial in self._at(level))
-        return passed, len(self._at(level)) - passed
+    def level_in_doubt(self, believed: Belief) -> float:
+        """Where another trial tells most: at an edge drawn from what is believed, so close by where trials agree and
+        further away where they do not; of whole numbers the one below or the one above it."""
+        settings = self._settings
+        level = settings.level(believed.drawn(self._drawing))
+        if settings.is_whole:
+            level += self._drawing.choice((0, 1))
+        return min(max(level, settings.lowest), settings.most)
 
-    def _majority(self, level: float) -> bool:
-        passed, failed = self._counts(level)
-        return passed > failed
+    def verdict(self, believed: Belief) -> Verdict:
+        level = self._settings.level
+        best, confidence = level(self._middle(believed)), self.confidence(believed)
+        likely = level(believed.quantile(0.05)), level(believed.quantile(0.95))
+        if best < self._settings.lowest:
+            return Verdict(None, self._settings.lowest, confidence, likely, self.trials)
+        if best >= self._settings.most:
+            return Verdict(self._settings.most, None, confidence, likely, self.trials)
+        above = best + 1 if self._settings.is_whole else best * (1 + self._settings.resolution)
+        return Verdict(best, above, confidence, likely, self.trials)
 
-    def _is_settled(self, level: float) -> bool:
-        return max(self._counts(level)) > self._settings.repeats / 2
+    def belief(self) -> Belief:
+        outcomes = [(trial.level, trial.passed) for trial in self.trials]
+        return belief_of(outcomes, self._settings.lowest, self._settings.most)
 
+    def confidence(self, believed: Belief) -> float:
+        """All edges below the lowest level are one answer, and all above the highest."""
+        low, high = self._settings.same(self._middle(believed))
+        low = min(low, self._settings.most) if low >= self._settings.lowest else 0.0
+        return believed.between(low, high if high < self._settings.most else math.inf)
 
-def more_often_than_not(yes: int, no: int) -> float:
-    """The chance that something which happened `yes` times and failed to `no` times has a rate above one half (uniform
-    prior; the tail of a Beta distribution, which for whole numbers is a sum of binomials)."""
-    n = yes + no + 1
-    return sum(math.comb(n, j) for j in range(yes + 1)) / float(2**n)
+    def _middle(self, believed: Belief) -> float:
+        """The edge to name: as probably too low as too high, and where no trials contradict each other none of them."""
+        edge = believed.quantile(0.5)
+        passed = max((trial.level for trial in self.trials if trial.passed), default=0.0)
+        failed = min((trial.level for trial in self.trials if not trial.passed), default=math.inf)
+        return min(max(edge, passed), math.nextafter(failed, 0)) if passed < failed else edge
 
 
 # ── the file of a search ───────────────────────────────────────────────────────────────────────────────

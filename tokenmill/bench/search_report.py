@@ -26,7 +26,9 @@ def curve_titles(trials: Sequence[Trial]) -> list[str]:
 
 
 def sentence(verdict: Verdict, what: str) -> str:
-    sure = f"{verdict.confidence:.0%} sure from {len(verdict.trials)} trials"
+    low, high = verdict.likely
+    spread = f", likely between {low:g} and {high:g}" if low != high else ""
+    sure = f"{verdict.confidence:.0%} sure from {len(verdict.trials)} trials{spread}"
     if verdict.best is None:
         return f"Not even {what} {verdict.first_failing:g} is within the limits ({sure})."
     if verdict.first_failing is None:

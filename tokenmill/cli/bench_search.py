@@ -29,8 +29,10 @@ class SearchConfig:
     """First level tried."""
     most: float = 4096
     """Highest level tried."""
-    repeats: int = 3
-    """Trials of each level next to the edge."""
+    confidence: float = 0.9
+    """The search ends when it is that sure of the edge, give or take 5 %."""
+    trials: int = 60
+    """It also ends after so many trials, and says how sure it is by then."""
     waves: int = 4
     """Requests a trial sends per client (concurrency)."""
     trial_s: float = 20.0
@@ -47,7 +49,7 @@ class SearchConfig:
     def settings(self) -> SearchSettings:
         from tokenmill.bench.search import SearchSettings
 
-        return SearchSettings(self.start, self.most, self.repeats, self.is_closed)
+        return SearchSettings(self.start, self.most, self.confidence, self.trials, self.is_closed)
 
 
 SearchFlags = Annotated[SearchConfig, Parameter(name="*", group=Group.create_ordered("What is searched"))]
@@ -91,7 +93,8 @@ def search(
         measurement.write_page(html_search(verdict, asked.what))
     print_json_line(
         {"benchmark": "search", "over": asked.over, "best": verdict.best, "first_failing": verdict.first_failing,
-         "confidence": verdict.confidence, "settings": settings, "trials": [asdict(t) for t in verdict.trials]}
+         "confidence": verdict.confidence, "likely": verdict.likely, "settings": settings,
+         "trials": [asdict(t) for t in verdict.trials]}
     )  # fmt: skip
     return 0 if verdict.best is not None else 1
 

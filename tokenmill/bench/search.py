@@ -176,12 +176,14 @@ class _Log:
 
     def level_in_doubt(self, believed: Belief) -> float:
         """Where another trial tells most: at an edge drawn from what is believed, so close by where trials agree and
-        further away where they do not; of whole numbers the one below or the one above it."""
+        further away where they do not; of whole numbers the one below or the one above it. No further up than twice
+        what passed: a server far beyond its edge takes long to show it."""
         settings = self._settings
         level = settings.level(believed.drawn(self._drawing))
         if settings.is_whole:
             level += self._drawing.choice((0, 1))
-        return min(max(level, settings.lowest), settings.most)
+        passed = max((trial.level for trial in self.trials if trial.passed), default=settings.lowest)
+        return min(max(level, settings.lowest), 2 * passed, settings.most)
 
     def verdict(self, believed: Belief) -> Verdict:
         level = self._settings.level

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 namespace tokenmill {
 namespace {
@@ -64,9 +65,13 @@ void Activations::settle(int t) {
     for (int m = 0; m < count; ++m) wanted |= scale[m] > limit[m];
     if (!wanted) continue;
     list[++listed] = static_cast<uint16_t>(b);
-    auto* fine = reinterpret_cast<float*>(quant_.record(t, b) + quant_.fine_at);
-    for (int m = 0; m < count; ++m)
-      if (!(scale[m] > limit[m])) fine[m] = fine[count + m] = 0.0f;  // scale, scaled sum
+    uint8_t* fine = quant_.record(t, b) + quant_.fine_at;
+    for (int m = 0; m < count; ++m) {
+      const int8_t* numbers = QuantRows::numbers(fine, count, m);
+      const int32_t first = std::accumulate(numbers, numbers + kBlock / 2, 0);
+      const int32_t second = std::accumulate(numbers + kBlock / 2, numbers + kBlock, 0);
+      QuantRows::put_sums(fine, count, m, scale[m] > limit[m] ? scale[m] * (1.0f / 256.0f) : 0.0f, first, second);
+    }
   }
   list[0] = listed;
 }

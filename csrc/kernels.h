@@ -18,7 +18,8 @@ namespace tokenmill {
 //   int [2][M] -32 * sum(16 of q) | int8 q [M][32]
 //
 // What 8 bits leave over, in 1/256 of the scale, may lie in a second record of the same form, `fine_at` bytes behind the
-// first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0.
+// first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0, and
+// only there is more of it filled in than the numbers.
 struct QuantRows {
   int rows = 0, tile = 1, blocks = 0;
   uint8_t* records = nullptr;
@@ -36,6 +37,20 @@ struct QuantRows {
     return records + before + static_cast<size_t>(block) * record_bytes(rows_in(t));
   }
   uint16_t* list(int t) const { return lists + static_cast<size_t>(t) * (blocks + 1); }
+  static int8_t* numbers(uint8_t* record, int count, int m) {
+    return reinterpret_cast<int8_t*>(record) + numbers_at(count) + m * kBlock;
+  }
+  // All of row m but its numbers, whose halves have these sums.
+  static void put_sums(uint8_t* record, int count, int m, float scale, int32_t first, int32_t second) {
+    auto* floats = reinterpret_cast<float*>(record) + m;
+    floats[0] = scale;
+    floats[count] = scale * static_cast<float>(first + second);
+    auto* starts = reinterpret_cast<int32_t*>(record) + 2 * count + m;
+    starts[0] = -128 * (first + second);
+    starts[count] = -8 * (first + second);
+    starts[2 * count] = -32 * first;
+    starts[3 * count] = -32 * second;
+  }
 };
 
 // Activations in both forms; `quant` is filled only where a quantised matrix will read it.

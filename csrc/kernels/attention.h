@@ -126,7 +126,7 @@ struct KeyPair {
 template <Store S, int M, bool Fetch>
 void score_tile(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int head_dim, float* out) {
   Floats acc[M][2];
-  for (int m = 0; m < M; ++m) acc[m][0] = acc[m][1] = zeros();
+  each_sum<M, 2>([&](int m, int n) { acc[m][n] = zeros(); });
   for (int d = 0; d < head_dim; ++d) {
     if constexpr (Fetch)
       for (int n = 0; n < 2; ++n) {
@@ -134,16 +134,14 @@ void score_tile(const KeyPair<typename Stored<S>::Type>& pair, const float* q, i
         prefetch_far(pair.values[n] + 16 * d);
       }
     const Floats a = Stored<S>::load16(pair.keys[0] + 16 * d), b = Stored<S>::load16(pair.keys[1] + 16 * d);
-    for (int m = 0; m < M; ++m) {
+    unroll<M>([&](auto row) {
+      constexpr int m = decltype(row)::value;
       const Floats in = splat(q[m * kQueryStride + d]);
       acc[m][0] = fma(a, in, acc[m][0]);
       acc[m][1] = fma(b, in, acc[m][1]);
-    }
+    });
   }
-  for (int m = 0; m < M; ++m) {
-    store(out + m * kSegment, acc[m][0]);
-    store(out + m * kSegment + 16, acc[m][1]);
-  }
+  each_sum<M, 2>([&](int m, int n) { store(out + m * kSegment + 16 * n, acc[m][n]); });
 }
 
 template <Store S>
@@ -221,22 +219,21 @@ inline void forget(float* scores, int lo, int hi) {
 template <Store S, int M, int N, class Row>
 void value_tile(Row row, const float* weights, int lo, int hi, bool onto, float* out, size_t out_stride) {
   Floats acc[M][N];
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) acc[m][n] = onto ? load(out + m * out_stride + 16 * n) : zeros();
+  each_sum<M, N>([&](int m, int n) { acc[m][n] = onto ? load(out + m * out_stride + 16 * n) : zeros(); });
   for (int key = lo; key < hi;) {
     int run;
     const typename Stored<S>::Type* v = row(key, run);  // `run` keys lie one after another from here
     for (const int end = std::min(hi, key + run); key < end; ++key, v += row.stride) {
       Floats part[N];
       for (int n = 0; n < N; ++n) part[n] = Stored<S>::load16(v + 16 * n);
-      for (int m = 0; m < M; ++m) {
+      unroll<M>([&](auto query) {
+        constexpr int m = decltype(query)::value;
         const Floats w = splat(weights[m * kSegment + key]);
         for (int n = 0; n < N; ++n) acc[m][n] = fma(w, part[n], acc[m][n]);
-      }
+      });
     }
   }
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) store(out + m * out_stride + 16 * n, acc[m][n]);
+  each_sum<M, N>([&](int m, int n) { store(out + m * out_stride + 16 * n, acc[m][n]); });
 }
 
 template <Store S>

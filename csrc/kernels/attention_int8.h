@@ -30,8 +30,10 @@ inline Rounded round_numbers(const float* x, int size, int8_t* to, size_t part_b
     int32_t high[2], low[2];
     const TwoBytes a = two_bytes(to_ints(mul(load(x + i), inverse)));
     const TwoBytes b = two_bytes(to_ints(mul(load(x + i + 16), inverse)));
-    store_numbers(a.high, b.high, to + i, high[0], high[1]);
-    store_numbers(a.low, b.low, to + part_bytes + i, low[0], low[1]);
+    store_numbers(a.high, b.high, to + i);
+    store_numbers(a.low, b.low, to + part_bytes + i);
+    sum_small(a.high, b.high, high[0], high[1]);
+    sum_small(a.low, b.low, low[0], low[1]);
     sum += 256 * (high[0] + high[1]) + low[0] + low[1];
   }
   return {top * (1.0f / kMost16) + 0.0f * sum_lanes(total), -128 * sum};

@@ -97,36 +97,28 @@ inline TwoBytes two_bytes(Ints whole) {
   const Ints high = shift_right(add(whole, splat_int(128)), 8);
   return {high, sub(whole, shift_left(high, 8))};
 }
-// 32 whole numbers that fit in bytes, and the sums of their halves.
-inline void store_numbers(Ints a, Ints b, int8_t* to, int32_t& sum_a, int32_t& sum_b) {
+inline void store_numbers(Ints a, Ints b, int8_t* to) {  // 32 whole numbers that fit in bytes
   store_i8(to, a);
   store_i8(to + 16, b);
-  sum_small(a, b, sum_a, sum_b);
 }
 
-// Row m of a record of `count` rows (see QuantRows): 32 whole numbers that fit in bytes.
-inline void put_numbers(Ints a, Ints b, float scale, uint8_t* record, int count, int m) {
-  int32_t first, second;
-  store_numbers(a, b, reinterpret_cast<int8_t*>(record) + QuantRows::numbers_at(count) + m * kBlock, first, second);
-  auto* floats = reinterpret_cast<float*>(record) + m;
-  floats[0] = scale;
-  floats[count] = scale * static_cast<float>(first + second);
-  auto* starts = reinterpret_cast<int32_t*>(record) + 2 * count + m;
-  starts[0] = -128 * (first + second);
-  starts[count] = -8 * (first + second);
-  starts[2 * count] = -32 * first;
-  starts[3 * count] = -32 * second;
-}
+// Row m of a record of `count` rows (see QuantRows), and what is left over of its numbers.
 inline void quantise_into(const float* x, size_t fine_at, uint8_t* record, int count, int m) {
   const Floats a = load(x), b = load(x + 16);
   const float largest = max_lanes(max(abs(a), abs(b)));
-  const float scale = largest * (1.0f / 127.0f), most = fine_at == 0 ? 127.0f : 127.0f * 256.0f;
+  const float most = fine_at == 0 ? 127.0f : 127.0f * 256.0f;
   const Floats inverse = splat(largest > 0.0f ? most / largest : 0.0f);
-  const Ints whole_a = to_ints(mul(a, inverse)), whole_b = to_ints(mul(b, inverse));
-  if (fine_at == 0) return put_numbers(whole_a, whole_b, scale, record, count, m);
-  const TwoBytes of_a = two_bytes(whole_a), of_b = two_bytes(whole_b);
-  put_numbers(of_a.high, of_b.high, scale, record, count, m);
-  put_numbers(of_a.low, of_b.low, scale * (1.0f / 256.0f), record + fine_at, count, m);
+  Ints whole_a = to_ints(mul(a, inverse)), whole_b = to_ints(mul(b, inverse));
+  if (fine_at != 0) {
+    const TwoBytes of_a = two_bytes(whole_a), of_b = two_bytes(whole_b);
+    store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + fine_at, count, m));
+    whole_a = of_a.high;
+    whole_b = of_b.high;
+  }
+  store_numbers(whole_a, whole_b, QuantRows::numbers(record, count, m));
+  int32_t first, second;
+  sum_small(whole_a, whole_b, first, second);
+  QuantRows::put_sums(record, count, m, largest * (1.0f / 127.0f), first, second);
 }
 inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
   const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division

@@ -110,7 +110,7 @@ def _logprobs(model: NativeDecoder, spec: object, tokens: list[int], dtype: torc
 def test_smollm2_is_as_sure_of_a_text_as_with_float16(smollm2_path: Path) -> None:
     spec = read_spec(smollm2_path)
     weights: WeightSource = open_weights(smollm2_path, spec)
-    model = native_model(spec, weights, activation_bits=16)
+    model = native_model(spec, weights, activation_bits="16")
     tokens = tokens_for(spec, 96)
     plain, rounded = (_logprobs(model, spec, tokens, dtype) for dtype in (torch.float16, torch.int8))
     divergence = (plain.exp() * (plain - rounded)).sum(-1)

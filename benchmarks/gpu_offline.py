@@ -21,8 +21,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from tokenmill import LLM, SamplingParams
 
 IMPORTED = time.perf_counter()
@@ -129,6 +127,8 @@ def main() -> None:
         max_context=given.max_context,
         max_waiting=4096,
     )
+    import torch  # the engine has imported it by now: that is part of its start
+
     print("\n".join(llm.core.info.reasons))
     figures: dict[str, float] = {**first_token(llm)}
     figures["load_s"] = llm.core.info.load_s

@@ -17,7 +17,7 @@ from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig, SchedulerConfig
-from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
+from tokenmill.engine.core import EngineCore, Runner, no_vocabulary, nothing_left
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
 from tokenmill.engine.speculation import LoadDraft, make_drafter, no_draft
 from tokenmill.engine.status import CoreInfo
@@ -252,7 +252,8 @@ def assemble(
         block_size=storage.block_size,
         max_running=max_rows,
     )
-    return EngineCore(scheduler, runner, info, grammars=grammars)
+    prepare_next = getattr(runner, "prepare_next", nothing_left)
+    return EngineCore(scheduler, runner, info, grammars=grammars, prepare_next=prepare_next)
 
 
 def build_draft(config: EngineConfig, target_context: int | None, target_path: Path, target: ModelSpec) -> DraftModel:

@@ -27,6 +27,10 @@ MAX_FAILED_STEPS_IN_A_ROW = 3
 GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it looks at its mail
 
 
+def nothing_left() -> bool:
+    return False
+
+
 class Runner(Protocol):
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult: ...
 
@@ -39,13 +43,16 @@ class EngineCore:
         info: CoreInfo,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
+        prepare_next: Callable[[], bool] = nothing_left,
     ) -> None:
-        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained."""
+        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `prepare_next`: a
+        moment's work that later steps would have to do themselves; False when nothing is left of it."""
         self.info = info
         self._grammars = grammars or Grammars(Compiler(no_vocabulary), 1, 1)
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._prepare_next = prepare_next
         self._refusals: list[SequenceOutput] = []
         self._num_steps = 0
         self._busy_s = 0.0
@@ -62,6 +69,10 @@ class EngineCore:
     def prepare(self, request: Request) -> None:
         """Compile a request's grammar now rather than while others run; raises InvalidRequest where it has none."""
         self._grammars.prepare(request)
+
+    def use_spare_time(self) -> bool:
+        """For when there is no work; False when there is nothing to prepare either."""
+        return self._prepare_next()
 
     def add(self, request: Request) -> None:
         """Take a request; one that can't be served answers with an error output at the next step."""

@@ -153,6 +153,8 @@ class Intake:
         return markers
 
     def _require_known(self, ids: list[int], param: str) -> None:
+        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size):
+            return
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
                 raise InvalidRequest(

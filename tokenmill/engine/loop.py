@@ -1,6 +1,7 @@
 """Who calls `step`: a loop that takes what the front says, steps while there is work, and sends what came out.
 
-It knows a `Mailbox` and nothing of threads or sockets. When there is no work it waits for mail without turning.
+It knows a `Mailbox` and nothing of threads or sockets. Without work it prepares, a moment at a time, what later steps
+will need; when nothing is left of that it waits for mail without turning.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
 def _serve(core: EngineCore, mailbox: Mailbox) -> None:
     was_busy = False
     while True:
-        for message in mailbox.take(wait=not core.has_work):
+        for message in mailbox.take(wait=not (core.has_work or core.use_spare_time())):
             if isinstance(message, Shutdown):
                 return
             _obey(core, message)

@@ -17,9 +17,8 @@ vectors, rare knobs) go through the plain runner, with the host in between.
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +33,7 @@ from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
 from tokenmill.runner.sliced_sampler import SlicedSampler
+from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult
 
@@ -90,6 +90,8 @@ class CudaRunner:
         self._graphs = DecodeGraphs(model, storage, self._draws, max_rows, self._rows.tables.shape[2], max_context)
         self._runs_ahead = runs_ahead
         self._ahead: Ahead | None = None
+        self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
+        self._preparations: Iterator[Callable[[], object]] = iter(())
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
@@ -116,28 +118,28 @@ class CudaRunner:
 
     def run_largest_step(self, token_budget: int) -> None:
         """Takes all the memory that steps will ever take. Nothing may be running yet."""
+        self._warm_up.compile_first(token_budget)
         self.run_widest_step(token_budget)
         self.capture_largest()
 
-    @torch.inference_mode()
     def run_widest_step(self, token_budget: int) -> None:
-        """As many rows as there are, with as many tokens as the budget allows, all in the null block."""
-        lengths = [1] * min(len(self._kinds), token_budget)
-        left = token_budget - len(lengths)
-        for row in range(len(lengths)):
-            more = min(left, self._max_context - 1)
-            lengths[row], left = 1 + more, left - more
-        plans = [RowPlan(row=row, start=0, token_ids=[0] * n, sample=True) for row, n in enumerate(lengths)]
-        self._start(plans).wait()
+        self._warm_up.run_widest(token_budget)
+        self._preparations = self._warm_up.preparations(token_budget)
 
     def capture_largest(self) -> None:
         self._graphs.capture_largest()
 
     def prepare(self) -> None:
         """Spends a few seconds now that would otherwise be spent on the first batches of each size."""
-        self._graphs.prepare()
-        gc.collect()
-        gc.freeze()  # what lives as long as the engine need not be looked through again and again
+        while self.prepare_next():
+            pass
+
+    def prepare_next(self) -> bool:
+        """The same a moment at a time, for whoever has one to spare; False: nothing is left."""
+        prepare = next(self._preparations, None)
+        if prepare is not None:
+            prepare()
+        return prepare is not None
 
     # ── what the plan changes ──────────────────────────────────────────────────────────────────────────
 

@@ -16,7 +16,9 @@ captured first, has sized.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -91,11 +93,25 @@ class DecodeGraphs:
         graph.graph.replay()
         return graph.result
 
-    def prepare(self) -> None:
-        """Captures every size now; otherwise each is captured when it is first met."""
-        for size in reversed(self._sizes):
+    def ask_for_kernels(self) -> None:
+        """Those that are in no other step, for `compile_beside`."""
+        given = self.tables.new_empty(4, 1)
+        found = look_up(given, self.tables, self.newest, self._storage.block_size)
+        remember(given, found.token_ids, self.newest)
+
+    def ask_for_draws(self) -> None:
+        for size in (1, 4):  # lines of `given` begin at any address, or at multiples of 16
+            given = self.tables.new_empty(4, size)
+            logits = torch.empty(size, self._model.vocab_size, device=given.device)
+            self._draws.count_fed(given[ROW], given[INDEX], self.newest)
+            self._draws.draw(logits, given[ROW], given[INDEX], logits.double()[:, 0], self.newest)
+
+    def captures(self) -> Iterator[Callable[[], object]]:
+        """What is left to do until every size is captured, the smallest first; whatever is left of it happens when a
+        size is first met."""
+        for size in self._sizes:
             if (size, "best") not in self._captured:
-                self._capture(size, "best")
+                yield partial(self._capture, size, "best")
 
     def capture_largest(self) -> None:
         """Takes the memory that decoding will ever take; draws happen in place, and their kernels can wait."""

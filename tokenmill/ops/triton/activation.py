@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 _BLOCK = 1024
@@ -26,7 +27,7 @@ def activate(gate, KIND: tl.constexpr):
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
 
 
-@triton.jit
+@kernel
 def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
     let_next_begin(OVERLAPS)
     wait_for_previous(OVERLAPS)

@@ -6,13 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 _BLOCK = 4096
 NOT_FINITE = -1
 
 
-@triton.jit
+@kernel
 def _best_of_part(
     logits, highest, best, vocab_size, num_parts, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:  # fmt: skip
@@ -28,7 +29,7 @@ def _best_of_part(
     tl.store(best + row * num_parts + part, tl.min(tl.where(values == top, ids, vocab_size), axis=0))
 
 
-@triton.jit
+@kernel
 def _best_of_row(
     highest, best, out, num_parts, NOWHERE: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:  # fmt: skip

@@ -17,6 +17,7 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
 from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
+from tokenmill.ops.triton.kernel import kernel_for_any
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _attend(
     return highest, total, mixed
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@kernel_for_any("first_row", "num_rows", "table_stride")
 def _chunk(
     queries, keys, values, key_scales, value_scales, out, tables, query_starts, contexts, sinks,
     scale, softcap, window, table_stride, first_row, num_rows,

@@ -16,6 +16,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
+from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.overlap import arrivals, is_last_to_arrive, launch_options, let_next_begin, wait_for_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of two
@@ -25,7 +26,7 @@ MAX_SPLITS = 32
 PROGRAMS_WANTED = 512  # enough to keep every multiprocessor busy; more cost more to join than they save
 
 
-@triton.jit
+@kernel_for_any("table_stride")
 def _decode(
     queries, keys, values, key_scales, value_scales, out, part_out, part_lse, arrived, tables, contexts, sinks,
     scale, softcap, window, table_stride,

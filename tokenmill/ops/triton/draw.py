@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.kernel import kernel
+
 KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(number) for number in range(4))
 REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(number) for number in range(4, 7))
@@ -28,7 +30,7 @@ BLOCK = 2048
 FEW = 2048  # tokens that are searched in registers
 
 
-@triton.jit
+@kernel
 def _penalise(logits, rows, knobs, seen, vocab, BLOCK: tl.constexpr) -> None:
     """`seen` int16 [max_rows, vocab]: 0 never, else 1 + how often in the output; changes the logits."""
     line = tl.program_id(0).to(tl.int64)
@@ -49,7 +51,7 @@ def _penalise(logits, rows, knobs, seen, vocab, BLOCK: tl.constexpr) -> None:
             tl.store(logits + line * vocab + tokens, changed, mask=inside & (times > 0))
 
 
-@triton.jit
+@kernel
 def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, NUM_EDITS: tl.constexpr) -> None:
     """Adds values to single logits, each as long as the output has fewer tokens than its end."""
     line = tl.program_id(0).to(tl.int64)
@@ -164,7 +166,7 @@ def _picked(line, picked, vocab, highest, rate, low, high, FEW: tl.constexpr, BL
     return tl.load(picked + places, mask=places < count, other=0x7FFFFFFF)
 
 
-@triton.jit
+@kernel
 def _draw(
     logits, rows, uniforms, knobs, drawn, newest, picked, vocab, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -250,7 +252,7 @@ def _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK: tl.const
     return tl.where((_bits(distance) <= limit) & (mass >= least), mass, 0)
 
 
-@triton.jit
+@kernel
 def _count_fed(rows, indices, token_ids, knobs, seen, counted, vocab) -> None:
     """The token that a row with n output tokens feeds last is the n-th of them: counted, if it was not yet."""
     line = tl.program_id(0)

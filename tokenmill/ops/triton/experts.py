@@ -17,13 +17,14 @@ from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.activation import act_mul, activate
 from tokenmill.ops.triton.decode_attention import precision_of
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 MAX_STREAMED_TOKENS = 4
 STRIP = 2  # matrix rows a program streams
 
 
-@triton.jit
+@kernel
 def _stream_gate_up(
     x, ids, gate_up, out, hidden, inter,
     K: tl.constexpr, KIND: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -50,7 +51,7 @@ def _stream_gate_up(
     tl.store(out + pair.to(tl.int64) * inter + rows, result.to(out.dtype.element_ty), mask=is_row)
 
 
-@triton.jit
+@kernel
 def _stream_down(
     inner, ids, weights, down, out, hidden, inter,
     K: tl.constexpr, K_PADDED: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -80,7 +81,7 @@ def _stream_down(
     tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
 
 
-@triton.jit
+@kernel
 def _grouped(
     x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
     K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,

@@ -23,6 +23,7 @@ from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
 from tokenmill.ops.triton.attention import AttentionPlan
 from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
+from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 SEGMENT = 256  # keys
@@ -76,7 +77,7 @@ def _segment_state(
     return highest, total, mixed
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel_for_any("num_rows")
 def _attend(
     queries, keys, values, key_scales, value_scales, out, part_states, part_mixed,
     tables, query_starts, contexts, sinks, scale, softcap, window, table_stride, num_rows,
@@ -150,7 +151,7 @@ def _attend(
                 tl.store(part_mixed + part[:, None] * DIM + d[None, :], mixed, mask=q_inside)
 
 
-@triton.jit
+@kernel
 def _join_segments(
     part_states, part_mixed, contexts, sinks, out, window,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SEGMENT: tl.constexpr,

@@ -9,12 +9,13 @@ import triton.language as tl
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.experts import Tile, sorted_experts
+from tokenmill.ops.triton.kernel import kernel
 
 TILE = Tile(64, 128, 64, 4, 4)
 FLOAT32_TILE = Tile(16, 32, 32, 4, 2)
 
 
-@triton.jit
+@kernel
 def _add_choices(pairs, out, size, K: tl.constexpr, BLOCK: tl.constexpr) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.decode_attention import precision_of
+from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 STRIP = 64  # matrix rows a program owns where there are few rows
@@ -49,7 +50,7 @@ def _segment_sum(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel_for_any("num_rows")
 def _strips(
     x, weight, bias, out, kept, num_rows, num_out, num_in, border,
     STRIP: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, HAS_TWO: tl.constexpr,
@@ -92,7 +93,7 @@ def _strips(
         tl.store(out + places, result.to(out.dtype.element_ty), mask=both)
 
 
-@triton.jit
+@kernel
 def _add_segments(
     kept, bias, out, num_out, size,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,

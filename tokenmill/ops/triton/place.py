@@ -14,6 +14,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.triton.decode_attention import scales_of
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 
@@ -54,7 +55,7 @@ def _keep(vectors, numbers, scales, line, d, inside, DIM: tl.constexpr, LARGEST:
     tl.store(numbers + line * DIM + d, vectors.to(numbers.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _place(
     qkv, queries, keys, values, key_scales, value_scales, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.decode_attention import scales_of
+from tokenmill.ops.triton.kernel import kernel_for_any
 
 MIN_LENGTH = 1024  # below it the chunk kernel, which takes all rows in one launch, is as fast
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -28,7 +29,7 @@ def can_be_dense(queries: torch.Tensor, args: AttentionArgs) -> bool:
     return is_plain and queries.dtype != torch.float32 and queries.shape[2] in (64, 96, 128)
 
 
-@triton.jit
+@kernel_for_any("length", "table_stride", "num_rows", "tables")
 def _gather(
     keys, values, key_scales, value_scales, tables, out, length, table_stride, num_rows,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,

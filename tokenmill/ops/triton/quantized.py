@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.skinny import one_row_fp8_linear
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
@@ -93,7 +94,7 @@ def expanded(matrix: WordMatrix) -> torch.Tensor:
     return (groups * matrix.scales.unsqueeze(2)).flatten(1)
 
 
-@triton.jit
+@kernel
 def _quantize_rows(x, out, scales, size, SPAN: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
     let_next_begin(OVERLAPS)
     wait_for_previous(OVERLAPS)

@@ -6,10 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 
-@triton.jit
+@kernel
 def _route(
     logits, weights, ids, num_experts,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, RENORMALIZE: tl.constexpr, OVERLAPS: tl.constexpr,

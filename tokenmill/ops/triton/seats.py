@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
+
+from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 
 NO_ROW = -1
 
@@ -24,7 +25,7 @@ class Found:
     tables: torch.Tensor  # int32 [groups, R, max_blocks], filled as far as the context reaches
 
 
-@triton.jit
+@kernel_for_any("num_rows")
 def _look_up(
     given, tables, newest, token_ids, positions, contexts, slots, step_tables, num_rows, max_rows, max_blocks,
     NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
@@ -53,7 +54,7 @@ def _look_up(
             tl.store(target + entries, tl.load(source + entries, mask=inside, other=0), mask=inside)
 
 
-@triton.jit
+@kernel
 def _remember(given, drawn, newest) -> None:
     line = tl.program_id(0)
     row = tl.load(given + line)

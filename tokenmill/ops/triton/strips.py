@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.kernel import Kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import (
     MAX_ARRIVALS,
     arrivals,
@@ -84,7 +85,7 @@ def _fetch_strip(
     fetch_early(begins + thread % pieces * (FETCHED // pieces), FETCHED // pieces)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel_for_any("num_rows")
 def _strips(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
     ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
@@ -114,7 +115,7 @@ def _strips(
         _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS, False)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel_for_any("num_rows")
 def _expanding_strips(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
     ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
@@ -200,7 +201,7 @@ def expanding_strip_linear(
 
 
 def _launch(
-    kernel: triton.JITFunction,
+    kernel: Kernel,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

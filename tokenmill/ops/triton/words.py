@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.kernel import kernel
+
 FOUR_BITS = tl.constexpr("""{
 .reg .b32 t;
 prmt.b32 t, $8, $9, 0x0400;
@@ -134,7 +136,7 @@ def unpacked_words(words: torch.Tensor, bits: int, span: int) -> torch.Tensor:
     return parts.transpose(2, 3).reshape(len(words), -1)
 
 
-@triton.jit
+@kernel
 def _expand_4bit(words, scales, out, num_in, WORDS: tl.constexpr, GROUP: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)

@@ -1,0 +1,47 @@
+"""An engine without work prepares what later steps will need, a moment at a time, and hears of new work in between."""
+
+from __future__ import annotations
+
+from scripted_engine import byte_intake, scripted_core
+
+from tokenmill.engine.loop import run_loop
+from tokenmill.engine.messages import FromCore, Outputs, Shutdown, Submit, ToCore
+from tokenmill.params import SamplingParams
+from tokenmill.types import PromptRequest
+
+
+class Mailbox:
+    """Has mail at the times given, counted in looks; shuts down whoever waits for more."""
+
+    def __init__(self, mail: dict[int, ToCore]) -> None:
+        self.mail = mail
+        self.num_looks = 0
+        self.sent: list[FromCore] = []
+
+    def take(self, *, wait: bool) -> list[ToCore]:
+        self.num_looks += 1
+        if self.num_looks in self.mail:
+            return [self.mail[self.num_looks]]
+        return [Shutdown()] if wait else []
+
+    def send(self, message: FromCore) -> None:
+        self.sent.append(message)
+
+
+def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work() -> None:
+    core = scripted_core()
+    left, seen = 5, []
+
+    def prepare_next() -> bool:
+        nonlocal left
+        seen.append(core.has_work)
+        left -= left > 0
+        return left > 0
+
+    core._prepare_next = prepare_next
+    asked = PromptRequest(prompt="ab", params=SamplingParams(max_tokens=6, ignore_eos=True), request_id="x")
+    mailbox = Mailbox({2: Submit(byte_intake().take(asked))})
+    run_loop(core, mailbox)
+    outputs = [one for message in mailbox.sent if isinstance(message, Outputs) for one in message.outputs]
+    assert sum(len(one.token_ids) for one in outputs) == 6
+    assert left == 0 and not any(seen), "it prepares when it has nothing to do, to the end"

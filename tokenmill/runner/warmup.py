@@ -1,0 +1,101 @@
+"""What a GPU runner does before its first request, and when it has time: steps in the null block, which nobody reads.
+
+start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
+beside    kernels of decoding steps of every size are compiled while the first requests run
+idle      long prompts, whose attention is a library that takes a second to load; a graph of each size
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.protocol import Model
+from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.triton.best import pick_best
+from tokenmill.ops.triton.kernel import compile_beside
+from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.inputs import build_batch
+from tokenmill.runner.memory import graph_sizes
+from tokenmill.types import RowPlan
+
+SHORT, FEW = 40, 24  # tokens of prompts; products of the latter are computed as for decoding rows
+Chunk = tuple[int, int]  # first position and number of a row's tokens
+
+
+class WarmUp:
+    def __init__(self, model: Model, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int) -> None:
+        self._model = model
+        self._storage = storage
+        self._graphs = graphs
+        self._max_rows = max_rows
+        self._max_context = max_context
+
+    @torch.inference_mode()
+    def compile_first(self, token_budget: int) -> None:
+        compile_beside(lambda: self._ask_for_first(token_budget)).join()
+
+    @torch.inference_mode()
+    def compile_rest(self) -> None:
+        """Returns as soon as everything is asked for."""
+        compile_beside(self._ask_for_rest)
+
+    @torch.inference_mode()
+    def run_widest(self, token_budget: int) -> None:
+        """As many rows as there are, with as many tokens as the budget allows."""
+        self._compute(self._batch(self._widest(token_budget)))
+        torch.cuda.synchronize()
+
+    def preparations(self, token_budget: int) -> Iterator[Callable[[], object]]:
+        longest = min(self._max_context - 1, token_budget)
+        yield self.compile_rest
+        for chunks in ([(0, longest)], [(0, min(SHORT, longest))] * 2):
+            yield partial(self._rehearse, chunks)
+        yield from self._graphs.captures()
+        yield gc.collect
+        yield gc.freeze  # what lives as long as the engine need not be looked through again and again
+
+    @torch.inference_mode()
+    def _rehearse(self, chunks: list[Chunk]) -> None:
+        self._compute(self._batch(chunks))
+
+    def _widest(self, token_budget: int) -> list[Chunk]:
+        """No row is a whole prompt."""
+        lengths = [1] * min(self._max_rows, token_budget)
+        left = token_budget - len(lengths)
+        for row in range(len(lengths)):
+            more = min(left, self._max_context - 2)
+            lengths[row], left = 1 + more, left - more
+        return [(1 if length > 1 else 0, length) for length in reversed(lengths)]
+
+    def _ask_for_first(self, token_budget: int) -> None:
+        self._compute(self._batch(self._widest(token_budget)))
+        self._compute(self._decoding(self._max_rows))
+        self._graphs.ask_for_kernels()
+        for length in (SHORT, FEW):
+            self._compute(self._batch([(0, min(length, self._max_context - 1))]))
+
+    def _ask_for_rest(self) -> None:
+        self._graphs.ask_for_draws()
+        for size in graph_sizes(self._max_rows):
+            self._compute(self._decoding(size))
+
+    def _decoding(self, num_rows: int) -> ForwardBatch:
+        """As in a graph, which has kernels for the longest context."""
+        return replace(self._batch([(0, 1)] * num_rows), max_context_len=self._max_context)
+
+    def _batch(self, chunks: list[Chunk]) -> ForwardBatch:
+        plans = [RowPlan(row=row, start=start, token_ids=[0] * count) for row, (start, count) in enumerate(chunks)]
+        num_blocks = max(start + count for start, count in chunks) // self._storage.block_size + 1
+        nulls = np.zeros((len(self._storage.layout.groups), len(chunks), num_blocks), np.int32)
+        wanted = [[count - 1] for _, count in chunks]
+        return build_batch(plans, wanted, nulls, self._storage.block_size, self._storage.device)
+
+    def _compute(self, batch: ForwardBatch) -> None:
+        pick_best(self._model.logits(self._model.forward(batch, self._storage)))

@@ -9,19 +9,38 @@ import random
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from unittest.mock import patch
+
 import torch
 
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.loading import Loader
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
-from tokenmill.ops.interface import AttentionArgs, ExpertsWeight
+from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton import quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.kernel import compile_beside
 from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
+from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.quantize import quantize
 
 OPS = build_ops()
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 90, "hidden_size": 64,
+    "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
+    "hidden_act": "silu", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+}  # fmt: skip
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -155,6 +174,25 @@ def check_experts() -> None:
         same(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
 
 
+def check_few_tokens_experts(num_tokens: int, num_experts: int, *, renormalize: bool) -> None:
+    """Norm, router and experts in one op. Two experts have equal logits: the first one counts."""
+    hidden, inter, k = 48, 40, 3
+    x, residual, norm = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden), torch.rand(hidden) + 0.5
+    router = torch.randn(num_experts, hidden) * 0.3
+    router[3] = router[1]
+    packed = ExpertsWeight(
+        num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
+    )
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=renormalize)
+    assert OPS.add_norm_experts is not None
+    done = OPS.add_norm_experts(x, residual, norm, 1e-5, LinearWeight(num_experts, hidden, router), packed, spec)
+    assert done is not None
+    normed, total = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
+    weights, ids = PLAIN.route(normed @ router.T, k, renormalize)
+    same(done[0], PLAIN.experts(normed, weights, ids, packed, "silu"), tolerance=1e-4)
+    same(done[1], total)
+
+
 def check_seats() -> None:
     tables = torch.randint(1, 99, (2, 4, 5), dtype=torch.int32)
     newest = torch.tensor([7, 8, 9, 10])
@@ -168,8 +206,25 @@ def check_seats() -> None:
     assert newest.tolist() == [43, 8, 41, 10]
 
 
+def check_compiling() -> None:
+    """Nothing runs while kernels are only compiled, and a model gets through all its kinds of steps."""
+    newest = torch.tensor([7, 8])
+    compile_beside(lambda: remember(torch.tensor([[0, 1]]), torch.tensor([41, 42]), newest)).join()
+    assert newest.tolist() == [7, 8]
+    spec = spec_from_hf(MOE)
+    model = Decoder(spec, Loader(dummy_weights(spec), OPS, torch.float32, torch.device("cpu")), 200)
+    storage = KVStorage(model.layout, 1, 16, torch.float32, torch.device("cpu"))
+    with patch("torch.cuda.graph_pool_handle"):  # graphs themselves only a GPU can capture
+        graphs = DecodeGraphs(model, storage, DeviceDraws(90, 6, storage.device), 6, 13, 200)
+    warm_up = WarmUp(model, storage, graphs, 6, 200)
+    warm_up.compile_first(64)
+    warm_up.compile_rest()
+    assert not storage.keys.any(), "a kernel ran"
+
+
 def main() -> None:
     torch.manual_seed(0)
+    check_compiling()
     check_norms()
     check_activations()
     check_place(4, 2, 20, 20, has_norm=False)
@@ -180,6 +235,8 @@ def main() -> None:
     check_products()
     check_kept_blocks()
     check_experts()
+    check_few_tokens_experts(1, 9, renormalize=True)
+    check_few_tokens_experts(3, 4, renormalize=False)
     check_seats()
     check_best()
     print("all kernels agree with the reference")

@@ -37,8 +37,12 @@ class Layer:
         if wanted is not None:
             residual = residual[wanted]
         delta = self._post(self.attention(normed, step, wanted), self.attn_post_norm)
-        normed, residual = self._add_norm(delta, residual, self.mlp_norm)
-        return self._post(self.mlp(normed), self.mlp_post_norm), residual
+        if isinstance(self.mlp, Moe) and (done := self.mlp.after_adding(delta, residual, self.mlp_norm, self.eps)):
+            delta, residual = done
+        else:
+            normed, residual = self._add_norm(delta, residual, self.mlp_norm)
+            delta = self.mlp(normed)
+        return self._post(delta, self.mlp_post_norm), residual
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor

@@ -28,6 +28,14 @@ class Moe:
         routed = self.ops.experts(x, weights, ids, self.experts, self.spec.expert.activation)
         return routed if self.shared is None else routed + self._gated(self.shared(x), x)
 
+    def after_adding(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(this of the norm of x + residual, x + residual) where that is one op; else None"""
+        if self.ops.add_norm_experts is None or self.shared is not None:
+            return None
+        return self.ops.add_norm_experts(x, residual, norm, eps, self.router, self.experts, self.spec)
+
     def _gated(self, shared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """[T, H], each token's times its gate"""
         if self.shared_gate is None:

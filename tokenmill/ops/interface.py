@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from tokenmill.arch.spec import Activation, ModelSpec
+from tokenmill.arch.spec import Activation, ModelSpec, MoeSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache
 from tokenmill.ops.raw import RawTensor
 
@@ -64,6 +64,22 @@ class PlaceQkv(Protocol):
         ...
 
 
+class AddNormExperts(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        router: LinearWeight,
+        packed: ExpertsWeight,
+        spec: MoeSpec,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(experts(y, *route(linear(y, router))), x + residual) with y = rms_norm(x + residual); None where nothing is
+        won by it"""
+        ...
+
+
 @dataclass(frozen=True)
 class Ops:
     name: str
@@ -102,6 +118,7 @@ class Ops:
     """cap * tanh(x / cap)"""
     # ── several of the above in one pass, where a backend can ──
     place_qkv: PlaceQkv | None = None
+    add_norm_experts: AddNormExperts | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.attention import attention, plan_attention
+from tokenmill.ops.triton.chosen_experts import add_norm_experts
 from tokenmill.ops.triton.experts import experts
 from tokenmill.ops.triton.invariant_attention import invariant_attention
 from tokenmill.ops.triton.invariant_experts import invariant_experts
@@ -35,7 +36,14 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         act_mul=act_mul,
         route=route,
         experts=experts,
+        add_norm_experts=add_norm_experts,
     )
     if not deterministic:
         return fastest
-    return replace(fastest, linear=invariant_linear, attention=invariant_attention, experts=invariant_experts)
+    return replace(
+        fastest,
+        linear=invariant_linear,
+        attention=invariant_attention,
+        experts=invariant_experts,
+        add_norm_experts=None,
+    )

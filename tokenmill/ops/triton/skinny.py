@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 
 
-@triton.jit
+@kernel
 def _one_row(
     x, weight, bias, out, num_out, num_in,
     STRIP: tl.constexpr, STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -39,7 +40,7 @@ def _one_row(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
 
 
-@triton.jit
+@kernel
 def _one_row_fp8(
     x, weight, scales, bias, out, num_out, num_in,
     STRIP: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -80,9 +81,9 @@ class Shape:
     stages: int = 3
 
 
-def shape_for(num_out: int) -> Shape:
+def shape_for(num_out: int, num_in: int) -> Shape:
     """As measured on an H200."""
-    if num_out >= 16384:
+    if num_out >= 16384 or num_out * num_in < 1 << 24:
         return Shape(2, 2048, 4)
     return Shape(8, 512, 4) if num_out > 4096 else Shape(4, 512, 4)
 
@@ -94,7 +95,7 @@ def one_row_linear(
     x = x.contiguous()
     num_out, num_in = weight.shape
     out = x.new_empty(1, num_out)
-    cut = shape or shape_for(num_out)
+    cut = shape or shape_for(num_out, num_in)
     _one_row[(triton.cdiv(num_out, cut.strip),)](
         x, weight, bias if bias is not None else x, out, num_out, num_in, cut.strip, cut.stride, bias is not None,
         num_warps=cut.warps, num_stages=cut.stages, **launch_options(),

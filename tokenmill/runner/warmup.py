@@ -26,6 +26,7 @@ from tokenmill.runner.memory import graph_sizes
 from tokenmill.types import RowPlan
 
 SHORT, FEW = 40, 24  # tokens of prompts; products of the latter are computed as for decoding rows
+FEW_ROWS = 64  # up to so many, decoding steps of different sizes have kernels of their own
 Chunk = tuple[int, int]  # first position and number of a row's tokens
 
 
@@ -83,7 +84,7 @@ class WarmUp:
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
-        for size in graph_sizes(self._max_rows):
+        for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._compute(self._decoding(size))
 
     def _decoding(self, num_rows: int) -> ForwardBatch:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 
 from tokenmill.arch.read import read_spec
@@ -24,10 +23,11 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
-from tokenmill.ops.triton import linear, quantized, strips
+from tokenmill.ops.triton import linear, planes, quantized, strips
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.strips import Cut
-from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.decode_graphs import DecodeGraphs, Fed
+from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.weights.dummy import dummy_weights
 
 MAX_ROWS, BLOCK, MAX_CONTEXT = 1024, 16, 8192
@@ -40,7 +40,8 @@ class Steps:
         model = Decoder(spec, Loader(weights, build_ops(quantization), dtype, device), MAX_CONTEXT)
         blocks_a_row = -(-context // BLOCK)
         self.storage = KVStorage(KVLayout.from_spec(spec), 1 + most_rows * blocks_a_row, BLOCK, dtype, device)
-        self.graphs = DecodeGraphs(model, self.storage, MAX_ROWS, MAX_CONTEXT // BLOCK + 1, MAX_CONTEXT)
+        draws = DeviceDraws(spec.vocab_size, MAX_ROWS, device)
+        self.graphs = DecodeGraphs(model, self.storage, draws, MAX_ROWS, MAX_CONTEXT // BLOCK + 1, MAX_CONTEXT)
         ids = torch.arange(1, 1 + most_rows * blocks_a_row, device=device, dtype=torch.int32)
         self.graphs.tables[:, :most_rows, :blocks_a_row] = ids.view(most_rows, blocks_a_row)
         self.context = context
@@ -49,8 +50,10 @@ class Steps:
         """Median of the times of two replays"""
         self.graphs._captured.clear()
         self.graphs._pool = torch.cuda.graph_pool_handle()
-        positions, tokens = np.full(num_rows, self.context - 1), np.full(num_rows, 5)
-        graph = self.graphs.start(np.arange(num_rows), positions, tokens).graph
+        rows = list(range(num_rows))
+        self.graphs.start(Fed(rows, [self.context - 1] * num_rows, [5] * num_rows, [0] * num_rows), "best")
+        (captured,) = self.graphs._captured.values()
+        graph = captured.graph
         times = []
         for _ in range(repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -64,14 +67,20 @@ class Steps:
 
 
 def cuts(quantization: str, num_rows: int) -> Iterator[Cut]:
-    stride, stages = (128, (4,)) if quantization == "none" else (32, (3, 4) if num_rows > 8 else (3, 4, 6))
-    for splits, stage, fetched in product((1, 2, 4, 8, 16), stages, (0, 256)):
-        yield Cut(64, stride, splits, stage, fetched)
+    strides, stages = {
+        "none": ((128,), (4,)),
+        "fp8": ((128, 256), (4, 6)),
+        "int4": ((32,), (3, 4) if num_rows > 8 else (3, 4, 6)),
+    }[quantization]
+    for stride, splits, stage, fetched in product(strides, (1, 2, 4, 8, 16), stages, (0, 256, 512)):
+        if stride * stage <= 1024:
+            yield Cut(64, stride, splits, stage, fetched)
 
 
 def tune(steps: Steps, quantization: str, num_rows: int) -> None:
     chosen: dict[tuple[int, ...], Cut] = {}
-    holder, name = (strips, "cut_for") if quantization == "none" else (quantized, "words_cut_for")
+    tuned = {"none": (strips, "cut_for"), "fp8": (planes, "cut_for"), "int4": (quantized, "words_cut_for")}
+    holder, name = tuned[quantization]
     usual = getattr(holder, name)
     met: dict[tuple[int, ...], None] = {}
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_invariance.py", "interpreted_draws.py"])
+@pytest.mark.parametrize("name", [f"interpreted_{room}.py" for room in ("kernels", "invariance", "draws", "streams")])
 def test_kernels_agree_with_the_reference(name: str) -> None:
     pytest.importorskip("triton")
     program = Path(__file__).with_name(name)

@@ -29,28 +29,32 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] → [T, H], or of the wanted tokens [L, H]"""
-        cache, slots = step.storage.layer(self.layer), step.batch.groups[self.group].slots
-        queries = self._placed(x, cache, slots, step)
-        mixed = self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
+        mixed = self.mixed(self.ops.linear(x, self.qkv), step)
         return self.ops.linear(mixed if wanted is None else mixed[wanted], self.out)
 
-    def _placed(self, x: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, H] → queries [T, heads, D]; keys and values are in the cache."""
+    def mixed(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
+        cache, slots = step.storage.layer(self.layer), step.batch.groups[self.group].slots
+        queries = self._placed(qkv, cache, slots, step)
+        return self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
+
+    def _placed(self, qkv: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: Step) -> torch.Tensor:
+        """→ queries [T, heads, D]; keys and values are in the cache."""
         if self.ops.place_qkv is not None:
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             angles = None if self.spec.rope is None else step.angles[self.spec.rope]
-            return self.ops.place_qkv(self.ops.linear(x, self.qkv), cache, slots, norms, self.norm_eps, angles)
-        queries, keys, values = self._project(x)
+            return self.ops.place_qkv(qkv, cache, slots, norms, self.norm_eps, angles)
+        queries, keys, values = self._split(qkv)
         queries = self._place(queries, self.q_norm, step)
         keys = self._place(keys, self.k_norm, step)
         self.ops.write_kv(cache, keys, values, slots)
         return queries
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, H] → [T, heads, D], and [T, kv_heads, D] twice"""
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, heads, D], and [T, kv_heads, D] twice"""
         spec = self.spec
-        parts = torch.split(self.ops.linear(x, self.qkv), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-        queries, keys, values = (part.reshape(len(x), -1, spec.head_dim) for part in parts)
+        parts = torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        queries, keys, values = (part.reshape(len(qkv), -1, spec.head_dim) for part in parts)
         return queries, keys, values
 
     def _place(self, x: torch.Tensor, norm: torch.Tensor | None, step: Step) -> torch.Tensor:

@@ -13,13 +13,12 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.layer import Layer
 from tokenmill.models.loading import Loader
 from tokenmill.models.rope import RopeTable, make_rope_table
-from tokenmill.models.step import plan_step
+from tokenmill.models.step import Step, plan_step
 from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.interface import StreamOps
 
 
 class Decoder:
-    best_logits = None
-
     def __init__(self, spec: ModelSpec, load: Loader, max_context: int | None = None) -> None:
         """`max_context`: the longest context that will be served, the model's own by default."""
         self.spec = spec
@@ -31,6 +30,8 @@ class Decoder:
         )
         self.final_norm = load.vector("final_norm.weight")
         self.head = self.embedding if spec.tied_head else load.linear(["head"])
+        stream = load.ops.stream
+        self.stream_ops = stream if stream and all(layer.is_along(stream) for layer in self.layers) else None
         self.ropes = rope_tables(spec, max_context or spec.max_context, load.device)
 
     @property
@@ -42,12 +43,27 @@ class Decoder:
         step = plan_step(self.ops, self.ropes, batch, storage)
         residual = self._embed(batch.token_ids)
         delta: torch.Tensor | None = None
-        for layer in self.layers[:-1]:
-            delta, residual = layer(delta, residual, step)
+        if self.stream_ops is not None and self.stream_ops.takes(len(residual)):
+            residual = self._along(self.stream_ops, residual, step)
+            if len(batch.logit_rows) == len(residual):
+                return self.ops.rms_norm(residual, self.final_norm, self.spec.norm_eps)
+        else:
+            for layer in self.layers[:-1]:
+                delta, residual = layer(delta, residual, step)
         # Of the last layer every token's keys and values are kept, but few tokens' results are looked at.
         delta, residual = self.layers[-1](delta, residual, step, batch.logit_rows)
         normed, _ = self.ops.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
         return normed
+
+    def _along(self, ops: StreamOps, embedded: torch.Tensor, step: Step) -> torch.Tensor:
+        """The residual stream [T, H] behind all layers; behind all but the last where few tokens are looked at."""
+        is_whole = len(step.batch.logit_rows) == len(embedded)
+        norms = [*(layer.attn_norm for layer in self.layers), self.final_norm]
+        stream = ops.join(embedded, None, norms[0], self.spec.norm_eps)
+        for layer, norm in zip(self.layers if is_whole else self.layers[:-1], norms[1:], strict=False):
+            stream = layer.along(ops, stream, step, norm)
+        total: torch.Tensor = stream.total
+        return total
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

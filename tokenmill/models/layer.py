@@ -2,9 +2,13 @@
 with the norm that follows it:
 
     delta, residual ─► residual += delta; norm ─► attention ─► (post norm) ─► residual += it; norm ─► MLP ─► (post norm)
+
+Where a backend wants norms in a form of its own, a layer is what happens to the stream (`along`, see `StreamOps`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -15,6 +19,7 @@ from tokenmill.models.loading import Loader
 from tokenmill.models.mlp import Mlp
 from tokenmill.models.moe import Moe
 from tokenmill.models.step import Step
+from tokenmill.ops.interface import StreamOps
 
 
 class Layer:
@@ -43,6 +48,21 @@ class Layer:
             normed, residual = self._add_norm(delta, residual, self.mlp_norm)
             delta = self.mlp(normed)
         return self._post(delta, self.mlp_post_norm), residual
+
+    def is_along(self, ops: StreamOps) -> bool:
+        """Whether `along` can be computed with these."""
+        if not isinstance(self.mlp, Mlp):
+            return False
+        return all(map(ops.can_multiply, (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)))
+
+    def along(self, ops: StreamOps, stream: Any, step: Step, next_norm: torch.Tensor) -> Any:
+        """The stream behind this layer"""
+        assert isinstance(self.mlp, Mlp), "see `is_along`"
+        mixed = self.attention.mixed(ops.normed_linear(stream, self.attention.qkv), step)
+        delta = self._post(ops.any_linear(mixed, self.attention.out), self.attn_post_norm)
+        stream = ops.join(delta, stream, self.mlp_norm, self.eps)
+        delta = ops.any_linear(ops.gated_linear(stream, self.mlp.gate_up, self.mlp.activation), self.mlp.down)
+        return ops.join(self._post(delta, self.mlp_post_norm), stream, next_norm, self.eps)
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor

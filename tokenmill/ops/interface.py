@@ -81,6 +81,27 @@ class AddNormExperts(Protocol):
 
 
 @dataclass(frozen=True)
+class StreamOps:
+    """A layer told as what happens to the residual stream, where norms and gates can do something for the products
+    behind them. A stream has the residual stream as `total` [T, H], and its norm in the form that products like best;
+    that, and what a gated product returns, are a backend's own affair.
+    """
+
+    can_multiply: Callable[[LinearWeight], bool]
+    """Asked once of every matrix that the stream meets."""
+    takes: Callable[[int], bool]
+    """Asked once a step, with its number of tokens."""
+    join: Callable[[torch.Tensor, Any, torch.Tensor, float], Any]
+    """(x [T, H], stream or None, weight, eps) → the stream with x added, and its norm"""
+    normed_linear: Callable[[Any, LinearWeight], torch.Tensor]
+    """linear(norm)"""
+    gated_linear: Callable[[Any, LinearWeight, Activation], Any]
+    """act_mul(linear(norm))"""
+    any_linear: Callable[[Any, LinearWeight], torch.Tensor]
+    """linear(x), of a tensor or of a gated product"""
+
+
+@dataclass(frozen=True)
 class Ops:
     name: str
     # ── weights, once at load ──
@@ -119,6 +140,7 @@ class Ops:
     # ── several of the above in one pass, where a backend can ──
     place_qkv: PlaceQkv | None = None
     add_norm_experts: AddNormExperts | None = None
+    stream: StreamOps | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tokenmill.ops.triton.invariant_linear import invariant_linear
 from tokenmill.ops.triton.linear import PackLinear, linear
 from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.place import place_qkv
+from tokenmill.ops.triton.rounded_stream import STREAMS
 from tokenmill.ops.triton.route import route
 
 
@@ -32,6 +33,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         place_qkv=place_qkv,
+        stream=STREAMS.get(quantization),
         attention=attention,
         act_mul=act_mul,
         route=route,

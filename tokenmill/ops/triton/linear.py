@@ -10,7 +10,16 @@ from torch.nn import functional
 from tokenmill.ops.interface import Dense, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton import strips
-from tokenmill.ops.triton.quantized import GROUP_SIZE, WordMatrix, kept_int4, to_fp8, to_int4, word_linear
+from tokenmill.ops.triton.quantized import (
+    GROUP_SIZE,
+    Fp8Matrix,
+    WordMatrix,
+    fp8_linear,
+    kept_int4,
+    to_fp8,
+    to_int4,
+    word_linear,
+)
 from tokenmill.ops.triton.skinny import one_row_linear
 
 KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
@@ -31,7 +40,7 @@ class PackLinear:
         rows, columns = matrix.shape
         return LinearWeight(rows, columns, self._packed(matrix, parts[0].name), bias)
 
-    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | WordMatrix:
+    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix:
         if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
             return matrix
         return to_fp8(matrix) if self._quantization == "fp8" else to_int4(matrix)
@@ -44,8 +53,12 @@ def _stays(part: RawTensor) -> bool:
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     matrix = weight.packed
+    if not len(x):  # a chunk of a prompt whose results nobody looks at
+        return x.new_empty(0, weight.rows)
     if isinstance(matrix, WordMatrix):
         return word_linear(x, matrix, weight.bias)
+    if isinstance(matrix, Fp8Matrix):
+        return fp8_linear(x, matrix, weight.bias)
     if len(x) == 1 and matrix.dtype != torch.float32:
         return one_row_linear(x, matrix, weight.bias)
     if cut := strips.cut_for(len(x), *matrix.shape, matrix.dtype):

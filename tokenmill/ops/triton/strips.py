@@ -6,7 +6,7 @@ which there are few, the right one, so that nothing is padded but the inputs:
     strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
 
 Where a matrix has too few strips to keep the device busy its columns are split too. The program that ends last adds up
-the sums of all splits, in their order. Matrices of 4 and 8 bits are expanded in registers, on their way to the product.
+the sums of all splits, in their order. Matrices of 4 bits are expanded in registers, on their way to the product.
 
 What is read first is asked for before the kernel that computes the inputs has ended (see `overlap`).
 """
@@ -48,7 +48,7 @@ class Cut:
 
 
 @triton.jit
-def _join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+def join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     """All splits' sums for the program that comes last, which `is_last` tells; its own for the others."""
     tile = tl.arange(0, STRIP)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     first = parts + strip.to(tl.int64) * SPLITS * STRIP * ROWS + tile
@@ -62,10 +62,8 @@ def _join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr):
+def _store(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr):
     is_line = lines < num_out
-    if IS_SCALED:
-        sums *= tl.load(scales + lines, mask=is_line, other=0.0)[:, None]
     if HAS_BIAS:
         sums += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
     target = out + rows[None, :] * num_out + lines[:, None]
@@ -73,7 +71,7 @@ def _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl
 
 
 @triton.jit
-def _fetch_strip(
+def fetch_strip(
     weight, low, num_out, row_size, BYTES_EACH: tl.constexpr, FETCHED: tl.constexpr, STRIP: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -103,30 +101,29 @@ def _strips(
     matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
     if FETCHED and OVERLAPS:
-        _fetch_strip(weight, low, num_out, num_in, 2, FETCHED, STRIP, THREADS)
+        fetch_strip(weight, low, num_out, num_in, 2, FETCHED, STRIP, THREADS)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, ROWS), tl.float32)
     for start in range(low, high, STRIDE):
         sums = tl.dot(tl.load(matrix + start), tl.trans(tl.load(inputs + start)), sums)
     is_last = True
     if SPLITS > 1:
-        sums, is_last = _join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+        sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
     if is_last:
-        _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS, False)
+        _store(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
 
 
 @kernel_for_any("num_rows")
 def _expanding_strips(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
     ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
-    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Matrices of words, WORDS at a time (see `expand`). GROUP columns share a scale; 0: all of a row's."""
+    """Matrices of words, WORDS at a time (see `expand`). GROUP columns share a scale."""
     let_next_begin(OVERLAPS)
     strip = tl.program_id(0)
     places = tl.arange(0, WORDS)
-    row_words = num_in * BITS // 32
+    row_words = num_in // 8
     share = tl.cdiv(row_words, SPLITS * WORDS) * WORDS
     low = tl.program_id(1) * share
     high = tl.minimum(low + share, row_words)
@@ -134,28 +131,24 @@ def _expanding_strips(
     matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + places[None, :]
     if FETCHED and OVERLAPS:
-        _fetch_strip(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
+        fetch_strip(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, ROWS), tl.float32)
     for start in range(low, high, WORDS):
-        values = expand(tl.load(matrix + start), BITS, x.dtype.element_ty, HAS_PTX)
-        first = start * (32 // BITS)
+        values = expand(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
+        first = start * 8
         part = tl.zeros((STRIP, ROWS), tl.float32)
-        for i in tl.static_range(32 // BITS):
-            right = tl.load(inputs + first + i * WORDS)
-            if GROUP:
-                part = tl.dot(values[i], tl.trans(right), part)
-                if (i + 1) * WORDS % GROUP == 0:  # the end of a group
-                    place = (lines % num_out) * (num_in // GROUP) + (first + i * WORDS) // GROUP
-                    sums += part * tl.load(scales + place).to(tl.float32)[:, None]
-                    part = tl.zeros((STRIP, ROWS), tl.float32)
-            else:
-                sums = tl.dot(values[i], tl.trans(right), sums)
+        for i in tl.static_range(8):
+            part = tl.dot(values[i], tl.trans(tl.load(inputs + first + i * WORDS)), part)
+            if (i + 1) * WORDS % GROUP == 0:  # the end of a group
+                place = (lines % num_out) * (num_in // GROUP) + (first + i * WORDS) // GROUP
+                sums += part * tl.load(scales + place).to(tl.float32)[:, None]
+                part = tl.zeros((STRIP, ROWS), tl.float32)
     is_last = True
     if SPLITS > 1:
-        sums, is_last = _join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+        sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
     if is_last:
-        _store(sums, scales, bias, out, lines, rows, num_rows, num_out, HAS_BIAS, GROUP == 0)
+        _store(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
 
 
 def cut_for(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> Cut | None:
@@ -165,15 +158,13 @@ def cut_for(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> Cut
     return Cut(64, 128, splits_for(num_out, num_in // 128, 192), 4, 512)
 
 
-def words_cut_for(num_rows: int, num_out: int, num_words: int, bits: int, span: int) -> Cut | None:
-    """The same for matrices of words; None where they are better expanded first, or the inputs rounded too."""
+def words_cut_for(num_rows: int, num_out: int, num_words: int, span: int) -> Cut | None:
+    """The same for matrices of words; None where they are better expanded first."""
     most = num_words // span
-    if bits == 8 and num_rows <= MAX_ROWS:
-        return Cut(64, span, splits_for(num_out, most, 384, 2), 4, 256)
-    if bits == 4 and num_rows <= MAX_ROWS:
+    if num_rows <= MAX_ROWS:
         least, stages = (2, 3) if num_rows <= 8 else (1, 4)
         return Cut(64, span, splits_for(num_out, most, 256, least), stages, 256)
-    if bits == 4 and num_rows <= MAX_4BIT_ROWS:
+    if num_rows <= MAX_4BIT_ROWS:
         return Cut(128, span, splits_for(num_out, most, 256), 2, 0, 8)
     return None
 
@@ -194,10 +185,8 @@ def strip_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def expanding_strip_linear(
     x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, cut: Cut
 ) -> torch.Tensor:
-    """words int32 [num_out, words] in spans of `cut.stride`, scales [num_out] or [num_out, groups]"""
-    bits = 32 * words.shape[1] // x.shape[1]
-    group = x.shape[1] // scales.shape[1] if scales.dim() == 2 else 0
-    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, bits, group, has_ptx())
+    """words int32 [num_out, words] in spans of `cut.stride`, scales [num_out, groups]"""
+    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, x.shape[1] // scales.shape[1], has_ptx())
 
 
 def _launch(

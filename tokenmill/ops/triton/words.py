@@ -1,11 +1,11 @@
-"""Matrices of fewer than 16 bits a value, as words of 32 bits, and how the values come out of them.
+"""Matrices of 4 bits a value, as words of 32 bits, and how the values come out of them.
 
-A row is cut into spans of a fixed number of words. Bits [b * i, b * (i + 1)) of word w of a span are its column
+A row is cut into spans of a fixed number of words. Bits [4 i, 4 (i + 1)) of word w of a span are its column
 i * span + w, so that the i-th values of all its words are neighbours, as the columns they multiply:
 
-    word w, 8 bits:   [ column w + 3 span | w + 2 span | w + span | w ]        4 bits: eight of them
+    word w:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
 
-8 bits are e4m3 floats; 4 bits are -8 to 7, stored as 0 to 15.
+Values are -8 to 7, stored as 0 to 15.
 """
 
 from __future__ import annotations
@@ -35,25 +35,6 @@ lop3.b32 $6, t, 0x000F000F, 0x43004300, 0xEA;
 shr.u32 t, t, 4;
 lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
-EIGHT_BITS = tl.constexpr("""{
-.reg .b32 t, u;
-prmt.b32 t, $4, $5, 0x4000;
-shr.u32 u, t, 4;
-and.b32 u, u, 0x07F007F0;
-lop3.b32 $0, t, 0x80008000, u, 0xEA;
-prmt.b32 t, $4, $5, 0x5010;
-shr.u32 u, t, 4;
-and.b32 u, u, 0x07F007F0;
-lop3.b32 $1, t, 0x80008000, u, 0xEA;
-prmt.b32 t, $4, $5, 0x6020;
-shr.u32 u, t, 4;
-and.b32 u, u, 0x07F007F0;
-lop3.b32 $2, t, 0x80008000, u, 0xEA;
-prmt.b32 t, $4, $5, 0x7030;
-shr.u32 u, t, 4;
-and.b32 u, u, 0x07F007F0;
-lop3.b32 $3, t, 0x80008000, u, 0xEA;
-}""")
 
 
 @triton.jit
@@ -62,14 +43,9 @@ def _nibble(words, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _byte(words, NUMBER: tl.constexpr):
-    moved = words >> (8 * NUMBER)
-    return (((moved & 0x80) << 8) | ((moved & 0x7F) << 4)).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _nibbles(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Four bits behind the upper bits of 128 in bfloat16 are a value 136 too large."""
+def expand(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Tensors of the words' shape with their first, second ... values; two words at a time where PTX is understood.
+    Four bits behind the upper bits of 128 in bfloat16 are a value 136 too large."""
     if HAS_PTX:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             FOUR_BITS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
@@ -85,55 +61,21 @@ def _nibbles(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit
-def _bytes(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """The bits of an e4m3 value, moved to bfloat16's exponent and mantissa, are the value times 2 ** -120."""
-    if HAS_PTX:
-        a, b, c, d = tl.inline_asm_elementwise(
-            EIGHT_BITS, "=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        )  # fmt: skip
-    else:
-        a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
-    return _enlarged(a, COMPUTE), _enlarged(b, COMPUTE), _enlarged(c, COMPUTE), _enlarged(d, COMPUTE)
-
-
-@triton.jit
-def _enlarged(x, COMPUTE: tl.constexpr):
-    """Times 2 ** 120, which float16 cannot hold, and bfloat16 only where it is computed with."""
-    if COMPUTE == tl.float32:  # noqa: SIM300
-        return x.to(tl.float32) * 1.329227995784916e36
-    return (x * 1.329227995784916e36).to(COMPUTE)
-
-
-@triton.jit
-def expand(words, BITS: tl.constexpr, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Tensors of the words' shape with their first, second ... values. Two words at a time where PTX is understood."""
-    if BITS == 4:  # noqa: SIM108  (only one of them is compiled)
-        values = _nibbles(words, COMPUTE, HAS_PTX)
-    else:
-        values = _bytes(words, COMPUTE, HAS_PTX)
-    return values
-
-
 def has_ptx() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None
 
 
-def packed_words(values: torch.Tensor, bits: int, span: int) -> torch.Tensor:
-    """values uint8 [rows, columns], of 4 or 8 bits → int32 [rows, columns * bits / 32]"""
-    spans = values.view(len(values), -1, 32 // bits, span).transpose(2, 3)  # [rows, spans, word, i]
-    if bits == 4:
-        spans = spans[..., 0::2] | (spans[..., 1::2] << 4)
-    return spans.contiguous().view(torch.int32).flatten(1)
+def packed_words(values: torch.Tensor, span: int) -> torch.Tensor:
+    """values uint8 [rows, columns] of 0 to 15 → int32 [rows, columns / 8]"""
+    spans = values.view(len(values), -1, 8, span).transpose(2, 3)  # [rows, spans, word, i]
+    return (spans[..., 0::2] | (spans[..., 1::2] << 4)).contiguous().view(torch.int32).flatten(1)
 
 
-def unpacked_words(words: torch.Tensor, bits: int, span: int) -> torch.Tensor:
+def unpacked_words(words: torch.Tensor, span: int) -> torch.Tensor:
     """The inverse: uint8 [rows, columns]"""
     parts = words.view(torch.uint8).view(len(words), -1, span, 4)
-    if bits == 4:
-        parts = torch.stack((parts & 15, parts >> 4), dim=4).flatten(3)
-    return parts.transpose(2, 3).reshape(len(words), -1)
+    values = torch.stack((parts & 15, parts >> 4), dim=4).flatten(3)
+    return values.transpose(2, 3).reshape(len(words), -1)
 
 
 @kernel

@@ -1,0 +1,70 @@
+"""Products with quantised matrices, and the steps of layers around them, in Triton's interpreter: the same as the plain
+ops, one after another, with the matrices expanded.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from interpreted_kernels import same
+
+from tokenmill.ops.interface import LinearWeight
+from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
+from tokenmill.ops.triton import halves, planes, quantized, rounded_stream
+from tokenmill.ops.triton.strips import Cut
+
+EPS = 1e-5
+
+
+def check_halves() -> None:
+    """Of a plain row; those of norms and gates: see below."""
+    for num_out, num_in, splits in ((48, 512, 1), (40, 1024, 3)):
+        packed, bias, x = quantized.to_int4(torch.randn(num_out, num_in)), torch.randn(num_out), torch.randn(1, num_in)
+        found = halves.halves_product(x, packed.words, packed.scales, bias, torch.float32, halves.Cut(16, splits))
+        same(found, x @ quantized.expanded(packed).T + bias, tolerance=1e-3)
+
+
+def check_planes() -> None:
+    for num_out, num_in, rows, splits in ((48, 512, 3, 1), (72, 384, 9, 2)):
+        packed, bias = quantized.to_fp8(torch.randn(num_out, num_in)), torch.randn(num_out)
+        x = torch.randn(rows, num_in) * torch.logspace(-6, 0, num_in)  # of every size, subnormal ones too
+        rounded = planes.rounded_rows(x)
+        first, second = rounded.planes.float().unbind(1)
+        assert float((first * rounded.scales - x).norm() / x.norm()) > 0.02
+        # A GPU would be closer still: the interpreter forgets to carry into fp8's exponent.
+        same((first + second / 16) * rounded.scales, x, tolerance=0.01)
+        cut = Cut(64, 256, splits, 2)
+        found = planes.two_planes_product(rounded, packed.values, packed.scales, bias, torch.float32, cut)
+        same(found, x @ quantized.expanded(packed).T + bias, tolerance=0.01)
+
+
+def check_layer(kind: str, num_rows: int, tolerance: float) -> None:
+    hidden, inter = 256, 1280
+    ops, pack = rounded_stream.STREAMS[kind], {"fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind]
+    assert ops.takes(num_rows)
+    x, delta, norm = torch.randn(num_rows, hidden), torch.randn(num_rows, hidden), torch.rand(hidden) + 0.5
+    gate_up, down = pack(torch.randn(2 * inter, hidden)), pack(torch.randn(hidden, inter))
+    weights = [LinearWeight(2 * inter, hidden, gate_up), LinearWeight(hidden, inter, down)]
+    assert all(map(ops.can_multiply, weights))
+    stream = ops.join(delta, ops.join(x, None, norm, EPS), norm, EPS)
+    same(stream.total, x + delta)
+    expected = PLAIN.act_mul(PLAIN.rms_norm(x + delta, norm, EPS) @ quantized.expanded(gate_up).T, "silu")
+    gated = ops.gated_linear(stream, weights[0], "silu")
+    same(ops.any_linear(gated, weights[1]), expected @ quantized.expanded(down).T, tolerance)
+    same(ops.any_linear(expected, weights[1]), expected @ quantized.expanded(down).T, tolerance)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    check_halves()
+    check_planes()
+    check_layer("int4", 1, tolerance=1e-3)
+    check_layer("fp8", 2, tolerance=0.01)
+    print("all kernels agree with the reference")
+
+
+if __name__ == "__main__":
+    main()

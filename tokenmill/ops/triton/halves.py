@@ -1,0 +1,209 @@
+"""A single row times a 4-bit matrix, without the matrix units: the time is what reading the matrix once takes, if a
+value costs few instructions.
+
+The row's columns are divided by a scale, one a span, rounded to float16, and kept in pairs that lie as the values of a
+word do (see `words`; spans of 32 words, 256 columns):
+
+    pair i of word w:   [ column w + 32 (i + 4) | column w + 32 i ]        i = 0 to 3
+
+So one instruction puts two of a word's values behind the exponent of 1024, one makes them -8 to 7, and one multiplies
+and adds. Four products at a time are added up in float16, in groups of 128 columns that share a scale; then in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.strips import join_splits, splits_for
+from tokenmill.ops.triton.words import has_ptx
+
+SPAN, GROUP = 32, 128
+LARGEST = tl.constexpr(1024.0)  # 32 times as much is a float16 number too
+SMALLER = tl.constexpr(1 / 64)  # where nobody has looked for the largest: up to 2 ** 17 of a row that is not in halves
+
+# Two float32 numbers as a pair.
+PAIR = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# Sums of the lower and of the upper four values of a word times their halves.
+TIMES_HALVES = tl.constexpr("""{
+.reg .b32 a, b, c, d, t, upper, less, sixteenth, less72;
+.reg .b16 low, high;
+mov.b32 upper, 0x64006400;
+mov.b32 less, 0xE408E408;
+mov.b32 sixteenth, 0x2C002C00;
+mov.b32 less72, 0xD480D480;
+shr.u32 t, $2, 8;
+lop3.b32 a, $2, 0x000F000F, upper, 0xEA;
+lop3.b32 b, $2, 0x00F000F0, upper, 0xEA;
+lop3.b32 c, t, 0x000F000F, upper, 0xEA;
+lop3.b32 d, t, 0x00F000F0, upper, 0xEA;
+add.f16x2 a, a, less;
+fma.rn.f16x2 b, b, sixteenth, less72;
+add.f16x2 c, c, less;
+fma.rn.f16x2 d, d, sixteenth, less72;
+mul.f16x2 a, a, $3;
+fma.rn.f16x2 a, b, $4, a;
+fma.rn.f16x2 a, c, $5, a;
+fma.rn.f16x2 a, d, $6, a;
+mov.b32 {low, high}, a;
+cvt.f32.f16 $0, low;
+cvt.f32.f16 $1, high;
+}""")
+
+
+class Halves(NamedTuple):
+    pairs: torch.Tensor  # int32 [1, columns / 2]
+    scales: torch.Tensor  # float32 [columns / 256]
+
+
+@triton.jit
+def store_halves(values, pairs, scales, first, size, BLOCK: tl.constexpr):
+    """Columns [first, first + BLOCK) of a row, float32 [BLOCK]"""
+    spans = tl.reshape(values, (BLOCK // 256, 256))
+    factors = tl.maximum(tl.max(tl.abs(spans), axis=1) / LARGEST, 1e-30)
+    numbers = tl.arange(0, BLOCK // 256)
+    tl.store(scales + first // 256 + numbers, factors, mask=first + numbers * 256 < size)
+    bits = (spans * (1.0 / factors)[:, None]).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    low, high = tl.split(tl.permute(tl.reshape(bits, (BLOCK // 256, 2, 128)), (0, 2, 1)))
+    packed = tl.reshape((high << 16) | (low & 0xFFFF), (BLOCK // 2,))
+    places = tl.arange(0, BLOCK // 2)
+    tl.store(pairs + first // 2 + places, packed, mask=first + 2 * places < size)
+
+
+def empty_halves(size: int, device: torch.device) -> Halves:
+    pairs = torch.empty(1, size // 2, dtype=torch.int32, device=device)
+    return Halves(pairs, torch.empty(size // 256, dtype=torch.float32, device=device))
+
+
+@triton.jit
+def _value(words, NUMBER: tl.constexpr):
+    return (((words >> (4 * NUMBER)) & 15) - 8).to(tl.float32)
+
+
+@triton.jit
+def _half(pair, NUMBER: tl.constexpr):
+    return (pair >> (16 * NUMBER)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _times_halves(words, a, b, c, d, HAS_PTX: tl.constexpr):
+    """words [STRIP, SPAN], pairs [SPAN] → sums of the first group of columns and of the second, [STRIP, SPAN] each"""
+    if HAS_PTX:
+        first, second = tl.inline_asm_elementwise(
+            TIMES_HALVES, "=f,=f,r,r,r,r,r", [words, a[None, :], b[None, :], c[None, :], d[None, :]],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first = _value(words, 0) * _half(a, 0)[None, :] + _value(words, 1) * _half(b, 0)[None, :]
+        first += _value(words, 2) * _half(c, 0)[None, :] + _value(words, 3) * _half(d, 0)[None, :]
+        second = _value(words, 4) * _half(a, 1)[None, :] + _value(words, 5) * _half(b, 1)[None, :]
+        second += _value(words, 6) * _half(c, 1)[None, :] + _value(words, 7) * _half(d, 1)[None, :]
+    return first, second
+
+
+@triton.jit
+def _pair(x, places, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Pair NUMBER of each word, made of the row itself"""
+    low = tl.load(x + NUMBER * SPAN + places).to(tl.float32) * SMALLER
+    high = tl.load(x + (NUMBER + 4) * SPAN + places).to(tl.float32) * SMALLER
+    if HAS_PTX:
+        pair = tl.inline_asm_elementwise(PAIR, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        bits = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        pair = bits | (low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    return pair
+
+
+@kernel
+def _one_row(
+    x, row_scales, weight, scales, bias, out, parts, arrived, num_out, num_in,
+    STRIP: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, IS_HALVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
+    IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale."""
+    let_next_begin(OVERLAPS)
+    strip = tl.program_id(0)
+    places = tl.arange(0, SPAN)
+    row_words = num_in // 8
+    share = tl.cdiv(row_words, SPLITS * SPAN) * SPAN
+    low = tl.program_id(1) * share
+    high = tl.minimum(low + share, row_words)
+    stands = strip * STRIP + tl.arange(0, STRIP)
+    lines = weight + (stands % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
+    line_scales = scales + (stands % num_out) * (num_in // 128)
+    words = tl.load(lines + low, mask=low + places[None, :] < high, other=0)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, SPAN), tl.float32)
+    for start in range(low, high, SPAN):
+        following = tl.load(lines + start + SPAN, mask=start + SPAN + places[None, :] < high, other=0)
+        if IS_HALVED:
+            here = x + start * 4 + places
+            a, b, c, d = tl.load(here), tl.load(here + SPAN), tl.load(here + 2 * SPAN), tl.load(here + 3 * SPAN)
+            row_scale = tl.load(row_scales + start // SPAN)
+        else:
+            here = x + start * 8
+            a, b = _pair(here, places, 0, SPAN, HAS_PTX), _pair(here, places, 1, SPAN, HAS_PTX)
+            c, d = _pair(here, places, 2, SPAN, HAS_PTX), _pair(here, places, 3, SPAN, HAS_PTX)
+            row_scale = 1.0 / SMALLER
+        first, second = _times_halves(words, a, b, c, d, HAS_PTX)
+        group = line_scales + start // SPAN * 2
+        sums += first * (tl.load(group).to(tl.float32) * row_scale)[:, None]
+        sums += second * (tl.load(group + 1).to(tl.float32) * row_scale)[:, None]
+        words = following
+    total = tl.sum(sums, axis=1)[:, None]
+    is_last = True
+    if SPLITS > 1:
+        total, is_last = join_splits(total, parts, arrived, strip, STRIP, 1, SPLITS)
+    if is_last:
+        target = stands[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + target, mask=target < num_out, other=0.0).to(tl.float32)
+        tl.store(out + target, total.to(out.dtype.element_ty), mask=target < num_out)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is cut into programs."""
+
+    strip: int
+    splits: int
+    warps: int = 4
+
+
+def cut_for(num_out: int, num_in: int) -> Cut:
+    """As measured on an H200."""
+    return Cut(64, splits_for(num_out, num_in // 256, 384))
+
+
+def halves_product(
+    row: Halves | torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    cut: Cut | None = None,
+) -> torch.Tensor:
+    """A row in halves, or a plain one [1, columns] of moderate size; words int32 [num_out, columns / 8], scales
+    [num_out, columns / 128] → [1, num_out]"""
+    num_out, num_in, device = len(words), 8 * words.shape[1], words.device
+    cut = cut or cut_for(num_out, num_in)
+    strips = triton.cdiv(num_out, cut.strip)
+    out = torch.empty(1, num_out, dtype=dtype, device=device)
+    parts = arrived = out
+    if cut.splits > 1:
+        parts = torch.empty(strips * cut.splits * cut.strip, dtype=torch.float32, device=device)
+        arrived = arrivals(device)
+    _one_row[(strips, cut.splits)](
+        *(row if isinstance(row, Halves) else (row.contiguous(), out)), words, scales,
+        bias if bias is not None else out, out, parts, arrived, num_out, num_in,
+        cut.strip, SPAN, cut.splits, isinstance(row, Halves), bias is not None, has_ptx(),
+        num_warps=cut.warps, **launch_options(),
+    )  # fmt: skip
+    return out

@@ -12,8 +12,6 @@
 //
 #include "kernels/attention_int8.h"
 //
-#include "kernels/draws.h"
-//
 #include "kernels/table.h"
 
 namespace tokenmill {

@@ -13,6 +13,8 @@ constexpr int kBits = 20;  // of a piece number
 constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
 constexpr int kWorkerSpins = 1000;  // about 40 microseconds
 constexpr int kCallerSpins = 500;
+constexpr std::chrono::microseconds kLook{20};   // how long a thread is watched before it is said to stand still
+constexpr std::chrono::microseconds kNap{1000};  // between two looks
 
 inline void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -22,27 +24,72 @@ inline void relax() {
 #endif
 }
 
+template <class Ready>
+bool spin_until(int turns, const Ready& ready) {
+  for (int turn = 0; turn < turns; ++turn) {
+    if (ready()) return true;
+    relax();
+  }
+  return ready();
+}
+
+// Whether a thread that has work gets no processor; `ready` ends the look early.
+template <class Ready>
+bool stands_still(const Seat& seat, const Ready& ready) {
+  const int64_t before = seat.works() ? nanoseconds_on(seat.clock()) : -1;
+  if (before < 0) return false;
+  const auto until = std::chrono::steady_clock::now() + kLook;
+  while (std::chrono::steady_clock::now() < until)
+    if (spin_until(10, ready)) return false;
+  return nanoseconds_on(seat.clock()) == before;
+}
+
 }  // namespace
 
-Pool::Pool(int threads) {
+void Seat::begin() {
+  thread_ = this_thread();
+  clock_.store(this_threads_clock(), std::memory_order_relaxed);
+  core_.store(current_core(), std::memory_order_relaxed);
+  hold_.store(Hold::Pieces, std::memory_order_release);
+}
+
+bool Seat::leave() {
+  Hold now = Hold::Pieces;
+  if (hold_.compare_exchange_strong(now, Hold::Nothing)) return false;
+  while (hold_.load(std::memory_order_acquire) != Hold::Pulled) std::this_thread::yield();
+  hold_.store(Hold::Nothing, std::memory_order_relaxed);
+  return true;
+}
+
+bool Seat::pull_to(int core) {
+  Hold now = hold_.load(std::memory_order_relaxed);
+  if (now == Hold::Nothing || now == Hold::BeingPulled) return false;
+  if (!hold_.compare_exchange_strong(now, Hold::BeingPulled)) return false;
+  const bool moved = move_thread(thread_, core);
+  hold_.store(moved ? Hold::Pulled : now, std::memory_order_release);
+  return moved;
+}
+
+Pool::Pool(int threads) : seats_(static_cast<size_t>(threads)) {
   for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { worker(t); });
 }
 
 Pool::~Pool() {
   stop_.store(true);
   epoch_.fetch_add(1);
-  epoch_.notify_all();
+  wake_all(epoch_);
   for (std::thread& thread : workers_) thread.join();
 }
 
 void Pool::publish(int pieces, Call call, const void* context) {
   call_ = call;
   context_ = context;
+  seats_[0].begin();
   done_.store(0, std::memory_order_relaxed);
   const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
   ticket_.store(static_cast<uint64_t>(epoch) << (2 * kBits) | static_cast<uint64_t>(pieces) << kBits);
   epoch_.store(epoch);
-  if (sleepers_.load() > 0) epoch_.notify_all();
+  if (sleepers_.load() > 0) wake_all(epoch_);
 }
 
 bool Pool::claim(int& piece) {
@@ -61,38 +108,63 @@ bool Pool::work_one(int thread) {
   if (!claim(piece)) return false;
   const uint32_t count = static_cast<uint32_t>((ticket_.load(std::memory_order_relaxed) >> kBits) & kMask);
   call_(context_, piece, thread);
-  if (done_.fetch_add(1) + 1 == count && caller_sleeps_.load()) done_.notify_all();
+  if (done_.fetch_add(1) + 1 == count && caller_sleeps_.load()) wake_all(done_);
   return true;
 }
 
-void Pool::work_until_done(int pieces) {
+void Pool::work_until_done(uint32_t pieces) {
   while (work_one(0)) {}
-  const uint32_t all = static_cast<uint32_t>(pieces);
-  for (int spin = 0; spin < kCallerSpins; ++spin) {
-    if (done_.load(std::memory_order_acquire) == all) return;
-    relax();
-  }
-  caller_sleeps_.store(true);
-  for (uint32_t now = done_.load(); now != all; now = done_.load()) done_.wait(now);
-  caller_sleeps_.store(false);
+  if (!spin_until(kCallerSpins, [&] { return done_.load(std::memory_order_acquire) == pieces; }))
+    wait_for_workers(pieces);
+  seats_[0].leave();
 }
 
-void Pool::wait_for_news(uint32_t seen) {
-  for (int spin = 0; spin < kWorkerSpins; ++spin) {
-    if (epoch_.load(std::memory_order_acquire) != seen) return;
-    relax();
+void Pool::wait_for_workers(uint32_t pieces) {
+  const auto ready = [&] { return done_.load(std::memory_order_acquire) == pieces; };
+  while (!ready()) {
+    for (size_t t = 1; t < seats_.size(); ++t)
+      if (stands_still(seats_[t], ready) && seats_[t].pull_to(current_core()))
+        rescues_.fetch_add(1, std::memory_order_relaxed);
+    caller_sleeps_.store(true);
+    const uint32_t now = done_.load();
+    if (now != pieces) sleep_while(done_, now, kNap);
+    caller_sleeps_.store(false);
   }
+}
+
+// Until there is a new phase, or a reason to look for pieces again.
+void Pool::wait_for_news(uint32_t seen) {
+  const auto news = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
+  if (spin_until(kWorkerSpins, news)) return;
+  const Seat& caller = seats_[0];
+  if (!caller_sleeps_.load() && stands_still(caller, news) && take_callers_place()) return;
   sleepers_.fetch_add(1);
-  epoch_.wait(seen);
+  sleep_while(epoch_, seen, caller.works() ? kNap : kForever);
   sleepers_.fetch_sub(1);
 }
 
+bool Pool::take_callers_place() {
+  const int here = current_core(), there = seats_[0].core();
+  if (!seats_[0].pull_to(here)) return false;
+  rescues_.fetch_add(1, std::memory_order_relaxed);
+  return move_thread(this_thread(), there != here ? there : core_beside(here));
+}
+
+void Pool::return_from_rescue(const Seat& seat) {
+  const int here = current_core(), there = seat.core();
+  move_thread(this_thread(), there != here ? there : core_beside(here));
+}
+
 void Pool::worker(int thread) {
-  uint32_t seen = 0;
+  Seat& seat = seats_[static_cast<size_t>(thread)];
   while (!stop_.load(std::memory_order_relaxed)) {
-    seen = epoch_.load(std::memory_order_acquire);
+    const uint32_t seen = epoch_.load(std::memory_order_acquire);
+    seat.begin();
     while (work_one(thread)) {}
-    if (!stop_.load(std::memory_order_relaxed)) wait_for_news(seen);
+    if (seat.leave())
+      return_from_rescue(seat);
+    else if (!stop_.load(std::memory_order_relaxed))
+      wait_for_news(seen);
   }
 }
 

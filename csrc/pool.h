@@ -3,13 +3,40 @@
 // microseconds, then sleeps in the kernel, which gives its core to whoever was pushed aside.
 //
 //   ticket = epoch | number of pieces | next piece      one word, so a claim always belongs to the phase it names
+//
+// A thread that is pushed off its core in the middle of a piece would hold all others up for a whole time slice of the
+// other process (milliseconds). So whoever waits and sees, by its processor time, that such a thread stands still, pulls
+// it over to its own core (a "rescue"):
+//
+//   the caller waits for a worker:  it pulls the worker over and sleeps; the worker finishes its piece and goes back to
+//                                   the crowded core, to wait there with empty hands until its turn comes
+//   a worker waits for the caller:  it pulls the caller over and takes its place on the crowded core
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
+#include "threads.h"
+
 namespace tokenmill {
+
+// A thread as the others see it: whether it may hold pieces of the present phase, and where it began with them.
+class alignas(64) Seat {
+ public:
+  void begin();  // before its thread claims
+  bool leave();  // after; whether it was pulled away meanwhile
+  bool works() const { return hold_.load(std::memory_order_relaxed) != Hold::Nothing; }
+  int clock() const { return clock_.load(std::memory_order_relaxed); }
+  int core() const { return core_.load(std::memory_order_relaxed); }
+  bool pull_to(int core);  // by another thread; false when the seat's has left meanwhile, or may not go there
+
+ private:
+  enum class Hold : int { Nothing, Pieces, BeingPulled, Pulled };
+  std::atomic<Hold> hold_{Hold::Nothing};
+  std::atomic<int> core_{-1}, clock_{-1};
+  ThreadHandle thread_{};  // alive while it works: leave() waits for whoever is pulling
+};
 
 class Pool {
  public:
@@ -19,6 +46,7 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  uint64_t rescues() const { return rescues_.load(std::memory_order_relaxed); }
 
   // Calls body(piece, thread) for every piece in [0, pieces); the caller works too and returns when all are done.
   template <class Body>
@@ -30,20 +58,24 @@ class Pool {
     publish(pieces, [](const void* context, int piece, int thread) {
       (*static_cast<const Body*>(context))(piece, thread);
     }, &body);
-    work_until_done(pieces);
+    work_until_done(static_cast<uint32_t>(pieces));
   }
 
  private:
   using Call = void (*)(const void*, int piece, int thread);
 
   void publish(int pieces, Call call, const void* context);
-  void work_until_done(int pieces);
+  void work_until_done(uint32_t pieces);
+  void wait_for_workers(uint32_t pieces);
   bool claim(int& piece);
   bool work_one(int thread);
   void worker(int thread);
   void wait_for_news(uint32_t seen);
+  bool take_callers_place();
+  void return_from_rescue(const Seat& seat);
 
   std::vector<std::thread> workers_;
+  std::vector<Seat> seats_;  // the caller's first
   Call call_ = nullptr;
   const void* context_ = nullptr;
   alignas(64) std::atomic<uint64_t> ticket_{0};
@@ -52,6 +84,7 @@ class Pool {
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> stop_{false};
+  std::atomic<uint64_t> rescues_{0};
 };
 
 }  // namespace tokenmill

@@ -86,6 +86,8 @@ class Decoder {
 
   void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
   void logits(const float* hidden, int rows, float* out);  // [rows][vocab]
+  // The highest logit of each row and its place, the first of equals; NaN where any of the row's is.
+  void best_logits(const float* hidden, int rows, int64_t* places, float* values);
 
   int hidden() const { return hidden_; }
   int vocab() const { return vocab_; }
@@ -125,6 +127,7 @@ class Decoder {
   float fine_above(const Layer& layer) const { return &layer == &layers_.back() ? fine_at_end() : fine_above_; }
   float fine_at_end() const;
   void add_normed(const Vector& weight, int tokens);
+  Rows head_input(const float* hidden, int rows);
 
   const Kernels* kernels_;
   Pool pool_;
@@ -150,6 +153,7 @@ class Decoder {
   std::vector<int32_t> expert_ids_;  // [T][active]
   std::vector<float> expert_shares_, router_logits_, expert_out_;
   std::vector<Activations> expert_in_, expert_inner_;
+  std::vector<Best> best_;  // [threads][rows]
 };
 
 }  // namespace tokenmill

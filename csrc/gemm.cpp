@@ -126,6 +126,7 @@ void Runner::piece(const Gemm& gemm, const Plan& plan, int index, int thread) {
 
 void Runner::pair(const Gemm& gemm, const Span& span, int thread) {
   if (gemm.mode == Gemm::Mode::Gate) return gate(gemm, span, thread);
+  if (gemm.mode == Gemm::Mode::Best) return best(gemm, span, thread);
   const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, gemm.w->w.rows - column);
   float* out = gemm.out + static_cast<size_t>(span.tile) * gemm.in.quant.tile * gemm.out_stride + column;
   const bool onto = gemm.mode == Gemm::Mode::Add;
@@ -153,6 +154,18 @@ void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
     float gated[kPair];
     kernels_.gate(gates + r * kPair, ups + r * kPair, gemm.activation, gated);
     gemm.gated->put_block(row + r, span.panel / 2, gated, columns, kernels_);
+  }
+}
+
+void Runner::best(const Gemm& gemm, const Span& span, int thread) {
+  const int rows = rows_of(gemm.in, span), row = span.tile * gemm.in.quant.tile;
+  const int column = span.panel * kPanel, columns = std::min(kPair, gemm.w->w.rows - column);
+  float* sums = room(thread, 0, rows);
+  product(*gemm.w, gemm.in, span, {sums, kPair, false}, thread);
+  Best* seen = gemm.best + static_cast<size_t>(thread) * gemm.in.quant.rows + row;
+  for (int r = 0; r < rows; ++r) {
+    if (gemm.softcap > 0.0f) kernels_.softcap(sums + r * kPair, gemm.softcap, columns);
+    kernels_.take_best(sums + r * kPair, columns, column, seen[r]);
   }
 }
 

@@ -1,6 +1,6 @@
 // Matrix products of a step cut into pieces for the pool. A piece is some pairs of panels (32 outputs) times a block of
 // rows; what becomes of the 32 numbers of a row (stored, added to the residual, gated and quantised for the next
-// product) is done while they are still in the first-level cache.
+// product, compared with the best so far) is done while they are still in the first-level cache.
 #pragma once
 #include <vector>
 
@@ -50,7 +50,7 @@ class Activations {
 };
 
 struct Gemm {
-  enum class Mode : uint8_t { Store, Add, Gate };
+  enum class Mode : uint8_t { Store, Add, Gate, Best };
   const Linear* w = nullptr;
   const Linear* up = nullptr;  // Gate: w is the gate
   Rows in;
@@ -59,6 +59,8 @@ struct Gemm {
   size_t out_stride = 0;
   Activation activation = Activation::Silu;
   Activations* gated = nullptr;  // Gate: where act(gate) * up goes
+  Best* best = nullptr;  // Best: [threads][rows], of what each thread computed
+  float softcap = 0.0f;  // Best: 0: none
 };
 
 class Runner {
@@ -75,6 +77,7 @@ class Runner {
   void piece(const Gemm& gemm, const Plan& plan, int index, int thread);
   void pair(const Gemm& gemm, const Span& span, int thread);
   void gate(const Gemm& gemm, const Span& span, int thread);
+  void best(const Gemm& gemm, const Span& span, int thread);
   void product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread);
   float* room(int thread, int which, int rows);  // [rows][32] of a thread's own
   static int rows_of(const Rows& in, const Span& span);

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -97,6 +98,13 @@ struct Sums {
   bool onto;
 };
 
+// The highest of the numbers seen so far and where it stands, the first of equals; a number that is none is noted.
+struct Best {
+  float value = -std::numeric_limits<float>::infinity();
+  int32_t place = 0;
+  bool has_nan = false;
+};
+
 struct Kernels {
   const char* name;
   int small_rows;  // up to so many rows one tile holds them all
@@ -123,6 +131,13 @@ struct Kernels {
   // joins `other`, which covers what follows, into `sums`
   void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);
   void (*softcap)(float* x, float cap, int size);
+  // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them
+  void (*take_best)(const float* x, int size, int place, Best&);
+  // `size` logits over their temperature (0: as they are), -inf where they are not among the `top_k` highest (0: all
+  // are) and up to `padded`; false, and nothing written, where the highest is no finite number
+  bool (*shape_row)(const float* x, int size, float temperature, int64_t top_k, int padded, float* out);
+  // the token at `uniform`, in [0, 1), of the probabilities that top-p (1: none) and then min-p (0: none) leave
+  int (*draw_row)(const float* probs, int size, double top_p, double min_p, double uniform);
 };
 
 inline constexpr int kTilesPerCall = 24;  // most row tiles in one call of `linear`

@@ -160,6 +160,49 @@ void logits(Decoder& decoder, Array<const float, 2> hidden, Array<float, 2> out)
   decoder.logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data());
 }
 
+void best_logits(Decoder& decoder, Array<const float, 2> hidden, Array<int64_t, 1> places, Array<float, 1> values) {
+  if (hidden.shape(1) != static_cast<size_t>(decoder.hidden()) || places.shape(0) != hidden.shape(0) ||
+      values.shape(0) != hidden.shape(0))
+    throw std::invalid_argument("hidden must be [rows, hidden], places and values [rows]");
+  nb::gil_scoped_release free;
+  decoder.best_logits(hidden.data(), static_cast<int>(hidden.shape(0)), places.data(), values.data());
+}
+
+// ── draws: tokenmill/sampling/native_draws.py ──
+
+// Line lines[i] of the logits, shaped, becomes row i of `out`; sound[i] is 0 where it has no finite highest number.
+void shape_rows(Array<const float, 2> logits, Array<const int64_t, 1> lines, Array<const float, 1> temperatures,
+                Array<const int64_t, 1> top_ks, Array<float, 2> out, Array<uint8_t, 1> sound, const std::string& isa) {
+  const size_t count = lines.shape(0), size = logits.shape(1), padded = out.shape(1);
+  if (temperatures.shape(0) != count || top_ks.shape(0) != count || out.shape(0) != count || sound.shape(0) != count ||
+      padded < size || padded % 16 != 0)
+    throw std::invalid_argument("the arrays of the lines do not fit together");
+  for (size_t i = 0; i < count; ++i)
+    if (lines.data()[i] < 0 || static_cast<size_t>(lines.data()[i]) >= logits.shape(0))
+      throw std::out_of_range("there is no such line");
+  const Kernels& kernels = kernels_or_best(isa);
+  nb::gil_scoped_release free;
+  for (size_t i = 0; i < count; ++i)
+    sound.data()[i] = kernels.shape_row(logits.data() + static_cast<size_t>(lines.data()[i]) * size, static_cast<int>(size),
+                                        temperatures.data()[i], top_ks.data()[i], static_cast<int>(padded),
+                                        out.data() + i * padded);
+}
+
+void draw_rows(Array<const float, 2> probs, Array<const double, 1> top_ps, Array<const double, 1> min_ps,
+               Array<const double, 1> uniforms, Array<const uint8_t, 1> sound, Array<int64_t, 1> tokens,
+               const std::string& isa) {
+  const size_t count = probs.shape(0), size = probs.shape(1);
+  if (top_ps.shape(0) != count || min_ps.shape(0) != count || uniforms.shape(0) != count || sound.shape(0) != count ||
+      tokens.shape(0) != count || size == 0)
+    throw std::invalid_argument("the arrays of the lines do not fit together");
+  const Kernels& kernels = kernels_or_best(isa);
+  nb::gil_scoped_release free;
+  for (size_t i = 0; i < count; ++i)
+    if (sound.data()[i] != 0)
+      tokens.data()[i] = kernels.draw_row(probs.data() + i * size, static_cast<int>(size), top_ps.data()[i],
+                                          min_ps.data()[i], uniforms.data()[i]);
+}
+
 // ── single kernels, for tests and benchmarks ──
 
 class Bench {  // a matrix product with its own pool, without a model around it
@@ -177,6 +220,8 @@ class Bench {  // a matrix product with its own pool, without a model around it
     const Gemm gemm{&weight, nullptr, in_.view(), Gemm::Mode::Store, out.data(), static_cast<size_t>(w.rows)};
     runner_.run(&gemm, 1);
   }
+
+  uint64_t rescues() const { return pool_.rescues(); }
 
   // Best and median seconds of `repeats` products by fresh copies of `w` as long as there are some (cold memory).
   std::vector<double> time_linear(const std::vector<const Matrix*>& ws, int rows, int repeats) {
@@ -267,6 +312,9 @@ NB_MODULE(_native, m) {
   m.def("load_library", &load_library, "path"_a);
   m.def("embed_rows", &embed_rows, "matrix"_a, "ids"_a, "scale"_a, "out"_a, "isa"_a = "");
 
+  m.def("shape_rows", &shape_rows, "logits"_a, "lines"_a, "temperatures"_a, "top_ks"_a, "out"_a, "sound"_a, "isa"_a = "");
+  m.def("draw_rows", &draw_rows, "probs"_a, "top_ps"_a, "min_ps"_a, "uniforms"_a, "sound"_a, "tokens"_a, "isa"_a = "");
+
   nb::class_<Matrix>(m, "Matrix")
       .def_ro("rows", &Matrix::rows)
       .def_ro("cols", &Matrix::cols)
@@ -281,7 +329,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<int, const std::string&, float>(), "threads"_a, "isa"_a = "", "fine_above"_a = kNever)
       .def("linear", &Bench::linear, "matrix"_a, "bias"_a.none(), "x"_a, "out"_a)
       .def("time_linear", &Bench::time_linear, "matrices"_a, "rows"_a, "repeats"_a)
-      .def("time_read", &Bench::time_read, "num_bytes"_a, "repeats"_a);
+      .def("time_read", &Bench::time_read, "num_bytes"_a, "repeats"_a)
+      .def_prop_ro("rescues", &Bench::rescues);
 
   nb::class_<Linear>(m, "Linear").def("__init__", [](Linear* self, const Matrix& w, std::optional<FloatVector> bias) {
     new (self) Linear(linear_of(w, bias));
@@ -364,6 +413,7 @@ NB_MODULE(_native, m) {
       .def("forward", &forward, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
            "slots"_a, "logit_rows"_a, "hidden"_a)
       .def("logits", &logits, "hidden"_a, "out"_a)
+      .def("best_logits", &best_logits, "hidden"_a, "places"_a, "values"_a)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
       .def_prop_ro("instruction_set", [](const Decoder& d) { return std::string(d.kernels().name); });
 }

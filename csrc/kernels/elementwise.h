@@ -1,5 +1,6 @@
 // What is done number by number: exponentials, norms, activations, rotation, and turning floats into int8 blocks.
 #pragma once
+#include <bit>
 #include <cmath>
 
 namespace tokenmill::TM_ISA {
@@ -80,6 +81,18 @@ inline void softcap(float* x, float cap, int size) {
   in_vectors(size, x, [&](int i, Floats a, int count) {
     store_some(x + i, mul(splat(cap), tanh(mul(a, splat(1.0f / cap)))), count);
   });
+}
+// Few numbers are above the best so far: those are looked at one by one.
+inline void take_best(const float* x, int size, int place, Best& best) {
+  const auto look_at = [&](int i) {
+    if (std::isnan(x[i])) best.has_nan = true;
+    if (x[i] > best.value) best.value = x[i], best.place = place + i;
+  };
+  int i = 0;
+  for (; i + 16 <= size; i += 16)
+    for (uint32_t lanes = lanes_above(load(x + i), splat(best.value)); lanes != 0; lanes &= lanes - 1)
+      look_at(i + std::countr_zero(lanes));
+  for (; i < size; ++i) look_at(i);
 }
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
   for (int i = 0; i < half; ++i) {

@@ -24,6 +24,9 @@ inline Kernels make_table(const char* name) {
   k.finish = finish;
   k.join = join;
   k.softcap = softcap;
+  k.take_best = take_best;
+  k.shape_row = shape_row;
+  k.draw_row = draw_row;
   return k;
 }
 

@@ -59,6 +59,11 @@ inline float max_lanes(Floats x) {
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
+inline uint32_t lanes_above(Floats x, Floats limit) {
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLE_UQ));
+  const int high = _mm256_movemask_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLE_UQ));
+  return static_cast<uint32_t>(low | high << 8);
+}
 inline Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline Floats times_power_of_two(Floats x, Floats n) {
   const __m256i bias = _mm256_set1_epi32(127);

@@ -40,6 +40,8 @@ inline Floats round_even(Floats a) {
 }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline float max_lanes(Floats a) { return _mm512_reduce_max_ps(a.v); }
+// a bit for each lane that is above the limit or no number
+inline uint32_t lanes_above(Floats a, Floats limit) { return _mm512_cmp_ps_mask(a.v, limit.v, _CMP_NLE_UQ); }
 inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 // a * 2^n for whole numbers n in [-126, 127] where that is a normal number
 inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }

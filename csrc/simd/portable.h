@@ -78,6 +78,11 @@ inline float max_lanes(Floats a) {
   for (int i = 1; i < 16; ++i) best = a.v[i] > best ? a.v[i] : best;
   return best;
 }
+inline uint32_t lanes_above(Floats a, Floats limit) {
+  uint32_t lanes = 0;
+  for (int i = 0; i < 16; ++i) lanes |= static_cast<uint32_t>(!(a.v[i] <= limit.v[i])) << i;
+  return lanes;
+}
 inline Ints to_ints(Floats a) {
   Ints out;
   for (int i = 0; i < 16; ++i) out.v[i] = static_cast<int32_t>(std::nearbyintf(a.v[i]));

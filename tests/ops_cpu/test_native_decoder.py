@@ -249,6 +249,32 @@ def test_tokens_without_logits_change_no_bit(name: str, wanted: list[int]) -> No
     assert torch.equal(model.logits(model.forward(after, narrow)), expected_after)
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_the_best_logits_are_the_first_highest_of_all(cap: float | None, quantised: bool, isa: str) -> None:
+    """Every token has a twin far behind it, and under a low cap more of them are equal."""
+    spec = replace(LLAMA, vocab_size=1003, logit_softcap=cap)
+    weights = random_weights(spec, quantised)
+    head = weights.tensors["embed.weight"].data
+    head[501:1002] = head[:501].clone()
+    model = native_model(spec, weights, isa, threads=3)
+    hidden = torch.randn(17, spec.hidden_size, generator=torch.Generator().manual_seed(4))
+    hidden[5], hidden[6, 3] = 0.0, torch.nan
+    logits = model.logits(hidden)
+    places, values = model.best_logits(hidden)
+    assert torch.equal(places, torch.from_numpy(logits.numpy().argmax(-1)).where(~logits.isnan().any(-1), places))
+    assert values.isnan().tolist() == logits.isnan().any(-1).tolist()
+    assert torch.equal(values[~values.isnan()], logits.amax(-1)[~values.isnan()])
+
+
+def test_one_logit_that_is_no_number_is_told() -> None:
+    weights = random_weights(LLAMA)
+    weights.tensors["embed.weight"].data[70, 5] = torch.nan
+    model = native_model(LLAMA, weights)
+    assert model.best_logits(torch.ones(2, LLAMA.hidden_size))[1].isnan().all()
+
+
 def test_long_contexts_shared_by_threads_change_no_bit() -> None:
     """One sequence of more than two segments is split between threads; many sequences are not."""
     spec = replace(VARIANTS["llama"], max_context=1024)

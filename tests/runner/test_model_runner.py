@@ -57,6 +57,38 @@ def test_a_prompt_in_chunks_then_tokens_one_by_one() -> None:
     assert one(runner, StepPlan(rows=[again])).token_ids == [10]
 
 
+class ChoosingModel:
+    """Counts upwards, and has a way to its best tokens that writes no logits down."""
+
+    def __init__(self) -> None:
+        self._plain = ScriptedModel(VOCAB, nan_token=3)
+        self.vocab_size, self.layout, self.forward = VOCAB, self._plain.layout, self._plain.forward
+        self.asked: list[str] = []
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.asked.append("all")
+        return self._plain.logits(hidden)
+
+    def best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append("best")
+        values, tokens = self._plain.logits(hidden).max(dim=-1)
+        return tokens, values
+
+
+def test_all_logits_are_computed_only_where_someone_looks_at_them() -> None:
+    model = ChoosingModel()
+    runner = make_runner(model)
+    fed = [RowPlan(row=row, start=0, token_ids=[row], table_updates=tables([row + 1]), sample=True) for row in (1, 2, 3)]
+    first = runner.run(StepPlan(new_rows=[new_row(row, [row]) for row in (1, 2, 3)], rows=fed)).rows
+    assert [result.token_ids for result in first[:2]] == [[2], [3]]
+    assert first[2].error is not None
+    drafted = RowPlan(row=1, start=1, token_ids=[2, 3, 9], sample=True, num_drafts=2, output_index=1)
+    assert one(runner, StepPlan(rows=[drafted])).token_ids == [3]
+    scored = RowPlan(row=2, start=1, token_ids=[5], sample=True, num_logprobs=1, output_index=1)
+    assert one(runner, StepPlan(rows=[scored])).token_ids == [6]
+    assert model.asked == ["best", "best", "all"]
+
+
 def answers(runner: ModelRunner, prompts: dict[int, list[int]], count: int, groups: int) -> dict[int, list[int]]:
     """Greedy answers of several rows, each prompt in one chunk, all rows in every step."""
     found: dict[int, list[int]] = {row: [] for row in prompts}

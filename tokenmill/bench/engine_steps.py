@@ -78,6 +78,11 @@ class ModelClock:
     def logits(self, *args: Any) -> Any:
         return self._timed(self.model.logits, args)
 
+    @property
+    def best_logits(self) -> Callable[..., Any] | None:
+        best = self.model.best_logits
+        return None if best is None else lambda *args: self._timed(best, args)
+
     def _timed(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         began = time.perf_counter()
         try:

@@ -19,6 +19,8 @@ from tokenmill.ops.interface import StreamOps
 
 
 class Decoder:
+    best_logits = None
+
     def __init__(self, spec: ModelSpec, load: Loader, max_context: int | None = None) -> None:
         """`max_context`: the longest context that will be served, the model's own by default."""
         self.spec = spec

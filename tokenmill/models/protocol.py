@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,10 @@ import torch
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.raw import RawTensor
+
+BestLogits = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""[L, H] → the token with the highest logit, the lowest id among equals, int64 [L]; that logit, float32 [L], NaN where
+any of the line is"""
 
 
 class Model(Protocol):
@@ -21,6 +26,11 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, H] → float32 [L, vocab]"""
+        ...
+
+    @property
+    def best_logits(self) -> BestLogits | None:
+        """None: the model has no faster way to its best tokens than all its logits."""
         ...
 
 

@@ -21,6 +21,7 @@ from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.prompt_scores import score_prompt, scored_tokens
 from tokenmill.runner.rows import Rows
 from tokenmill.sampling.draw import Drawn
+from tokenmill.sampling.highest import HeadOutput, Highest
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence"
@@ -33,11 +34,11 @@ class RowSampler(Protocol):
 
     def observe(self, rows: Sequence[RowPlan]) -> None: ...
 
-    def sample(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]: ...
+    def needs_logits(self, rows: Sequence[RowPlan]) -> bool: ...
 
-    def verify(
-        self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None
-    ) -> list[list[Drawn]]: ...
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]: ...
+
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]: ...
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,14 @@ class ModelRunner:
         if not drawing:
             return {}
         plans = [plan for plan, _ in drawing]
-        logits = self.model.logits(torch.cat([state for _, state in drawing]))
+        logits = self._head(torch.cat([state for _, state in drawing]), plans)
         return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.verify(logits, plans, masks), strict=True)}
+
+    def _head(self, hidden: torch.Tensor, plans: Sequence[RowPlan]) -> HeadOutput:
+        best_logits = self.model.best_logits
+        if best_logits is None or self.sampler.needs_logits(plans):
+            return self.model.logits(hidden)
+        return Highest(*best_logits(hidden))
 
     def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Drawn]]) -> RowResult:
         if task.pooler is not None:

@@ -31,6 +31,8 @@ def follow(tokens: list[int], vocab_size: int) -> NextLogits:
 
 
 class ScriptedModel:
+    best_logits = None
+
     def __init__(
         self,
         vocab_size: int,
@@ -62,6 +64,8 @@ class ScriptedModel:
 
 
 class ContextModel:
+    best_logits = None
+
     def __init__(
         self, vocab_size: int, windows: tuple[int | None, ...] = (None,), nan_token: int | None = None
     ) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
-
 from tokenmill.guided.masks import StepMasks
 from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.runner.runner import RowSampler
 from tokenmill.sampling.draw import Drawn
+from tokenmill.sampling.highest import HeadOutput
 from tokenmill.types import NewRow, RowPlan
 
 
@@ -28,7 +27,10 @@ class SlicedSampler:
     def observe(self, rows: Sequence[RowPlan]) -> None:
         self._sampler.observe(rows)
 
-    def sample(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
+    def needs_logits(self, rows: Sequence[RowPlan]) -> bool:
+        return self._sampler.needs_logits(rows)
+
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
         """Rows draw independently of each other, so it does not matter where they are cut."""
         drawn: list[Drawn] = []
         for first in range(0, len(rows), self._num_rows):
@@ -36,7 +38,7 @@ class SlicedSampler:
             drawn += self._sampler.sample(logits[part], rows[part], masks)
         return drawn
 
-    def verify(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
         """The same where a row may have several lines: it stays in one slice with all of them."""
         drawn: list[list[Drawn]] = []
         line = 0

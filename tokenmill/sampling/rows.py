@@ -60,6 +60,11 @@ class RowState:
         return self.history
 
     @property
+    def takes_highest(self) -> bool:
+        """The next token is the one with the model's own highest logit."""
+        return self.params.is_greedy and not self.steps
+
+    @property
     def has_history(self) -> bool:
         """What is drawn next depends on what was drawn before."""
         return self.history is not None or self.mirostat_mu is not None
@@ -133,7 +138,7 @@ class Rows:
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self.device = device
         self._states: list[RowState | None] = [None] * max_rows
         self._knobs = torch.zeros(max_rows, len(KNOBS), dtype=torch.float64, device=device)
 
@@ -167,12 +172,12 @@ class Rows:
                     state.record(token)
 
     def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:
-        index = torch.tensor([plan.row for plan in plans], device=self._device)
+        index = torch.tensor([plan.row for plan in plans], device=self.device)
         return RowsInUse(
             states=[self.state(plan.row) for plan in plans],
             output_indices=[plan.output_index for plan in plans],
             knobs=self._knobs.index_select(0, index),
-            device=self._device,
+            device=self.device,
             rows=[plan.row for plan in plans],
             vocab_size=self._vocab_size,
             masks=masks,

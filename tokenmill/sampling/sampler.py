@@ -7,6 +7,7 @@ enters (see `fixed_point` and `stream`). A row whose logits are broken gets an e
     sampler.observe(plans)          what a step feeds: tokens that were not drawn here enter their row's history
     sampler.sample(logits, plans)   draws, and records each drawn token in its row's history
     sampler.verify(logits, plans)   the same where rows may carry drafts (`verify`)
+    sampler.needs_logits(plans)     or whether each line's highest is enough (`highest`)
     sampler.free_row(row)
 """
 
@@ -22,7 +23,9 @@ from torch import Tensor
 from tokenmill.guided.masks import StepMasks
 from tokenmill.sampling.draw import Drawn, draw
 from tokenmill.sampling.fixed_point import aligned_rows, weights
+from tokenmill.sampling.highest import HeadOutput, Highest, highest_of, places_of_highest
 from tokenmill.sampling.logprobs import token_logprobs
+from tokenmill.sampling.native_draws import NativeDraws
 from tokenmill.sampling.rows import Rows, RowsInUse
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.stream import DRAW
@@ -45,6 +48,7 @@ class Sampler:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
         self._rows = Rows(vocab_size, max_rows, torch.device(device))
+        self._native = NativeDraws(vocab_size, self._rows.device)
 
     def add_row(self, new_row: NewRow) -> None:
         self._rows.take(new_row, steps_used(new_row.params))
@@ -56,13 +60,17 @@ class Sampler:
         """What is fed in this step; to be called before `sample`."""
         self._rows.observe(rows)
 
+    def needs_logits(self, rows: Sequence[RowPlan]) -> bool:
+        """Whether more is asked for than the token with the highest logit of each line."""
+        return not all(plan.num_logprobs is None and self._rows.state(plan.row).takes_highest for plan in rows)
+
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
         """Draw for logits float32 [S, vocab], row i for rows[i]; the logits are left as they were.
 
         `masks`: what the grammars of rows with `params.guided` allow.
         """
-        assert logits.shape == (len(rows), self._vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
+        self._check(logits, len(rows))
         drawn = self._draw(logits, rows, masks)
         for plan, one in zip(rows, drawn, strict=True):
             if one.error is None:
@@ -70,7 +78,7 @@ class Sampler:
         return drawn
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
         """Draw at the last token of each row and after each of its drafts, as far as these are what was drawn.
 
         logits float32 [S, vocab]: 1 + num_drafts lines for each of rows, in order.
@@ -79,20 +87,26 @@ class Sampler:
             return [[one] for one in self.sample(logits, rows, masks)]
         attempts = [Attempt(plan, self._rows.state(plan.row)) for plan in rows]
         lines = [line for attempt in attempts for line in attempt.lines]
-        assert logits.shape == (len(lines), self._vocab_size), f"{tuple(logits.shape)} logits for {len(lines)} lines"
+        self._check(logits, len(lines))
         while wave := next_lines(attempts):
-            part = logits if len(wave) == len(lines) else logits[torch.tensor(wave, device=logits.device)]
+            part = logits if len(wave) == len(lines) else logits[torch.tensor(wave, device=self._rows.device)]
             drawn = iter(self._draw(part, [lines[number] for number in wave], masks))
             for attempt in attempts:
                 attempt.take(drawn)
         return [attempt.accepted for attempt in attempts]
 
-    def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
+    def _check(self, logits: HeadOutput, num_lines: int) -> None:
+        wanted = (num_lines,) if isinstance(logits, Highest) else (num_lines, self._vocab_size)
+        assert logits.shape == wanted, f"{tuple(logits.shape)} logits for {num_lines} lines"
+
+    def _draw(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
         """One token a line, recorded nowhere."""
         if not rows:
             return []
+        if isinstance(logits, Highest):
+            return self._taken(logits, rows)
         in_use = self._rows.gather(rows, masks)
-        tokens, surprises = _choose(logits, in_use)
+        tokens, surprises = self._choose(logits, in_use)
         errors = [state.refusal or _ERRORS.get(token) for state, token in zip(in_use.states, tokens, strict=True)]
         logprobs = _asked_logprobs(logits, rows, in_use, tokens, errors)
         return [
@@ -100,12 +114,29 @@ class Sampler:
             for line, token in enumerate(tokens)
         ]
 
+    def _taken(self, highest: Highest, rows: list[RowPlan]) -> list[Drawn]:
+        return [
+            Drawn(token, error=self._rows.state(plan.row).refusal or _ERRORS.get(token))
+            for plan, token in zip(rows, highest.choices(_BROKEN), strict=True)
+        ]
 
-def _choose(logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
-    """A token, _BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""
-    if all(state.params.is_greedy and not state.steps for state in rows.states):
-        best, is_sound = _best(logits)
-        return best.where(is_sound, _BROKEN).tolist(), {}
+    def _choose(self, logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
+        """A token, _BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""
+        native = [line for line, state in enumerate(rows.states) if self._native.can_draw(state)]
+        if not native:
+            return _by_steps(logits, rows)
+        tokens = dict(zip(native, self._native.draw(logits, rows.select(native), native, _BROKEN), strict=True))
+        others = [line for line in range(len(rows.states)) if line not in tokens]
+        if not others:
+            return list(tokens.values()), {}
+        found, surprises = _by_steps(logits[torch.tensor(others)], rows.select(others))
+        tokens |= zip(others, found, strict=True)
+        return [tokens[line] for line in sorted(tokens)], {others[line]: bits for line, bits in surprises.items()}
+
+
+def _by_steps(logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
+    if all(state.takes_highest for state in rows.states):
+        return highest_of(logits).choices(_BROKEN), {}
     padded = aligned_rows(logits)
     is_sound = _has_highest(padded)
     final = run_steps(padded, rows, LOGITS_STEPS)
@@ -119,7 +150,7 @@ def _choose(logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float
         index = torch.tensor(lines, device=logits.device)
         part = final if len(lines) == len(rows.states) else final.index_select(0, index)
         if is_greedy:
-            tokens[index] = _places_of_highest(part)
+            tokens[index] = places_of_highest(part)
         else:
             tokens[index], found = _drawn(part, rows.select(lines))
             surprises = {lines[line]: surprise for line, surprise in found.items()}
@@ -140,19 +171,6 @@ def _surprises(mass: Tensor, tokens: Tensor, lines: list[int]) -> dict[int, floa
     chosen = mass[index, tokens[index].clamp(max=mass.shape[-1] - 1)].tolist()
     totals = mass[index].sum(dim=-1).tolist()
     return {line: math.log2(all_ / max(1, one)) for line, one, all_ in zip(lines, chosen, totals, strict=True) if all_}
-
-
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit's id per row (the lowest id among equals), and whether that logit is a number."""
-    best = _places_of_highest(logits)
-    return best, logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite()
-
-
-def _places_of_highest(logits: Tensor) -> Tensor:
-    """argmax [S]; the first of equals, or of NaNs. On a CPU numpy finds it ten times faster than torch."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 def _has_highest(logits: Tensor) -> Tensor:

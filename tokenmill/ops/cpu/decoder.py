@@ -123,6 +123,12 @@ class NativeDecoder:
         self._decoder.logits(hidden.contiguous(), out)
         return out
 
+    def best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best tokens and their logits, without writing all of them down."""
+        places, values = torch.empty(hidden.shape[0], dtype=torch.int64), torch.empty(hidden.shape[0])
+        self._decoder.best_logits(hidden.contiguous(), places, values)
+        return places, values
+
     def _bind(self, storage: Storage) -> None:
         """Tells the kernels where the cache lies; once, unless it moves."""
         if self._cache_owner is storage:

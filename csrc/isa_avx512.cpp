@@ -11,6 +11,7 @@
 #include "kernels/attention.h"
 //
 #include "kernels/attention_int8.h"
+//
 #include "kernels/draws.h"
 //
 #include "kernels/table.h"

@@ -78,7 +78,9 @@ class ChoosingModel:
 def test_all_logits_are_computed_only_where_someone_looks_at_them() -> None:
     model = ChoosingModel()
     runner = make_runner(model)
-    fed = [RowPlan(row=row, start=0, token_ids=[row], table_updates=tables([row + 1]), sample=True) for row in (1, 2, 3)]
+    fed = [
+        RowPlan(row=row, start=0, token_ids=[row], table_updates=tables([row + 1]), sample=True) for row in (1, 2, 3)
+    ]
     first = runner.run(StepPlan(new_rows=[new_row(row, [row]) for row in (1, 2, 3)], rows=fed)).rows
     assert [result.token_ids for result in first[:2]] == [[2], [3]]
     assert first[2].error is not None

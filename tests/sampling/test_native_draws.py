@@ -1,4 +1,4 @@
-"""Native draws give exactly the token that the steps give: any knobs, any shape of distribution, any instruction set."""
+"""Native draws give exactly the token that the steps give: any knobs, any distribution, any instruction set."""
 
 from __future__ import annotations
 
@@ -72,7 +72,13 @@ def test_the_same_tokens_as_step_by_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_other_rows_and_broken_ones_keep_their_places() -> None:
-    kinds: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}, {"typical_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}]
+    kinds: list[dict[str, Any]] = [
+        {"top_p": 0.8},
+        {"temperature": 0.0},
+        {"typical_p": 0.7},
+        {"top_k": 5},
+        {"min_p": 0.2},
+    ]
     sampler = Sampler(VOCAB, len(kinds), "cpu")
     for row, knobs in enumerate(kinds):
         sampler.add_row(new_row(row, seed=row, **knobs))

@@ -34,11 +34,11 @@ class NativeDraws:
         return self._is_here and state.steps <= _STEPS and params.temperature >= _LEAST_TEMPERATURE
 
     def draw(self, logits: Tensor, rows: RowsInUse, lines: list[int], otherwise: int) -> list[int]:
-        """A token for each of `rows`, whose logits are at `lines`; `otherwise` where the highest is no finite number."""
+        """A token for each of `rows`, whose logits are at `lines`; `otherwise` where the highest is not finite."""
         shaped, probs = self._rooms(len(lines))
         sound, tokens = np.zeros(len(lines), np.uint8), np.full(len(lines), otherwise)
-        knobs = [state.params for state in rows.states]
-        temperatures = [p.temperature if "temperature" in s.steps else 0.0 for p, s in zip(knobs, rows.states, strict=True)]
+        states, knobs = rows.states, [state.params for state in rows.states]
+        temperatures = [state.params.temperature if "temperature" in state.steps else 0.0 for state in states]
         native().shape_rows(
             logits.float().contiguous(),
             np.array(lines),

@@ -5,6 +5,9 @@
 Every engine takes turns with and without a busy loop beside it, `--rounds` times; what is printed is the median of
 the share kept, round by round. The loop is an ordinary process at ordinary priority, as a neighbour's would be. The
 machine must otherwise be idle: a core that is already contended shows nothing.
+
+Linux shares cores between sessions first (`kernel.sched_autogroup_enabled`): a loop of the same session as the engine
+gets half of one core; one of its own session (`--apart`), as another terminal's would be, gets two thirds of it.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from tokenmill.bench.measures import spread
 
 
 @contextmanager
-def busy_loop() -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+def busy_loop(is_apart: bool) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=is_apart)
     try:
         yield
     finally:
@@ -37,11 +40,11 @@ def decode_speed(engine: Engine, asked: dict[str, int]) -> float:
     return found
 
 
-def kept_shares(engine: Engine, shape: dict[str, int], rounds: int) -> list[float]:
+def kept_shares(engine: Engine, shape: dict[str, int], rounds: int, is_apart: bool) -> list[float]:
     shares = []
     for number in range(rounds):
         alone = decode_speed(engine, {**shape, "seed": 2 * number})
-        with busy_loop():
+        with busy_loop(is_apart):
             beside = decode_speed(engine, {**shape, "seed": 2 * number + 1})
         shares.append(beside / alone)
     return shares
@@ -56,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,16")
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--apart", action="store_true", help="the loop is in a session of its own")
     return parser.parse_args()
 
 
@@ -66,7 +70,7 @@ def main() -> None:
         for concurrency in map(int, args.concurrency.split(",")):
             shape = {"input_len": 64, "output_len": args.output_len, "concurrency": concurrency}
             for engine in running:
-                kept = spread(kept_shares(engine, shape, args.rounds))
+                kept = spread(kept_shares(engine, shape, args.rounds, args.apart))
                 results.append({"engine": engine.name, "concurrency": concurrency, "kept": vars(kept)})
                 print(f"{engine.name:12s} {concurrency:3d} sequences: keeps {kept} of its speed", flush=True)
     print(json.dumps({"benchmark": "beside_busy_loop", "model": args.model.name, "results": results}))

@@ -54,11 +54,13 @@ void Seat::begin() {
 }
 
 bool Seat::leave() {
-  Hold now = Hold::Pieces;
-  if (hold_.compare_exchange_strong(now, Hold::Nothing)) return false;
-  while (hold_.load(std::memory_order_acquire) != Hold::Pulled) std::this_thread::yield();
-  hold_.store(Hold::Nothing, std::memory_order_relaxed);
-  return true;
+  while (true) {
+    for (const Hold held : {Hold::Pieces, Hold::Pulled}) {
+      Hold now = held;
+      if (hold_.compare_exchange_strong(now, Hold::Nothing)) return held == Hold::Pulled;
+    }
+    std::this_thread::yield();  // someone is pulling, or tries to
+  }
 }
 
 bool Seat::pull_to(int core) {

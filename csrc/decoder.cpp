@@ -233,7 +233,7 @@ void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activa
   for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
     kernels_->rms_norm(x + static_cast<size_t>(t) * hidden_, weight.data(), eps_, hidden_, to.row(t));
     if (form.quantised) to.quantise_row(t, *kernels_);
-  }, tokens > kernels_->small_rows ? kernels_->tile_rows : 1);
+  }, tokens > kernels_->small_rows ? kernels_->tile_for(tokens) : 1);
   settle(to);
 }
 

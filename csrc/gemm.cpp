@@ -11,7 +11,7 @@ namespace tokenmill {
 namespace {
 
 constexpr int kPair = 2 * kPanel;
-constexpr int kMostTileRows = 8;  // of any instruction set
+constexpr int kMostTileRows = 16;  // of any instruction set
 
 template <class T>
 void grow(std::vector<T>& v, size_t size) {
@@ -26,7 +26,7 @@ void Activations::prepare(int rows, int cols, const Kernels& kernels, const Form
   cols_ = cols;
   form_ = form;
   quant_.rows = rows;
-  quant_.tile = rows <= kernels.small_rows ? std::max(rows, 1) : kernels.tile_rows;
+  quant_.tile = kernels.tile_for(rows);
   quant_.blocks = cols / kBlock;
   if (form.plain) grow(values_, static_cast<size_t>(rows) * cols);
   if (!form.quantised) return;

@@ -109,6 +109,12 @@ struct Kernels {
   const char* name;
   int small_rows;  // up to so many rows one tile holds them all
   int tile_rows;   // beyond, rows come in tiles of this many
+  int many_rows;   // from here on in tiles of `wide_tile_rows`
+  int wide_tile_rows;
+  int tile_for(int rows) const {
+    if (rows <= small_rows) return rows > 1 ? rows : 1;
+    return rows < many_rows ? tile_rows : wide_tile_rows;
+  }
 
   size_t (*linear_scratch_bytes)(const Matrix&);
   void (*linear)(const Matrix&, const Rows&, const Span&, const Sums&, uint8_t* scratch);

@@ -109,12 +109,12 @@ struct Workspace {
 
 // Keys and values of one byte: attention_int8.h
 inline void round_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale);
-inline void prefetch_scales(const HeadCache& head, int from, int to);
+inline void prefetch_rounded(const HeadCache& head, int from, int to);
 inline void score_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi);
 inline void sum_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi);
 inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value);
 
-// Two groups of 16 keys, and what to fetch meanwhile: the next two groups, and the values that belong to these keys.
+// Two groups of 16 keys, and what to fetch meanwhile: two later groups, and the values that belong to these keys.
 template <class Cell>
 struct KeyPair {
   const Cell* keys[2];
@@ -145,14 +145,14 @@ void score_tile(const KeyPair<typename Stored<S>::Type>& pair, const float* q, i
 }
 
 template <Store S>
-KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo, int hi) {
+KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo, int hi, int ahead = 32) {
   const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
   const auto group = [&](int position) {  // groups outside [lo, hi) stand for their neighbour: their lanes are masked
     return head.group16(std::clamp(position, lo / 16 * 16, (hi - 1) / 16 * 16));
   };
   return {{keys + group(at), keys + group(at + 16)},
-          {keys + group(at + 32), keys + group(at + 48)},
+          {keys + group(at + ahead), keys + group(at + ahead + 16)},
           {values + group(at), values + group(at + 16)}};
 }
 
@@ -343,15 +343,16 @@ inline void attend(const AttentionTask& task, int kv_head, const int32_t* table,
   const int head_dim = task.cache.head_dim, wide = padded(head_dim);
   const Workspace work(scratch, head_dim);
   const HeadCache head{task.cache, table, kv_head};
+  from = std::max(from, *std::min_element(first, first + count));
+  to = std::min(to, *std::max_element(limit, limit + count));
   const bool is_rounded = task.cache.store == Store::I8;
+  if (is_rounded) prefetch_rounded(head, from, to);
   if (is_rounded) round_queries(work, q, count, head_dim, task.scale);
   else gather_queries(work, q, count, head_dim, task.scale);
   for (int i = 0; i < count; ++i) partial[i] = {kNever, 0.0f};
   std::fill(sums, sums + static_cast<size_t>(count) * wide, 0.0f);
-  from = std::max(from, *std::min_element(first, first + count));
-  to = std::min(to, *std::max_element(limit, limit + count));
   for (int segment = from / kSegment * kSegment; segment < to; segment += kSegment) {
-    if (is_rounded) prefetch_scales(head, segment + kSegment, std::min(to, segment + 2 * kSegment));
+    if (is_rounded) prefetch_rounded(head, segment + kSegment, to);
     with_store(task.cache.store, [&](auto s) {
       attend_segment<decltype(s)::value>(task, head, work, first, limit, count, segment, std::max(from, segment),
                                          std::min(to, segment + kSegment), sums, partial);

@@ -95,10 +95,18 @@ inline void gather_scales(const HeadCache& head, const float* scales, int segmen
           is_inside ? keep_lanes(load(scales + head.token(at)), lo - at, hi - at, zeros()) : zeros());
   }
 }
-inline void prefetch_scales(const HeadCache& head, int from, int to) {
-  for (int at = from; at < to; at += 16) {
+// Memory answers later than a pair of groups is done: each pair asks for keys this far ahead, and what a segment begins
+// with is asked for a segment before.
+inline constexpr int kKeysAhead = 96;
+
+inline void prefetch_rounded(const HeadCache& head, int from, int to) {
+  const auto* keys = static_cast<const uint8_t*>(head.cache.keys);
+  from = from / 16 * 16;
+  for (int at = from; at < std::min(to, from + kSegment); at += 16) {
     prefetch(head.cache.key_scales + head.token(at));
     prefetch(head.cache.value_scales + head.token(at));
+    if (at >= from + kKeysAhead) continue;
+    for (int byte = 0; byte < 16 * head.cache.head_dim; byte += 64) prefetch_far(keys + head.group16(at) + byte);
   }
 }
 
@@ -136,7 +144,7 @@ inline void score_rounded(const HeadCache& head, const Workspace& work, int coun
   const int head_dim = head.cache.head_dim;
   gather_scales(head, head.cache.key_scales, segment, lo, hi, work.scales);
   for (int at = lo / 32 * 32; at < hi; at += 32) {
-    const auto pair = key_pair<Store::I8>(head, at, lo, hi);
+    const auto pair = key_pair<Store::I8>(head, at, lo, hi, kKeysAhead);
     const float* scales = work.scales + (at - segment);
     for (int first = 0; first < count; first += kScoreQueries)
       with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {

@@ -7,7 +7,7 @@ inline Kernels make_table(const char* name) {
   Kernels k{};
   k.name = name;
   k.small_rows = kSmallRows;
-  k.tile_rows = kTileRows;
+  k.tile_rows = k.wide_tile_rows = kTileRows;
   k.linear_scratch_bytes = linear_scratch_bytes;
   k.linear = linear;
   k.quantise_row = quantise_row;

@@ -37,7 +37,7 @@ def load_library(path: str) -> bool:
 
 
 def instruction_set() -> str:
-    """The variant of the kernels that this processor runs: avx512, avxvnni, avx2 or portable."""
+    """The variant of the kernels that this processor runs: amx, avx512, avxvnni, avx2 or portable."""
     return str(native().instruction_set())
 
 

@@ -96,7 +96,11 @@ Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
   const double seconds = std::max(bytes / 8e9, flops / 300e9);
   const int wanted = static_cast<int>(5e-6 / seconds);
   const int most = std::max(1, pairs * row_blocks / (6 * pool_.threads()));
-  return {pairs, row_blocks, tiles_per_block, std::clamp(wanted, 1, most), first_piece};
+  const int per_piece = std::clamp(wanted, 1, most);
+  // Long ones where a matrix is read for few rows, and is large enough for several of them per thread.
+  const bool pays = gemm.in.quant.rows <= kernels_.small_rows && pairs >= 4 * Plan::kLong * per_piece * pool_.threads();
+  const int long_pieces = pays ? pairs / per_piece * 3 / 4 / Plan::kLong : 0;
+  return {pairs, row_blocks, tiles_per_block, per_piece, long_pieces, first_piece};
 }
 
 void Runner::run(const Gemm* gemms, int count) {
@@ -105,7 +109,7 @@ void Runner::run(const Gemm* gemms, int count) {
   for (int g = 0; g < count; ++g) {
     const Plan p = plan(gemms[g], pieces);
     plans_.push_back(p);
-    pieces += p.row_blocks * ((p.pairs + p.pairs_per_piece - 1) / p.pairs_per_piece);
+    pieces += p.row_blocks * p.pieces();
   }
   pool_.run(pieces, [&](int index, int thread) {
     int g = count - 1;
@@ -116,11 +120,9 @@ void Runner::run(const Gemm* gemms, int count) {
 }
 
 void Runner::piece(const Gemm& gemm, const Plan& plan, int index, int thread) {
-  const int groups = (plan.pairs + plan.pairs_per_piece - 1) / plan.pairs_per_piece;
-  const int tile = index / groups * plan.tiles_per_block;
+  const int tile = index / plan.pieces() * plan.tiles_per_block, place = index % plan.pieces();
   const int tile_end = std::min(gemm.in.quant.tiles(), tile + plan.tiles_per_block);
-  const int first = index % groups * plan.pairs_per_piece;
-  for (int pair = first; pair < std::min(plan.pairs, first + plan.pairs_per_piece); ++pair)
+  for (int pair = plan.start(place); pair < std::min(plan.pairs, plan.start(place + 1)); ++pair)
     this->pair(gemm, {2 * pair, std::min(2, gemm.w->w.panels - 2 * pair), tile, tile_end}, thread);
 }
 

@@ -70,8 +70,16 @@ class Runner {
   void run(const Gemm* gemms, int count);
 
  private:
+  // The pairs of a block of rows in pieces: first some of four times the size, since memory is read faster in long runs,
+  // then small ones, so that all threads end together.
   struct Plan {
-    int pairs, row_blocks, tiles_per_block, pairs_per_piece, first_piece;
+    int pairs, row_blocks, tiles_per_block, pairs_per_piece, long_pieces, first_piece;
+
+    int pieces() const { return long_pieces + (pairs - start(long_pieces) + pairs_per_piece - 1) / pairs_per_piece; }
+    int start(int piece) const {  // its first pair
+      return pairs_per_piece * (piece <= long_pieces ? kLong * piece : (kLong - 1) * long_pieces + piece);
+    }
+    static constexpr int kLong = 4;
   };
   Plan plan(const Gemm& gemm, int first_piece) const;
   void piece(const Gemm& gemm, const Plan& plan, int index, int thread);

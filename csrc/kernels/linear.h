@@ -130,7 +130,7 @@ void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float
       const int b = chunk.block(i);
       const Record<K, M> in = chunk.record(i, b);
       const uint8_t* payload = w.panel(panel) + (first + b) * payload_bytes(K);
-      for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 2048 + ahead);
+      for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 4096 + ahead);
       const BlockScales s = read_scales<K>(scales, first + b);
       unroll<halves>([&](auto half) {
         constexpr int h = decltype(half)::value;

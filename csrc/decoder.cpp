@@ -473,7 +473,8 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
   if (layer.mlp) {
     norm_rows(layer.mlp_norm, x_.data(), tokens, normed_,
               {reads_quantised({&layer.mlp->gate, &layer.mlp->up}), true, fine_above(layer)});
-    mlp(*layer.mlp, normed_.view(), fine_above(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add, post ? mixed_.data() : x_.data());
+    mlp(*layer.mlp, normed_.view(), fine_above(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add,
+        post ? mixed_.data() : x_.data());
     if (post) add_normed(layer.mlp_post_norm, tokens);
     return;
   }

@@ -70,6 +70,15 @@ def test_ends_of_the_range() -> None:
     assert rate.best is not None and 3.13 <= rate.best <= 3.47
 
 
+def test_no_more_trials_than_allowed() -> None:
+    for most in (1, 2, 7, 12):
+        verdict = search(server(1000), SearchSettings(most_trials=most))
+        assert len(verdict.trials) == most and verdict.confidence < 0.9
+    for wrong in ({"confidence": 0.0}, {"confidence": 1.0}, {"most_trials": 0}):
+        with pytest.raises(InvalidConfig):
+            SearchSettings(**wrong)  # type: ignore[arg-type]
+
+
 def test_belief_narrows_with_agreement_and_widens_with_contradiction() -> None:
     agreeing = belief_of([(36, True), (37, True), (38, False), (39, False)] * 2, 1, 4096)
     contradicted = belief_of([(36, True), (37, False), (38, True), (39, False)] * 2, 1, 4096)

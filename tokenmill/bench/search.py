@@ -59,6 +59,12 @@ class SearchSettings:
     is_whole: bool = True  # levels are whole numbers
     resolution: float = 0.05  # an edge this share off is the same; so are neighbouring whole numbers
 
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise InvalidConfig(f"a confidence of {self.confidence:g}; it lies between 0 and 1", param="confidence")
+        if self.most_trials < 1:
+            raise InvalidConfig(f"{self.most_trials} trials; at least one is needed", param="trials")
+
     @property
     def lowest(self) -> float:
         return 1 if self.is_whole else self.start / 64
@@ -125,7 +131,7 @@ def search(try_level: Try, settings: SearchSettings, known: Sequence[Trial] = ()
     if low is not None and high is not None:
         _halve(log, settings, low, high)
     believed = log.belief()
-    while len(log.trials) < settings.most_trials and log.confidence(believed) < settings.confidence:
+    while log.has_room and log.confidence(believed) < settings.confidence:
         log.make(log.level_in_doubt(believed))
         believed = log.belief()
     return log.verdict(believed)
@@ -167,12 +173,18 @@ class _Log:
         self.trials.append(self._try(level))
 
     def passes(self, level: float) -> bool:
-        """By the trials there are, or a first one."""
+        """By the trials there are, or a first one; by what is believed where no more may be made."""
         at = [trial.passed for trial in self.trials if trial.level == level]
         if at:
             return 2 * sum(at) > len(at)
+        if not self.has_room:
+            return level <= self._middle(self.belief())
         self.make(level)
         return self.trials[-1].passed
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.trials) < self._settings.most_trials
 
     def level_in_doubt(self, believed: Belief) -> float:
         """Where another trial tells most: at an edge drawn from what is believed, so close by where trials agree and

@@ -26,7 +26,8 @@ def event(payload: Body, name: str = "", space: str = " ") -> bytes:
 
 
 def anthropic(body: Body, headers: Any) -> Iterator[bytes]:
-    assert headers["anthropic-version"] and headers["x-api-key"] == "secret" and "authorization" not in headers
+    assert headers["anthropic-version"] and headers["authorization"] == "Bearer secret"
+    assert headers["x-api-key"] in (None, "secret")  # where it was before; a client of today no longer sends it
     assert {"model", "max_tokens", "messages", "stream"} <= set(body)
     usage = {"input_tokens": 5, "cache_read_input_tokens": 20, "cache_creation_input_tokens": 0, "output_tokens": 1}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "model": body["model"],
@@ -57,7 +58,7 @@ def ollama(body: Body, headers: Any) -> Iterator[bytes]:
 
 
 def tgi(body: Body, headers: Any) -> Iterator[bytes]:
-    assert set(body) == {"inputs", "parameters"} and body["parameters"]["max_new_tokens"] == 8
+    assert {"inputs", "parameters"} <= set(body) <= {"inputs", "parameters", "stream"} and body["parameters"]["max_new_tokens"] == 8
     for number, word in enumerate(WORDS):
         is_last = number == len(WORDS) - 1
         details = {"finish_reason": "length", "generated_tokens": 3, "seed": None, "input_length": 25}

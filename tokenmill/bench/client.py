@@ -211,8 +211,8 @@ class Client:
         self._port = parts.port or (443 if self._tls else 80)
         self._dialect, self._model, self._began = dialect, model, began
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        key = ("Bearer " if dialect.key_header == "authorization" else "") + api_key if api_key else ""
-        auth = "".join(f"{line}\r\n" for line in (*dialect.headers, *([f"{dialect.key_header}: {key}"] if key else [])))
+        keys = (f"authorization: Bearer {api_key}", *(f"{name}: {api_key}" for name in dialect.key_headers))
+        auth = "".join(f"{line}\r\n" for line in (*dialect.headers, *(keys if api_key else ())))
         self._head = (
             f"POST {prefix}{dialect.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{auth}"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "

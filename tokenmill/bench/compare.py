@@ -28,6 +28,8 @@ BINARY_PEER = "batched_bench_peer.py"
 OURS = "tokenmill"
 FIGURES = ("prefill_tok_s", "decode_tok_s")
 
+Turn = tuple[str, dict[str, int], dict[str, float | None]]  # engine, what was asked, its figures
+
 
 class Engine:
     """One engine's process. Stopped between turns."""
@@ -123,9 +125,7 @@ class Comparison:
         return {**vars(self), "median": median(self.values), "ratio": ratio}
 
 
-def take_turns(
-    running: Sequence[Engine], shapes: Sequence[dict[str, int]], rounds: int
-) -> Iterator[tuple[str, dict[str, int], dict[str, float | None]]]:
+def take_turns(running: Sequence[Engine], shapes: Sequence[dict[str, int]], rounds: int) -> Iterator[Turn]:
     """Every engine, every shape, every round; who begins changes from round to round."""
     for number in range(rounds):
         order = [*running[number % len(running) :], *running[: number % len(running)]]
@@ -134,9 +134,7 @@ def take_turns(
                 yield engine.name, shape, engine.measure({**shape, "seed": number})
 
 
-def compared(
-    turns: Sequence[tuple[str, dict[str, int], dict[str, float | None]]],
-) -> list[Comparison]:
+def compared(turns: Sequence[Turn]) -> list[Comparison]:
     found: dict[tuple[str, int, str], list[float]] = {}
     for name, shape, figures in turns:
         for figure in FIGURES:

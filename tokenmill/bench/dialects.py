@@ -41,7 +41,7 @@ class Dialect:
     body: Callable[[Ask, str], dict[str, Any]]
     read: Reader
     is_sse: bool = True  # False: one JSON object a line
-    key_header: str = "authorization"
+    key_headers: tuple[str, ...] = ()  # where servers look for the key besides `authorization`
     headers: tuple[str, ...] = ()  # more that the dialect asks for
 
 
@@ -107,10 +107,10 @@ def _read_openai(payload: bytes, record: Record, now: float) -> None:
 
 
 def _anthropic_body(ask: Ask, model: str) -> dict[str, Any]:
-    if ask.schema is not None:
-        raise InvalidConfig("the dialect anthropic has no answers that follow a schema", param="workload")
-    return {"model": model, "max_tokens": ask.output_len, "temperature": 0.0, "stream": True,
-            "messages": list(ask.messages)}  # fmt: skip
+    """Without a temperature: the dialect has none any more, and servers may refuse it."""
+    body = {"model": model, "max_tokens": ask.output_len, "stream": True, "messages": list(ask.messages)}
+    wanted = {"format": {"type": "json_schema", "schema": ask.schema}}
+    return body if ask.schema is None else {**body, "output_config": wanted}
 
 
 def _read_anthropic(payload: bytes, record: Record, now: float) -> None:
@@ -174,7 +174,7 @@ DIALECTS = {
     for dialect in (
         Dialect("openai-chat", "/v1/chat/completions", _chat_body, _read_openai),
         Dialect("openai-completions", "/v1/completions", _completions_body, _read_openai),
-        Dialect("anthropic", "/v1/messages", _anthropic_body, _read_anthropic, key_header="x-api-key",
+        Dialect("anthropic", "/v1/messages", _anthropic_body, _read_anthropic, key_headers=("x-api-key",),
                 headers=("anthropic-version: 2023-06-01",)),
         Dialect("ollama", "/api/chat", _ollama_body, _read_ollama, is_sse=False),
         Dialect("tgi", "/generate_stream", _tgi_body, _read_tgi),

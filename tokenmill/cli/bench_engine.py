@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.cli import flags, session
 from tokenmill.cli.bench_offline import whole_numbers
@@ -13,6 +13,9 @@ from tokenmill.cli.tables import number, print_json_line, print_rich_table
 from tokenmill.config import ActivationBits
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import DEFAULT_MODEL, resolve_model
+
+if TYPE_CHECKING:
+    from tokenmill.bench.compare import Turn
 
 
 def latency(
@@ -163,7 +166,7 @@ def compare(
     if batched_bench is not None and not batched_bench.is_file():
         raise InvalidConfig(f"{batched_bench} is no file", param="batched_bench")
     with bench.engines(names, peer_python, path, threads, batched_bench, activation_bits) as running:
-        turns = list(bench.take_turns(running, shapes, max(1, rounds)))
+        turns = [_told(turn) for turn in bench.take_turns(running, shapes, max(1, rounds))]
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
     _show_comparison(path, found, versions)
@@ -173,6 +176,14 @@ def compare(
          "results": [c.as_dict() for c in found]}
     )  # fmt: skip
     return 0
+
+
+def _told(turn: Turn) -> Turn:
+    """A line for each turn as it ends: a comparison takes minutes, and one that is broken off has still told something."""
+    name, shape, figures = turn
+    speeds = [f"{figure.removesuffix('_tok_s')} {number(value)} tok/s" for figure, value in figures.items() if value]
+    print(f"  {name}, {shape['concurrency']} at once: {', '.join(speeds)}", file=sys.stderr, flush=True)
+    return turn
 
 
 def _show_comparison(path: Path, found: list[Any], versions: dict[str, str]) -> None:

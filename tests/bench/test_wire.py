@@ -89,7 +89,7 @@ def test_the_makers_own_types_know_every_field_that_is_asked_with() -> None:
 
     body = DIALECTS["tgi"].body(ASK, "m")
     parameters = huggingface_hub.TextGenerationInputGenerateParameters.parse_obj_as_instance(body["parameters"])
-    assert set(parameters.__dict__) == {field.name for field in fields(parameters)}  # extra ones would be attributes too
+    assert set(parameters.__dict__) == {field.name for field in fields(parameters)}
     assert parameters.grammar.type == "json" and parameters.grammar.value == SCHEMA
 
     assert DIALECTS["openai-chat"].body(ASK, "m")["response_format"]["json_schema"]["schema"] == SCHEMA

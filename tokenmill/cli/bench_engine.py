@@ -179,7 +179,7 @@ def compare(
 
 
 def _told(turn: Turn) -> Turn:
-    """A line for each turn as it ends: a comparison takes minutes, and one that is broken off has still told something."""
+    """A line for each turn as it ends: a comparison takes minutes, and one broken off has still told something."""
     name, shape, figures = turn
     speeds = [f"{figure.removesuffix('_tok_s')} {number(value)} tok/s" for figure, value in figures.items() if value]
     print(f"  {name}, {shape['concurrency']} at once: {', '.join(speeds)}", file=sys.stderr, flush=True)

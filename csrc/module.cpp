@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -14,6 +15,7 @@
 
 #include "decoder.h"
 #include "packing.h"
+#include "step_rows.h"
 
 #if defined(__linux__)
 #include <dlfcn.h>
@@ -104,7 +106,23 @@ Store store_of(const AnyArray& array) {
 
 using Scales = std::optional<Array<float, 3>>;
 
-void bind_cache(Decoder& decoder, int layer, AnyArray keys, AnyArray values, Scales key_scales, Scales value_scales) {
+// A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.
+class HeldDecoder : public Decoder {
+ public:
+  using Decoder::Decoder;
+  StepRows rows;
+  std::vector<float> states;  // [wanted][hidden]
+  double kernel_s = 0.0;
+
+  template <class Work>
+  void timed(const Work& work) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    kernel_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+};
+
+void bind_cache(HeldDecoder& decoder, int layer, AnyArray keys, AnyArray values, Scales key_scales, Scales value_scales) {
   if (keys.ndim() != 4 || values.ndim() != 4 || store_of(keys) != store_of(values))
     throw std::invalid_argument("keys and values must be [blocks, kv heads, block size, head dim] of one type");
   for (size_t i = 0; i < 4; ++i)
@@ -127,7 +145,7 @@ void bind_cache(Decoder& decoder, int layer, AnyArray keys, AnyArray values, Sca
   decoder.set_cache(layer, cache, static_cast<int>(keys.shape(0)));
 }
 
-void forward(Decoder& decoder, Array<const int64_t, 1> token_ids, Array<const int64_t, 1> positions,
+void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<const int64_t, 1> positions,
              Array<const int32_t, 1> query_starts, Array<const int32_t, 1> context_lens,
              const std::vector<Array<const int32_t, 2>>& block_tables, const std::vector<Array<const int64_t, 1>>& slots,
              Array<const int64_t, 1> logit_rows, Array<float, 2> hidden) {
@@ -149,23 +167,66 @@ void forward(Decoder& decoder, Array<const int64_t, 1> token_ids, Array<const in
   }
   if (!fits) throw std::invalid_argument("the arrays of the batch do not fit together");
   nb::gil_scoped_release free;
-  decoder.forward(batch, hidden.data());
+  decoder.timed([&] { decoder.forward(batch, hidden.data()); });
 }
 
-void logits(Decoder& decoder, Array<const float, 2> hidden, Array<float, 2> out) {
+void logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<float, 2> out) {
   if (hidden.shape(1) != static_cast<size_t>(decoder.hidden()) || out.shape(0) != hidden.shape(0) ||
       out.shape(1) != static_cast<size_t>(decoder.vocab()))
     throw std::invalid_argument("hidden must be [rows, hidden] and out [rows, vocab]");
   nb::gil_scoped_release free;
-  decoder.logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data());
+  decoder.timed([&] { decoder.logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data()); });
 }
 
-void best_logits(Decoder& decoder, Array<const float, 2> hidden, Array<int64_t, 1> places, Array<float, 1> values) {
+void best_logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<int64_t, 1> places, Array<float, 1> values) {
   if (hidden.shape(1) != static_cast<size_t>(decoder.hidden()) || places.shape(0) != hidden.shape(0) ||
       values.shape(0) != hidden.shape(0))
     throw std::invalid_argument("hidden must be [rows, hidden], places and values [rows]");
   nb::gil_scoped_release free;
-  decoder.best_logits(hidden.data(), static_cast<int>(hidden.shape(0)), places.data(), values.data());
+  decoder.timed([&] {
+    decoder.best_logits(hidden.data(), static_cast<int>(hidden.shape(0)), places.data(), values.data());
+  });
+}
+
+// ── the same for rows as they are planned ──
+
+using Numbers = std::vector<int64_t>;
+using Tables = Array<const int32_t, 3>;
+
+const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
+                         const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
+                         int block_size) {
+  if (block_size < 1) throw std::invalid_argument("a block holds at least one token");
+  const BatchView& batch = decoder.rows.lay_out(
+      {tables.data(), tables.shape(0), tables.shape(1), tables.shape(2), block_size}, rows, starts, tokens, wanted);
+  decoder.states.resize(static_cast<size_t>(batch.wanted) * static_cast<size_t>(decoder.hidden()));
+  return batch;
+}
+
+std::pair<Numbers, std::vector<float>> best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
+                                                 const std::vector<Numbers>& tokens, const Numbers& wanted,
+                                                 const Tables& tables, int block_size) {
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
+  Numbers places(static_cast<size_t>(batch.wanted));
+  std::vector<float> values(static_cast<size_t>(batch.wanted));
+  nb::gil_scoped_release free;
+  decoder.timed([&] {
+    decoder.forward(batch, decoder.states.data());
+    decoder.best_logits(decoder.states.data(), batch.wanted, places.data(), values.data());
+  });
+  return {std::move(places), std::move(values)};
+}
+
+void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
+                 const Numbers& wanted, const Tables& tables, int block_size, Array<float, 2> out) {
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
+  if (out.shape(0) != static_cast<size_t>(batch.wanted) || out.shape(1) != static_cast<size_t>(decoder.vocab()))
+    throw std::invalid_argument("out must be [wanted tokens, vocab]");
+  nb::gil_scoped_release free;
+  decoder.timed([&] {
+    decoder.forward(batch, decoder.states.data());
+    decoder.logits(decoder.states.data(), batch.wanted, out.data());
+  });
 }
 
 // ── draws: tokenmill/sampling/native_draws.py ──
@@ -350,16 +411,16 @@ NB_MODULE(_native, m) {
     new (self) Moe{router, std::move(experts), num_active, renormalize, std::move(shared)};
   }, "router"_a, "experts"_a, "num_active"_a, "renormalize"_a, "shared"_a.none());
 
-  nb::class_<Decoder>(m, "Decoder")
-      .def("__init__", [](Decoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
+  nb::class_<HeldDecoder>(m, "Decoder")
+      .def("__init__", [](HeldDecoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
                           int threads, float fine_above, const std::string& isa) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
         if (!(fine_above >= 0)) throw std::invalid_argument("fine_above must not be negative");
-        new (self) Decoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, fine_above,
-                           kernels_or_best(isa));
+        new (self) HeldDecoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, fine_above,
+                               kernels_or_best(isa));
       }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a, "fine_above"_a = kNever,
            "isa"_a = "")
-      .def("add_rope", [](Decoder& self, Array<const float, 2> cos, Array<const float, 2> sin) {
+      .def("add_rope", [](HeldDecoder& self, Array<const float, 2> cos, Array<const float, 2> sin) {
         if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1))
           throw std::invalid_argument("cos and sin differ in shape");
         RopeTable table;
@@ -369,7 +430,7 @@ NB_MODULE(_native, m) {
         table.sin.assign(sin.data(), sin.data() + sin.size());
         return self.add_rope(std::move(table));
       }, "cos"_a, "sin"_a)
-      .def("add_layer", [](Decoder& self, FloatVector attn_norm, FloatVector mlp_norm,
+      .def("add_layer", [](HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm,
                            std::optional<FloatVector> attn_post_norm, std::optional<FloatVector> mlp_post_norm,
                            const Linear& q, const Linear& k, const Linear& v, const Linear& o,
                            std::optional<FloatVector> q_norm, std::optional<FloatVector> k_norm,
@@ -403,9 +464,9 @@ NB_MODULE(_native, m) {
       }, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(), "mlp_post_norm"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
            "q_norm"_a.none(), "k_norm"_a.none(), "sinks"_a.none(), "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a,
            "window"_a, "softcap"_a, "rope"_a, "group"_a, "mlp"_a.none(), "moe"_a.none())
-      .def("set_embedding", &Decoder::set_embedding, "embedding"_a)
-      .def("set_head", &Decoder::set_head, "head"_a)
-      .def("set_final_norm", [](Decoder& self, FloatVector weight) {
+      .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
+      .def("set_head", &HeldDecoder::set_head, "head"_a)
+      .def("set_final_norm", [](HeldDecoder& self, FloatVector weight) {
         self.set_final_norm(vector_of(weight, static_cast<size_t>(self.hidden()), "final_norm"));
       }, "weight"_a)
       .def("bind_cache", &bind_cache, "layer"_a, "keys"_a, "values"_a, "key_scales"_a.none() = nb::none(),
@@ -414,8 +475,11 @@ NB_MODULE(_native, m) {
            "slots"_a, "logit_rows"_a, "hidden"_a)
       .def("logits", &logits, "hidden"_a, "out"_a)
       .def("best_logits", &best_logits, "hidden"_a, "places"_a, "values"_a)
-      .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
-      .def_prop_ro("instruction_set", [](const Decoder& d) { return std::string(d.kernels().name); });
+      .def("best_next", &best_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a)
+      .def("logits_next", &logits_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a, "out"_a)
+      .def_ro("kernel_s", &HeldDecoder::kernel_s)
+      .def_prop_ro("weight_bytes", &HeldDecoder::weight_bytes)
+      .def_prop_ro("instruction_set", [](const HeldDecoder& d) { return std::string(d.kernels().name); });
 }
 
 }  // namespace tokenmill

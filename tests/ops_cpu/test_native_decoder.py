@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import WeightSource
 from tokenmill.models.rope import make_rope_table
-from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.ops.batch import DrawingRows, ForwardBatch, GroupTables
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
 from tokenmill.ops.cpu.packing import quantized_q8
@@ -266,6 +267,36 @@ def test_the_best_logits_are_the_first_highest_of_all(cap: float | None, quantis
     assert torch.equal(places, torch.from_numpy(logits.numpy().argmax(-1)).where(~logits.isnan().any(-1), places))
     assert values.isnan().tolist() == logits.isnan().any(-1).tolist()
     assert torch.equal(values[~values.isnan()], logits.amax(-1)[~values.isnan()])
+
+
+def drawing_rows(spec: ModelSpec, rows: list[tuple[int, list[int], int]], wanted: list[int]) -> DrawingRows:
+    """The rows of `batch_of`, among eight that have tables."""
+    groups = len(KVLayout.from_spec(spec).groups)
+    every_row: list[tuple[int, list[int], int]] = [(row, [], 0) for row in range(8)]
+    tables = np.stack([_group(every_row, group, groups).block_tables.numpy() for group in range(groups)])
+    numbers, tokens, starts = zip(*rows, strict=True)
+    return DrawingRows(list(numbers), list(starts), list(tokens), wanted, tables, BLOCK)
+
+
+def test_rows_as_lists_are_the_same_batch() -> None:
+    """A chunk that draws nothing, a row that goes on in it, a draft, a row that ends a block; two KV groups."""
+    spec = VARIANTS["window"]
+    model, tokens = native_model(spec, random_weights(spec)), tokens_for(spec, 60)
+    prompts = [(5, tokens[:33], 0), (0, tokens[20:51], 0), (2, tokens[7:47], 0)]
+    going_on = [(0, tokens[51:52], 31), (5, tokens[33:36], 33), (7, tokens[:20], 0), (2, tokens[47:60], 40)]
+    wanted = [1, 3, 0, 1]
+    by_tensors, by_lists = storage_for(spec, 8), storage_for(spec, 8)
+    model.forward(batch_of(spec, prompts), by_tensors)
+    assert model.best_next(drawing_rows(spec, prompts, [0, 0, 0]), by_lists) == ([], [])
+    ends = np.cumsum([len(fed) for _, fed, _ in going_on])
+    lines = [end - back for end, num in zip(ends, wanted, strict=True) for back in range(num, 0, -1)]
+    expected = model.logits(model.forward(batch_of(spec, going_on), by_tensors))[lines]
+    rows = drawing_rows(spec, going_on, wanted)
+    assert torch.equal(model.logits_next(rows, by_lists), expected)
+    assert model.best_next(rows, by_lists) == (expected.argmax(-1).tolist(), expected.amax(-1).tolist())
+    for wrong in ({"starts": [1]}, {"rows": [0, 1, 2, 8]}, {"starts": [31, 33, 0, 380]}, {"num_wanted": [2, 0, 0, 0]}):
+        with pytest.raises(ValueError, match="row"):
+            model.best_next(rows._replace(**wrong), by_lists)
 
 
 def test_one_logit_that_is_no_number_is_told() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
+from tokenmill.ops.batch import DrawingRows
 from tokenmill.params import SamplingParams
 from tokenmill.runner import prompt_scores
 from tokenmill.runner.runner import ModelRunner
@@ -60,6 +61,8 @@ def test_a_prompt_in_chunks_then_tokens_one_by_one() -> None:
 class ChoosingModel:
     """Counts upwards, and has a way to its best tokens that writes no logits down."""
 
+    direct = None
+
     def __init__(self) -> None:
         self._plain = ScriptedModel(VOCAB, nan_token=3)
         self.vocab_size, self.layout, self.forward = VOCAB, self._plain.layout, self._plain.forward
@@ -89,6 +92,50 @@ def test_all_logits_are_computed_only_where_someone_looks_at_them() -> None:
     scored = RowPlan(row=2, start=1, token_ids=[5], sample=True, num_logprobs=1, output_index=1)
     assert one(runner, StepPlan(rows=[scored])).token_ids == [6]
     assert model.asked == ["best", "best", "all"]
+
+
+class DirectModel(ScriptedModel):
+    """Takes rows as they are where they only draw."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.asked: list[tuple[list[int], list[int]]] = []
+
+    @property
+    def direct(self) -> DirectModel:  # type: ignore[override]
+        return self
+
+    def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
+        self.asked.append((rows.rows, rows.num_wanted))
+        states: list[tuple[int, int]] = []
+        for start, tokens, num in zip(rows.starts, rows.token_ids, rows.num_wanted, strict=True):
+            states += list(enumerate(tokens, start))[len(tokens) - num :]
+        return self.logits(torch.tensor(states, dtype=torch.float64).view(-1, 2))
+
+    def best_next(self, rows: DrawingRows, storage: KVStorage) -> tuple[list[int], list[float]]:
+        values, tokens = self.logits_next(rows, storage).max(dim=-1)
+        return tokens.tolist(), values.tolist()
+
+
+def test_a_model_may_take_the_rows_as_they_are() -> None:
+    model = DirectModel()
+    runner = make_runner(model)
+    chunk = RowPlan(row=0, start=0, token_ids=[1, 2], table_updates=tables([1]))
+    assert one(runner, StepPlan(new_rows=[new_row(0, [1, 2, 3])], rows=[chunk])) == RowResult(row=0)
+    rows = [
+        RowPlan(row=1, start=0, token_ids=[7], table_updates=tables([2]), sample=True, num_logprobs=0),
+        RowPlan(row=2, start=0, token_ids=[9, 9], table_updates=tables([3])),
+        RowPlan(row=0, start=2, token_ids=[3, 4, 6], sample=True, num_drafts=2),
+    ]
+    mixed = runner.run(StepPlan(new_rows=[new_row(1, [7]), new_row(2, [9, 9, 9])], rows=rows)).rows
+    assert [result.token_ids for result in mixed] == [[8], [], [4, 5]]
+    assert mixed[0].logprobs is not None and mixed[0].logprobs[0].token_id == 8
+    assert model.asked == [([0], [0]), ([1, 2, 0], [1, 0, 3])]
+    vector = RowPlan(row=3, start=0, token_ids=[5], table_updates=tables([4]))
+    beside = RowPlan(row=0, start=4, token_ids=[5], sample=True, output_index=2)
+    pooled, drawn = runner.run(StepPlan(new_rows=[new_row(3, [5], Pooling())], rows=[vector, beside])).rows
+    assert pooled.embedding is not None and drawn.token_ids == [6]
+    assert len(model.asked) == 2
 
 
 def answers(runner: ModelRunner, prompts: dict[int, list[int]], count: int, groups: int) -> dict[int, list[int]]:

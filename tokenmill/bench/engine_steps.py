@@ -2,8 +2,8 @@
 
     add requests of token ids ─► step ─► step ─► ...          a StepRecord each
                                   │
-                                  └ time in the model's forward and head, the rest is the host's: plan, inputs, sampler,
-                                    bookkeeping
+                                  └ time in the model's kernels (with torch: in its forward and head), the rest is the
+                                    host's: plan, inputs, sampler, bookkeeping
 
 A request's phases show in the outputs: until its first token it prefills, afterwards it decodes.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tokenmill.engine.core import EngineCore
 from tokenmill.errors import RequestFailed
@@ -26,7 +26,7 @@ from tokenmill.types import Request, SequenceOutput
 @dataclass(frozen=True)
 class StepRecord:
     step_s: float
-    model_s: float | None  # in the model's own forward and head; None where it was not timed
+    model_s: float | None  # in the model itself; None where it was not timed
     num_new_tokens: int
     is_full_decode: bool  # every request was past its first token and none had finished
 
@@ -62,6 +62,24 @@ class Run:
         return [step for step in self.steps if step.is_full_decode]
 
 
+class Clock(Protocol):
+    @property
+    def spent_s(self) -> float:
+        """Seconds spent in the model so far."""
+        ...
+
+
+class KernelClock:
+    """Of a model that times its kernels itself: inputs, and all that is between Python and them, is the host's."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def spent_s(self) -> float:
+        return float(self._model.kernel_s)
+
+
 class ModelClock:
     """Stands before the runner's model and adds up the time spent inside it."""
 
@@ -78,11 +96,6 @@ class ModelClock:
     def logits(self, *args: Any) -> Any:
         return self._timed(self.model.logits, args)
 
-    @property
-    def best_logits(self) -> Callable[..., Any] | None:
-        best = self.model.best_logits
-        return None if best is None else lambda *args: self._timed(best, args)
-
     def _timed(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         began = time.perf_counter()
         try:
@@ -92,8 +105,11 @@ class ModelClock:
 
 
 @contextmanager
-def model_clock(core: EngineCore) -> Iterator[ModelClock]:
+def model_clock(core: EngineCore) -> Iterator[Clock]:
     runner: Any = core.runner
+    if hasattr(runner.model, "kernel_s"):
+        yield KernelClock(runner.model)
+        return
     clock = ModelClock(runner.model)
     runner.model = clock
     try:
@@ -102,7 +118,7 @@ def model_clock(core: EngineCore) -> Iterator[ModelClock]:
         runner.model = clock.model
 
 
-def drive(core: EngineCore, requests: Sequence[Request], clock: ModelClock | None = None) -> Run:
+def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = None) -> Run:
     """Runs the requests to their end."""
     run = Run(waiting={request.request_id for request in requests}, alive=len(requests))
     began = time.perf_counter()

@@ -19,7 +19,7 @@ from tokenmill.ops.interface import StreamOps
 
 
 class Decoder:
-    best_logits = None
+    best_logits = direct = None
 
     def __init__(self, spec: ModelSpec, load: Loader, max_context: int | None = None) -> None:
         """`max_context`: the longest context that will be served, the model's own by default."""

@@ -8,12 +8,24 @@ from typing import Protocol
 import torch
 
 from tokenmill.kv.storage import KVStorage
-from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.batch import DrawingRows, ForwardBatch
 from tokenmill.ops.raw import RawTensor
 
 BestLogits = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """[L, H] → the token with the highest logit, the lowest id among equals, int64 [L]; that logit, float32 [L], NaN where
 any of the line is"""
+
+
+class DirectModel(Protocol):
+    """The whole of a step whose rows only draw: inputs, forward and head in one call, without tensors in between."""
+
+    def best_next(self, rows: DrawingRows, storage: KVStorage) -> tuple[list[int], list[float]]:
+        """What `best_logits` says of the rows' wanted tokens, one after the other."""
+        ...
+
+    def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
+        """Their logits, float32 [L, vocab]; the memory is used again by the next call."""
+        ...
 
 
 class Model(Protocol):
@@ -31,6 +43,11 @@ class Model(Protocol):
     @property
     def best_logits(self) -> BestLogits | None:
         """None: the model has no faster way to its best tokens than all its logits."""
+        ...
+
+    @property
+    def direct(self) -> DirectModel | None:
+        """None: the model takes tensors only."""
         ...
 
 

@@ -9,10 +9,12 @@ all its tokens in the KV cache once this step's keys are written; its queries ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,17 @@ class ForwardBatch:
     max_context_len: int
     num_single: int = 0  # rows [0, num_single) have one query each; the others may
     lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
+
+
+class DrawingRows(NamedTuple):
+    """The rows of a step as lists, for models that lay out their inputs themselves. One entry a row."""
+
+    rows: list[int]  # their numbers: where their block tables lie
+    starts: list[int]  # positions of their first tokens
+    token_ids: list[list[int]]
+    num_wanted: list[int]  # how many of their last tokens go through the head
+    tables: NDArray[np.int32]  # of all rows there are: [groups, max_rows, max_blocks]
+    block_size: int
 
 
 @dataclass(frozen=True)

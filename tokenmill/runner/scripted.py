@@ -31,7 +31,7 @@ def follow(tokens: list[int], vocab_size: int) -> NextLogits:
 
 
 class ScriptedModel:
-    best_logits = None
+    best_logits = direct = None
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ScriptedModel:
 
 
 class ContextModel:
-    best_logits = None
+    best_logits = direct = None
 
     def __init__(
         self, vocab_size: int, windows: tuple[int | None, ...] = (None,), nan_token: int | None = None

@@ -6,7 +6,7 @@ weights   |  t0  |t1|      t2      | t3 |      u in [0, 1) falls into exactly on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from torch import Tensor
 from tokenmill.types import TokenLogprobs
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """`token_id` is meaningless where `error` is set."""
 
     token_id: int

@@ -5,7 +5,9 @@ A model that can compares its logits while it computes them and never writes the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -15,19 +17,23 @@ from torch import Tensor
 class Highest:
     """Of L lines. `values` are NaN where any logit of the line is."""
 
-    tokens: Tensor  # int64 [L], the lowest id among equals
-    values: Tensor  # float32 [L]
+    tokens: list[int]  # the lowest id among equals
+    values: list[float]
 
     @property
     def shape(self) -> tuple[int]:
         return (len(self.tokens),)
 
-    def __getitem__(self, part: slice | Tensor) -> Highest:
+    def __getitem__(self, part: slice) -> Highest:
         return Highest(self.tokens[part], self.values[part])
+
+    def at(self, lines: Sequence[int]) -> Highest:
+        return Highest([self.tokens[line] for line in lines], [self.values[line] for line in lines])
 
     def choices(self, otherwise: int) -> list[int]:
         """The tokens; `otherwise` for lines whose highest logit is no finite number."""
-        return self.tokens.where(self.values.isfinite(), otherwise).tolist()
+        lines = zip(self.tokens, self.values, strict=True)
+        return [token if isfinite(value) else otherwise for token, value in lines]
 
 
 HeadOutput = Tensor | Highest
@@ -36,7 +42,7 @@ HeadOutput = Tensor | Highest
 
 def highest_of(logits: Tensor) -> Highest:
     tokens = places_of_highest(logits)
-    return Highest(tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1))
+    return Highest(tokens.tolist(), logits.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist())
 
 
 def places_of_highest(logits: Tensor) -> Tensor:

@@ -53,16 +53,15 @@ class RowState:
     history: History | None = None  # where a step looks back
     mirostat_mu: float | None = None  # where mirostat is on: the most surprise that the next token may have
     refusal: str | None = None  # why no token can be drawn for this row
+    takes_highest: bool = field(init=False)  # the next token is the one with the model's own highest logit
+
+    def __post_init__(self) -> None:
+        self.takes_highest = self.params.is_greedy and not self.steps
 
     @property
     def past(self) -> History:
         assert self.history is not None, "a step that looks back was given no history"
         return self.history
-
-    @property
-    def takes_highest(self) -> bool:
-        """The next token is the one with the model's own highest logit."""
-        return self.params.is_greedy and not self.steps
 
     @property
     def has_history(self) -> bool:

@@ -64,20 +64,21 @@ class Sampler:
         """Whether more is asked for than the token with the highest logit of each line."""
         return not all(plan.num_logprobs is None and self._rows.state(plan.row).takes_highest for plan in rows)
 
-    @torch.inference_mode()
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
         """Draw for logits float32 [S, vocab], row i for rows[i]; the logits are left as they were.
 
         `masks`: what the grammars of rows with `params.guided` allow.
         """
         self._check(logits, len(rows))
-        drawn = self._draw(logits, rows, masks)
+        if isinstance(logits, Highest):  # rows that take the highest remember nothing
+            return self._taken(logits, rows)
+        with torch.inference_mode():
+            drawn = self._draw(logits, rows, masks)
         for plan, one in zip(rows, drawn, strict=True):
             if one.error is None:
                 self._rows.state(plan.row).record(one.token_id, one.mirostat_mu)
         return drawn
 
-    @torch.inference_mode()
     def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
         """Draw at the last token of each row and after each of its drafts, as far as these are what was drawn.
 
@@ -89,11 +90,17 @@ class Sampler:
         lines = [line for attempt in attempts for line in attempt.lines]
         self._check(logits, len(lines))
         while wave := next_lines(attempts):
-            part = logits if len(wave) == len(lines) else logits[torch.tensor(wave, device=self._rows.device)]
-            drawn = iter(self._draw(part, [lines[number] for number in wave], masks))
+            with torch.inference_mode():
+                part = logits if len(wave) == len(lines) else self._lines(logits, wave)
+                drawn = iter(self._draw(part, [lines[number] for number in wave], masks))
             for attempt in attempts:
                 attempt.take(drawn)
         return [attempt.accepted for attempt in attempts]
+
+    def _lines(self, logits: HeadOutput, lines: list[int]) -> HeadOutput:
+        return (
+            logits.at(lines) if isinstance(logits, Highest) else logits[torch.tensor(lines, device=self._rows.device)]
+        )
 
     def _check(self, logits: HeadOutput, num_lines: int) -> None:
         wanted = (num_lines,) if isinstance(logits, Highest) else (num_lines, self._vocab_size)

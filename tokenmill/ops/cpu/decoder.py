@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from tokenmill.ops.batch import ForwardBatch, LayerCache
+from tokenmill.ops.batch import DrawingRows, ForwardBatch, LayerCache
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
@@ -87,6 +87,7 @@ class NativeDecoder:
         )
         self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept))
         self._cache_owner: object = None
+        self._logits = torch.empty(0, spec.vocab_size)
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
         for number, layer in enumerate(spec.layers):
             self._add_layer(number, layer, rope_numbers)
@@ -128,6 +129,29 @@ class NativeDecoder:
         places, values = torch.empty(hidden.shape[0], dtype=torch.int64), torch.empty(hidden.shape[0])
         self._decoder.best_logits(hidden.contiguous(), places, values)
         return places, values
+
+    @property
+    def direct(self) -> NativeDecoder:
+        return self
+
+    @property
+    def kernel_s(self) -> float:
+        """Seconds spent in kernels so far, by their own clock."""
+        return float(self._decoder.kernel_s)
+
+    def best_next(self, rows: DrawingRows, storage: Storage) -> tuple[list[int], list[float]]:
+        self._bind(storage)
+        found: tuple[list[int], list[float]] = self._decoder.best_next(*rows)
+        return found
+
+    def logits_next(self, rows: DrawingRows, storage: Storage) -> torch.Tensor:
+        self._bind(storage)
+        num_lines = sum(rows.num_wanted)
+        if num_lines > len(self._logits):
+            self._logits = torch.empty(num_lines, self.spec.vocab_size)
+        out = self._logits[:num_lines]
+        self._decoder.logits_next(*rows, out)
+        return out
 
     def _bind(self, storage: Storage) -> None:
         """Tells the kernels where the cache lies; once, unless it moves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -15,6 +16,7 @@ from tokenmill.bench.records import Record
 from tokenmill.bench.search import (
     SearchSettings,
     Trial,
+    Verdict,
     judge,
     queue_grows,
     read_trials,
@@ -55,6 +57,24 @@ def test_luck_of_a_fifth_takes_more_trials_and_says_so() -> None:
     assert all(len(verdict.trials) > 20 for verdict in verdicts)
     assert sum(low <= 50 <= high for low, high in (verdict.likely for verdict in verdicts)) >= 3
     assert all(verdict.confidence >= 0.9 or len(verdict.trials) == 60 for verdict in verdicts)
+
+
+def test_a_contradiction_makes_it_watch_the_machine_for_longer() -> None:
+    """A trial takes 5 s. The first at 32 happens to fall into a slow moment; nothing else ever contradicts."""
+
+    def verdict_of(unlucky: set[float], noisy_s: float) -> Verdict:
+        clock, left = itertools.count(1_000, 5), set(unlucky)
+
+        def attempt(level: float) -> Trial:
+            passed = level <= 37 and level not in left
+            left.discard(level)
+            return Trial(level, passed, {}, "" if passed else "slow", ended_s=next(clock))
+
+        return search(attempt, SearchSettings(start=16, noisy_s=noisy_s, most_trials=100))
+
+    hasty, patient, steady = verdict_of({32}, 0), verdict_of({32}, 300), verdict_of(set(), 300)
+    assert len(hasty.trials) < 40 < 60 < len(patient.trials) < 70
+    assert patient.best == steady.best == 37 and len(steady.trials) < 20  # no contradiction, no reason to wait
 
 
 def test_ends_of_the_range() -> None:

@@ -58,9 +58,8 @@ def ollama(body: Body, headers: Any) -> Iterator[bytes]:
 
 
 def tgi(body: Body, headers: Any) -> Iterator[bytes]:
-    assert {"inputs", "parameters"} <= set(body) <= {"inputs", "parameters", "stream"} and body["parameters"][
-        "max_new_tokens"
-    ] == 8
+    assert {"inputs", "parameters"} <= set(body) <= {"inputs", "parameters", "stream"}
+    assert body["parameters"]["max_new_tokens"] == 8
     for number, word in enumerate(WORDS):
         is_last = number == len(WORDS) - 1
         details = {"finish_reason": "length", "generated_tokens": 3, "seed": None, "input_length": 25}

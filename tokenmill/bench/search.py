@@ -39,6 +39,7 @@ class Trial:
     requests: int = 0
     output_tok_s: float = 0.0
     requests_s: float = 0.0
+    ended_s: float = 0.0  # seconds since the epoch; 0: not known
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class SearchSettings:
     confidence: float = 0.9  # the search ends when it is that sure of the edge
     most_trials: int = 60  # or after so many trials
     is_whole: bool = True  # levels are whole numbers
+    noisy_s: float = 0.0  # where trials contradict each other it lasts as long as this, however sure it is
     resolution: float = 0.05  # an edge this share off is the same; so are neighbouring whole numbers
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ def search(try_level: Try, settings: SearchSettings, known: Sequence[Trial] = ()
     if low is not None and high is not None:
         _halve(log, settings, low, high)
     believed = log.belief()
-    while log.has_room and log.confidence(believed) < settings.confidence:
+    while log.has_room and not log.is_done(believed):
         log.make(log.level_in_doubt(believed))
         believed = log.belief()
     return log.verdict(believed)
@@ -186,6 +188,14 @@ class _Log:
     def has_room(self) -> bool:
         return len(self.trials) < self._settings.most_trials
 
+    def is_done(self, believed: Belief) -> bool:
+        """Sure of the edge; and if a level that failed lies below one that passed, not by one phase of the machine:
+        what else runs there makes it slow or fast for a minute at a time, and trials of one minute agree too well."""
+        highest, lowest = self._highest_passed(), self._lowest_failed()
+        ended = [trial.ended_s for trial in self.trials if trial.ended_s]
+        is_short = bool(ended) and max(ended) - min(ended) < self._settings.noisy_s
+        return self.confidence(believed) >= self._settings.confidence and not (highest >= lowest and is_short)
+
     def level_in_doubt(self, believed: Belief) -> float:
         """Where another trial tells most: at an edge drawn from what is believed, so close by where trials agree and
         further away where they do not; of whole numbers the one below or the one above it. No further up than twice
@@ -194,7 +204,7 @@ class _Log:
         level = settings.level(believed.drawn(self._drawing))
         if settings.is_whole:
             level += self._drawing.choice((0, 1))
-        passed = max((trial.level for trial in self.trials if trial.passed), default=settings.lowest)
+        passed = self._highest_passed() or settings.lowest
         return min(max(level, settings.lowest), 2 * passed, settings.most)
 
     def verdict(self, believed: Belief) -> Verdict:
@@ -220,10 +230,14 @@ class _Log:
 
     def _middle(self, believed: Belief) -> float:
         """The edge to name: as probably too low as too high, and where no trials contradict each other none of them."""
-        edge = believed.quantile(0.5)
-        passed = max((trial.level for trial in self.trials if trial.passed), default=0.0)
-        failed = min((trial.level for trial in self.trials if not trial.passed), default=math.inf)
+        edge, passed, failed = believed.quantile(0.5), self._highest_passed(), self._lowest_failed()
         return min(max(edge, passed), math.nextafter(failed, 0)) if passed < failed else edge
+
+    def _highest_passed(self) -> float:
+        return max((trial.level for trial in self.trials if trial.passed), default=0.0)
+
+    def _lowest_failed(self) -> float:
+        return min((trial.level for trial in self.trials if not trial.passed), default=math.inf)
 
 
 # ── the file of a search ───────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -118,6 +119,33 @@ def check_attention(heads: int, kv_heads: int, dim: int, args: AttentionArgs) ->
         same(*found, tolerance=1e-4)
 
 
+def check_fresh_attention(heads: int, kv_heads: int, dim: int, rotary: int, args: AttentionArgs) -> None:
+    """Placing and attending at once: as one after the other, for rows of which one only fills up."""
+    contexts, block = [90, 0, 1, 65, 200], 16
+    batch = paged_batch([(1, context) for context in contexts], block)
+    tables = batch.groups[0].block_tables
+    shape = (1 + tables.numel(), kv_heads, block, dim)
+    keys, values = torch.randn(shape), torch.randn(shape)
+    caches = [LayerCache(keys.clone(), values.clone()) for _ in range(2)]
+    newest = (batch.context_lens.long() - 1).clamp(min=0)
+    slots = tables.long().gather(1, (newest // block).unsqueeze(1)).squeeze(1) * block + newest % block
+    slots[1] = 0  # the null block
+    qkv = torch.randn(len(contexts), (heads + 2 * kv_heads) * dim)
+    angles = (torch.randn(5, rotary // 2), torch.randn(5, rotary // 2)) if rotary else None
+    norms = (torch.randn(dim), torch.randn(dim)) if rotary else None
+    assert OPS.place_and_attend is not None and OPS.place_qkv is not None
+    plan = replace(OPS.plan_attention(batch, 0, args.window), max_context=1200)  # so that it is split often
+    found = OPS.place_and_attend(qkv, caches[0], norms, 1e-6, angles, plan, args)
+    queries = OPS.place_qkv(qkv, caches[1], slots, norms, 1e-6, angles)
+    filled = replace(batch, context_lens=batch.context_lens.clamp(min=1))
+    expected = PLAIN.attention(queries, caches[1], PLAIN.plan_attention(filled, 0, args.window), args)
+    assert found is not None and not found[1].any()
+    is_row = batch.context_lens > 0
+    same(found[is_row], expected[is_row], tolerance=1e-4)
+    same(caches[0].keys[1:], caches[1].keys[1:])
+    same(caches[0].values[1:], caches[1].values[1:])
+
+
 def check_products() -> None:
     for num_out, num_in in ((48, 256), (72, 384)):
         matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
@@ -128,7 +156,7 @@ def check_products() -> None:
         for rows in (1, 3, 16):
             x = torch.randn(rows, num_in)
             if rows == 1:
-                same(skinny.one_row_linear(x, matrix, bias, skinny.Shape(16, 128, 4)), x @ matrix.T + bias)
+                same(skinny.one_row_linear(x, matrix, bias, skinny.Shape(16, 128, 4, near=8)), x @ matrix.T + bias)
             for splits in (1, 3):
                 same(strips.strip_linear(x, matrix, bias, strips.Cut(64, 128, splits, 2)), x @ matrix.T + bias)
             same(quantized.word_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-4)
@@ -226,6 +254,8 @@ def main() -> None:
     check_place(2, 2, 16, 0, has_norm=False)
     check_attention(4, 2, 20, AttentionArgs(0.3))
     check_attention(2, 1, 16, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
+    check_fresh_attention(4, 2, 20, 20, AttentionArgs(0.3))
+    check_fresh_attention(2, 1, 16, 0, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
     check_products()
     check_kept_blocks()
     check_experts()

@@ -39,6 +39,7 @@ class LLM:
         with uncollected():
             from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
         self._core: EngineCore = build_core(self.config, self._front.model_path)
+        self._core.use_spare_time()  # compilers that work beside the first requests
         self._intake = self._front.intake(self._core.info.max_context)
         self._outlets: dict[str, Outlet] = {}
 

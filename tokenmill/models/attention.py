@@ -34,16 +34,22 @@ class Attention:
 
     def mixed(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
-        cache, slots = step.storage.layer(self.layer), step.batch.groups[self.group].slots
-        queries = self._placed(qkv, cache, slots, step)
-        return self.ops.attention(queries, cache, step.attention_plans[self.group], self.args)
+        cache, plan = step.storage.layer(self.layer), step.attention_plans[self.group]
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        angles = None if self.spec.rope is None else step.angles[self.spec.rope]
+        if self.ops.place_and_attend is not None:
+            done = self.ops.place_and_attend(qkv, cache, norms, self.norm_eps, angles, plan, self.args)
+            if done is not None:
+                return done
+        slots = step.batch.groups[self.group].slots
+        if self.ops.place_qkv is not None:
+            queries = self.ops.place_qkv(qkv, cache, slots, norms, self.norm_eps, angles)
+        else:
+            queries = self._placed(qkv, cache, slots, step)
+        return self.ops.attention(queries, cache, plan, self.args)
 
     def _placed(self, qkv: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: Step) -> torch.Tensor:
         """→ queries [T, heads, D]; keys and values are in the cache."""
-        if self.ops.place_qkv is not None:
-            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-            angles = None if self.spec.rope is None else step.angles[self.spec.rope]
-            return self.ops.place_qkv(qkv, cache, slots, norms, self.norm_eps, angles)
         queries, keys, values = self._split(qkv)
         queries = self._place(queries, self.q_norm, step)
         keys = self._place(keys, self.k_norm, step)

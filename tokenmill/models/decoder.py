@@ -52,8 +52,9 @@ class Decoder:
         else:
             for layer in self.layers[:-1]:
                 delta, residual = layer(delta, residual, step)
-        # Of the last layer every token's keys and values are kept, but few tokens' results are looked at.
-        delta, residual = self.layers[-1](delta, residual, step, batch.logit_rows)
+        # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
+        wanted = None if len(batch.logit_rows) == len(residual) else batch.logit_rows
+        delta, residual = self.layers[-1](delta, residual, step, wanted)
         normed, _ = self.ops.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
         return normed
 

@@ -64,6 +64,21 @@ class PlaceQkv(Protocol):
         ...
 
 
+class PlaceAndAttend(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cache: LayerCache,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        plan: Any,
+        args: AttentionArgs,
+    ) -> torch.Tensor | None:
+        """attention(place_qkv(qkv, ...), ...); None where nothing is won by it"""
+        ...
+
+
 class AddNormExperts(Protocol):
     def __call__(
         self,
@@ -139,6 +154,7 @@ class Ops:
     """cap * tanh(x / cap)"""
     # ── several of the above in one pass, where a backend can ──
     place_qkv: PlaceQkv | None = None
+    place_and_attend: PlaceAndAttend | None = None
     add_norm_experts: AddNormExperts | None = None
     stream: StreamOps | None = None
 

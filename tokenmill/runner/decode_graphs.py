@@ -65,6 +65,8 @@ class DecodeGraphs:
             len(storage.layout.groups), max_rows, max_blocks, dtype=torch.int32, device=device
         )  # of all rows, kept up to date by the runner
         self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token drawn for each row
+        self._numbers = torch.arange(max_rows + 1, device=device)  # of a step's lines
+        self._starts = self._numbers.int()  # where their one token begins
         self._model = model
         self._storage = storage
         self._draws = draws
@@ -148,15 +150,15 @@ class DecodeGraphs:
         return drawn
 
     def _batch(self, given: torch.Tensor) -> ForwardBatch:
-        size, device = given.shape[1], given.device
+        size = given.shape[1]
         found = look_up(given, self.tables, self.newest, self._storage.block_size)
         return ForwardBatch(
             token_ids=found.token_ids,
             positions=found.positions,
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            query_starts=self._starts[: size + 1],
             context_lens=found.contexts,
             groups=tuple(GroupTables(table, slots) for table, slots in zip(found.tables, found.slots, strict=True)),
-            logit_rows=torch.arange(size, device=device),
+            logit_rows=self._numbers[:size],
             block_size=self._storage.block_size,
             max_query_len=1,
             max_context_len=self._max_context,

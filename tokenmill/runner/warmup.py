@@ -25,7 +25,8 @@ from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
 from tokenmill.types import RowPlan
 
-SHORT, FEW = 40, 24  # tokens of prompts; products of the latter are computed as for decoding rows
+SHORT, MIDDLE = 40, 640  # tokens of prompts
+FEW = (100, SHORT, 24, 12)  # some whose products may have kernels of their own; the last are ends that were not cached
 FEW_ROWS = 64  # up to so many, decoding steps of different sizes have kernels of their own
 Chunk = tuple[int, int]  # first position and number of a row's tokens
 
@@ -77,13 +78,17 @@ class WarmUp:
 
     def _ask_for_first(self, token_budget: int) -> None:
         self._compute(self._batch(self._widest(token_budget)))
-        self._compute(self._decoding(self._max_rows))
+        for size in (1, self._max_rows):
+            self._compute(self._decoding(size))
         self._graphs.ask_for_kernels()
-        for length in (SHORT, FEW):
+        for length in FEW:
             self._compute(self._batch([(0, min(length, self._max_context - 1))]))
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
+        middle = min(MIDDLE, self._max_context - 1)
+        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)]):
+            self._compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._compute(self._decoding(size))
 

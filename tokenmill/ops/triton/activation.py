@@ -9,6 +9,7 @@ import triton.language as tl
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv
 
 _BLOCK = 1024
 
@@ -44,5 +45,5 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     num_rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inter)
     if num_rows:
-        _act_mul[(num_rows, triton.cdiv(inter, _BLOCK))](gate_up, out, inter, activation, _BLOCK, **launch_options())
+        _act_mul[(num_rows, cdiv(inter, _BLOCK))](gate_up, out, inter, activation, _BLOCK, **launch_options())
     return out

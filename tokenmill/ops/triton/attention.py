@@ -16,6 +16,8 @@ from tokenmill.ops.triton.chunk_attention import chunk_attention
 from tokenmill.ops.triton.decode_attention import TILE, decode_attention, num_splits_for
 from tokenmill.ops.triton.prompt_attention import can_be_dense, is_whole_prompt, prompt_attention
 
+SPLITS_BESIDE = 8  # of few rows' contexts beside chunks, or none: fewer kernels to compile
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -69,6 +71,7 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
         end, last_row = tokens.start, rows.start
     if single:
         splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, TILE)
+        splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
         decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
     chunks = range(single, num_rows - len(prompts))
     if chunks:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK = 4096
 NOT_FINITE = -1
@@ -49,7 +49,7 @@ def _best_of_row(
 def pick_best(logits: torch.Tensor) -> torch.Tensor:
     """The highest logit's id per row, the lowest among equals; -1 where it is not finite. [R, vocab] → int64 [R]"""
     num_rows, vocab_size = logits.shape
-    num_parts = triton.cdiv(vocab_size, _BLOCK)
+    num_parts = cdiv(vocab_size, _BLOCK)
     highest = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     best = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -58,7 +58,7 @@ def pick_best(logits: torch.Tensor) -> torch.Tensor:
             logits.contiguous(), highest, best, vocab_size, num_parts, _BLOCK, num_warps=4, **launch_options()
         )
         _best_of_row[(num_rows,)](
-            highest, best, out, num_parts, NOT_FINITE, triton.next_power_of_2(num_parts),
+            highest, best, out, num_parts, NOT_FINITE, next_power_of_2(num_parts),
             num_warps=1, **launch_options(),
         )  # fmt: skip
     return out

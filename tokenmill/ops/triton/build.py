@@ -12,6 +12,7 @@ from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.attention import attention, plan_attention
 from tokenmill.ops.triton.chosen_experts import add_norm_experts
 from tokenmill.ops.triton.experts import experts
+from tokenmill.ops.triton.fresh_attention import place_and_attend
 from tokenmill.ops.triton.invariant_attention import invariant_attention
 from tokenmill.ops.triton.invariant_experts import invariant_experts
 from tokenmill.ops.triton.invariant_linear import invariant_linear
@@ -33,6 +34,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         place_qkv=place_qkv,
+        place_and_attend=place_and_attend,
         stream=STREAMS.get(quantization),
         attention=attention,
         act_mul=act_mul,
@@ -45,6 +47,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
     return replace(
         fastest,
         linear=invariant_linear,
+        place_and_attend=None,
         attention=invariant_attention,
         experts=invariant_experts,
         add_norm_experts=None,

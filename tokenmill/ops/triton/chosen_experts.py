@@ -3,7 +3,8 @@
     logits, x ─► act(gate) * up of each chosen expert ─► their downs, weighted and added
 
 Nobody writes down who was chosen: a program finds the expert it works for in its token's logits, a few dozen steps, and
-then streams many lines of that expert's matrices. There are about as many programs as the device holds at once.
+then streams lines of that expert's matrices. A program is a single warp where it can be, and there are about as many
+as the device holds at once.
 """
 
 from __future__ import annotations
@@ -18,70 +19,66 @@ from tokenmill.ops.triton.activation import activate
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.norm import norm_and_multiply
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS = 4  # beyond, sorting the choices by expert pays
-PROGRAMS = 660  # five for each multiprocessor of an H200
-STRIP = 2  # lines of gate and up taken at a time
-LINES = 4  # of down
-LOWEST = tl.constexpr(-(2**62))
+PROGRAMS = 1056  # of gates and ups: eight for each multiprocessor of an H200
+LINES = 2  # of down that a program computes
+LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _places(logits, token, num_experts, BLOCK: tl.constexpr):
-    """A number for each expert that is higher the higher its logit is, and among equals for the first."""
+def _ordered(logits, token, num_experts, BLOCK: tl.constexpr):
+    """Logits [BLOCK] as whole numbers that sort as they do; experts that do not exist come after all others"""
     experts = tl.arange(0, BLOCK)
-    values = tl.load(logits + token * num_experts + experts, mask=experts < num_experts, other=float("-inf"))
+    values = tl.load(logits + token * num_experts + experts, mask=experts < num_experts, other=0.0)
     bits = values.to(tl.float32).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # whole numbers that sort as the floats do
-    return ordered.to(tl.int64) * BLOCK + (BLOCK - 1 - experts)
+    return tl.where(experts < num_experts, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)
 
 
 @triton.jit
-def _expert_at(place, BLOCK: tl.constexpr):
-    return BLOCK - 1 - (place & (BLOCK - 1))
-
-
-@triton.jit
-def _logit_at(place, BLOCK: tl.constexpr):
-    ordered = ((place - (place & (BLOCK - 1))) // BLOCK).to(tl.int32)
+def _logit_of(ordered):
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _next_choice(left, BLOCK: tl.constexpr):
+    """The best expert of those left, the first among equals; its logit; those left without it"""
+    experts = tl.arange(0, BLOCK)
+    best = tl.max(left, axis=0)
+    expert = tl.min(tl.where(left == best, experts, BLOCK), axis=0)
+    return expert.to(tl.int64), _logit_of(best), tl.where(experts == expert, LOWEST, left)
 
 
 @kernel
 def _open_experts(
     x, logits, gate_up, out, hidden, inter, num_experts, lines_each,
-    K: tl.constexpr, KIND: tl.constexpr, STRIP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T * K, inter] = act(gate x) * up x"""
     wait_for_previous(OVERLAPS)
     let_next_begin(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
     pair = tl.program_id(0)
     token, choice = pair // K, pair % K
-    places = _places(logits, token, num_experts, BLOCK)
-    place = tl.max(places, axis=0)
-    for _ in range(choice):
-        place = tl.max(tl.where(places < place, places, LOWEST), axis=0)
-    expert = _expert_at(place, BLOCK)
     columns = tl.arange(0, WIDTH)
     inside = columns < hidden
+    factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+    expert, _, left = _next_choice(_ordered(logits, token, num_experts, BLOCK), BLOCK)
+    for _ in range(choice):
+        expert, _, left = _next_choice(left, BLOCK)
     first = tl.program_id(1) * lines_each
     last = tl.minimum(first + lines_each, inter)
-    lines = first + tl.arange(0, STRIP)
-    source = gate_up + (expert * 2 * inter + lines)[:, None] * hidden + columns[None, :]
-    is_there = (lines < last)[:, None] & inside[None, :]
-    gate = tl.load(source, mask=is_there, other=0.0)
-    up = tl.load(source + inter * hidden, mask=is_there, other=0.0)
-    factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for start in range(0, lines_each, STRIP):
-        following = source + (start + STRIP) * hidden
-        is_next = (lines + start + STRIP < last)[:, None] & inside[None, :]
-        next_gate = tl.load(following, mask=is_next, other=0.0)
-        next_up = tl.load(following + inter * hidden, mask=is_next, other=0.0)
-        gates = tl.sum(gate.to(tl.float32) * factors, axis=1)
-        ups = tl.sum(up.to(tl.float32) * factors, axis=1)
-        gated = (activate(gates, KIND) * ups).to(out.dtype.element_ty)
-        tl.store(out + pair * inter + lines + start, gated, mask=lines + start < last)
+    source = gate_up + (expert * 2 * inter + first) * hidden + columns
+    gate = tl.load(source, mask=inside, other=0.0)
+    up = tl.load(source + inter * hidden, mask=inside, other=0.0)
+    for line in range(first, last):
+        source += hidden
+        is_next = inside & (columns * 0 + line + 1 < last)
+        next_gate = tl.load(source, mask=is_next, other=0.0)
+        next_up = tl.load(source + inter * hidden, mask=is_next, other=0.0)
+        gates = tl.sum(gate.to(tl.float32) * factors, axis=0)
+        ups = tl.sum(up.to(tl.float32) * factors, axis=0)
+        tl.store(out + pair * inter + line, (activate(gates, KIND) * ups).to(out.dtype.element_ty))
         gate, up = next_gate, next_up
 
 
@@ -91,35 +88,37 @@ def _close_experts(
     K: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden], LINES of one token a program; the first expert's are on their way before `inner` is known"""
+    """out [T, hidden], LINES of one token a program; the first experts' are on their way before `inner` is known"""
     let_next_begin(OVERLAPS)
     token = tl.program_id(1)
-    places = _places(logits, token, num_experts, BLOCK)
-    place = tl.max(places, axis=0)
-    highest = _logit_at(place, BLOCK)
     columns = tl.arange(0, WIDTH)
     inside = columns < inter
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
     is_there = (lines < hidden)[:, None] & inside[None, :]
     source = down + lines[:, None] * inter + columns[None, :]
-    found = tl.load(source + _expert_at(place, BLOCK) * hidden * inter, mask=is_there, other=0.0)
+    ordered = _ordered(logits, token, num_experts, BLOCK)
+    expert, highest, left = _next_choice(ordered, BLOCK)
+    part, logit = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0), highest
+    second, second_logit = part, logit
+    if K > 1:
+        expert, second_logit, left = _next_choice(left, BLOCK)
+        second = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((LINES, WIDTH), tl.float32)
     whole = 0.0
     for choice in tl.static_range(K):
-        share = tl.exp(_logit_at(place, BLOCK) - highest)
+        third, third_logit = second, second_logit
+        if choice + 2 < K:
+            expert, third_logit, left = _next_choice(left, BLOCK)
+            third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
+        share = tl.exp(logit - highest)
         whole += share
         factors = tl.load(inner + (token * K + choice) * inter + columns, mask=inside, other=0.0)
-        factors = (factors.to(tl.float32) * share)[None, :]
-        if choice + 1 < K:
-            place = tl.max(tl.where(places < place, places, LOWEST), axis=0)
-            following = tl.load(source + _expert_at(place, BLOCK) * hidden * inter, mask=is_there, other=0.0)
-            sums += found.to(tl.float32) * factors
-            found = following
-        else:
-            sums += found.to(tl.float32) * factors
+        sums += part.to(tl.float32) * (factors.to(tl.float32) * share)[None, :]
+        part, logit, second, second_logit = second, second_logit, third, third_logit
     if not RENORMALIZE:
-        whole = tl.sum(tl.exp(_logit_at(places, BLOCK) - highest), axis=0)
+        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(_logit_of(ordered) - highest), 0.0)
+        whole = tl.sum(shares, axis=0)
     tl.store(out + token * hidden + lines, (tl.sum(sums, axis=1) / whole).to(out.dtype.element_ty), mask=lines < hidden)
 
 
@@ -136,16 +135,17 @@ def chosen_experts(
     gate_up, down = packed.packed
     x, logits = x.contiguous(), logits.contiguous()
     (num_tokens, hidden), inter = x.shape, down.shape[2]
-    block, pairs = triton.next_power_of_2(packed.num_experts), num_tokens * num_active
+    block, pairs = next_power_of_2(packed.num_experts), num_tokens * num_active
     inner, out = x.new_empty(pairs, inter), torch.empty_like(x)
-    each = _lines_each(inter, PROGRAMS // pairs)
-    _open_experts[(pairs, triton.cdiv(inter, each))](
-        x, logits, gate_up, inner, hidden, inter, packed.num_experts, each, num_active, activation, STRIP,
-        triton.next_power_of_2(hidden), block, num_warps=4 if hidden <= 2048 else 8, **launch_options(),
+    each = cdiv(inter, max(1, PROGRAMS // pairs))
+    wide, wide_inner = next_power_of_2(hidden), next_power_of_2(inter)
+    _open_experts[(pairs, cdiv(inter, each))](
+        x, logits, gate_up, inner, hidden, inter, packed.num_experts, each, num_active, activation, wide, block,
+        num_warps=_warps_for(wide, 2048), **launch_options(),
     )  # fmt: skip
-    _close_experts[(triton.cdiv(hidden, LINES), num_tokens)](
-        inner, logits, down, out, hidden, inter, packed.num_experts, num_active, renormalize, LINES,
-        triton.next_power_of_2(inter), block, num_warps=4 if inter <= 1024 else 8, **launch_options(),
+    _close_experts[(cdiv(hidden, LINES), num_tokens)](
+        inner, logits, down, out, hidden, inter, packed.num_experts, num_active, renormalize, LINES, wide_inner, block,
+        num_warps=_warps_for(wide_inner, 1024), **launch_options(),
     )  # fmt: skip
     return out
 
@@ -167,6 +167,6 @@ def add_norm_experts(
     return chosen_experts(normed, logits, packed, spec.num_active, activation, renormalize=renormalize), total
 
 
-def _lines_each(num_lines: int, num_programs: int) -> int:
-    """Of `num_lines` shared by so many programs, a multiple of a strip."""
-    return triton.cdiv(triton.cdiv(num_lines, max(1, num_programs)), STRIP) * STRIP
+def _warps_for(width: int, each: int) -> int:
+    """One where that is enough: its threads need no barrier to add up."""
+    return max(1, min(8, width // each))

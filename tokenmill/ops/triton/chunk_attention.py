@@ -18,6 +18,7 @@ from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
 from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
 from tokenmill.ops.triton.kernel import kernel_for_any
+from tokenmill.ops.triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def chunk_attention(
     """Some rows of a step, with `num_tokens` queries at most; queries, out [T, heads, D] of the whole step."""
     _, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = max(16, next_power_of_2(dim))
     tall = queries.dtype != torch.float32 and padded <= 128
     # Where prompts are short, half-empty tiles would cost more than tall ones save.
     shape = ((64, 64, 4, 2) if are_short else (128, 64, 8, 2)) if tall else (32, 32, 4, 2)

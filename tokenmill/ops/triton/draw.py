@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.sizes import cdiv
 
 KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(number) for number in range(4))
@@ -290,7 +291,7 @@ def edit_logits(
 ) -> None:
     """Penalties, then what is added to single tokens: ids, values, ends [max_rows, E]; changes logits [R, vocab]"""
     num_rows, vocab = logits.shape
-    _penalise[(num_rows, triton.cdiv(vocab, BLOCK))](logits, rows, knobs, seen, vocab, BLOCK, num_warps=8)
+    _penalise[(num_rows, cdiv(vocab, BLOCK))](logits, rows, knobs, seen, vocab, BLOCK, num_warps=8)
     _add_edits[(num_rows,)](logits, rows, indices, *edits, vocab, edits[0].shape[1], num_warps=2)
 
 

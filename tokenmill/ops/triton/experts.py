@@ -10,18 +10,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.activation import act_mul, activate
 from tokenmill.ops.triton.decode_attention import precision_of
-from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_STREAMED_TOKENS = 4
 STRIP = 2  # matrix rows a program streams
+MAX_FEW_PAIRS = 256  # that a single program sorts, faster than a dozen kernels that sort any number
 
 
 @kernel
@@ -79,6 +80,24 @@ def _stream_down(
         following = start + STRIDE
         parts = tl.load(lines + following, mask=is_line & (following + columns < inter)[None, None, :], other=0.0)
     tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
+
+
+@kernel_for_any("num_pairs")
+def _sort_pairs(
+    ids, order, offsets, num_pairs, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr
+) -> None:  # fmt: skip
+    """A pair's place is the number of pairs before it, and an expert's offset that of pairs before his."""
+    pairs, experts = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
+    own = tl.load(ids + pairs, mask=pairs < num_pairs, other=0)
+    places, begins = tl.zeros((PAIRS,), tl.int64), tl.zeros((EXPERTS,), tl.int64)
+    for first in range(0, num_pairs, AT_ONCE):
+        others = first + tl.arange(0, AT_ONCE)
+        found = tl.load(ids + others, mask=others < num_pairs, other=num_experts)[None, :]
+        is_earlier = (found == own[:, None]) & (others[None, :] < pairs[:, None])
+        places += tl.sum(((found < own[:, None]) | is_earlier).to(tl.int64), axis=1)
+        begins += tl.sum((found < experts[:, None]).to(tl.int64), axis=1)
+    tl.store(order + places, pairs.to(tl.int64), mask=pairs < num_pairs)
+    tl.store(offsets + experts, begins, mask=experts <= num_experts)
 
 
 @kernel
@@ -146,13 +165,13 @@ def _streamed(
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     inner = x.new_empty(num_tokens * k, inter)
     out = torch.empty_like(x)
-    wide = min(2048, triton.next_power_of_2(hidden))
-    _stream_gate_up[(num_tokens * k, triton.cdiv(inter, STRIP))](
+    wide = min(2048, next_power_of_2(hidden))
+    _stream_gate_up[(num_tokens * k, cdiv(inter, STRIP))](
         x, ids, gate_up, inner, hidden, inter, k, activation, STRIP, wide, num_warps=4, **launch_options()
     )  # fmt: skip
-    _stream_down[(num_tokens, triton.cdiv(hidden, STRIP))](
-        inner, ids, weights, down, out, hidden, inter, k, triton.next_power_of_2(k), STRIP,
-        min(1024, triton.next_power_of_2(inter)), num_warps=4, **launch_options()
+    _stream_down[(num_tokens, cdiv(hidden, STRIP))](
+        inner, ids, weights, down, out, hidden, inter, k, next_power_of_2(k), STRIP,
+        min(1024, next_power_of_2(inter)), num_warps=4, **launch_options()
     )  # fmt: skip
     return out
 
@@ -178,13 +197,24 @@ def sorted_experts(
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
-    sorted_ids, order = ids.flatten().sort(stable=True)
-    offsets = torch.searchsorted(sorted_ids, torch.arange(packed.num_experts + 1, device=x.device))
+    order, offsets = sorted_pairs(ids.flatten(), packed.num_experts)
     gated = x.new_empty(num_tokens * k, 2 * inter)
     _multiply(x, gate_up, gated, order, offsets, weights, k, tile, is_gathered=True)
     pairs = x.new_empty(num_tokens * k, hidden)
     _multiply(act_mul(gated, activation), down, pairs, order, offsets, weights, k, tile, is_gathered=False)
     return pairs.view(num_tokens, k, hidden)
+
+
+def sorted_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids [P] → pairs in the order of their experts [P]; where each expert's begin [num_experts + 1]"""
+    if len(ids) > MAX_FEW_PAIRS:
+        sorted_ids, order = ids.sort(stable=True)
+        return order, torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
+    order, offsets = torch.empty_like(ids), ids.new_empty(num_experts + 1)
+    _sort_pairs[(1,)](
+        ids, order, offsets, len(ids), num_experts, MAX_FEW_PAIRS, next_power_of_2(num_experts + 1), 32, num_warps=8
+    )
+    return order, offsets
 
 
 def _multiply(
@@ -201,7 +231,7 @@ def _multiply(
 ) -> None:
     num_experts, num_out, num_in = matrices.shape
     num_pairs = len(order)
-    grid = (num_pairs // tile.pairs + num_experts, triton.cdiv(num_out, tile.columns))
+    grid = (num_pairs // tile.pairs + num_experts, cdiv(num_out, tile.columns))
     _grouped[grid](
         x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
         k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x),

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv
 from tokenmill.ops.triton.strips import join_splits, splits_for
 from tokenmill.ops.triton.words import has_ptx
 
@@ -194,7 +195,7 @@ def halves_product(
     [num_out, columns / 128] → [1, num_out]"""
     num_out, num_in, device = len(words), 8 * words.shape[1], words.device
     cut = cut or cut_for(num_out, num_in)
-    strips = triton.cdiv(num_out, cut.strip)
+    strips = cdiv(num_out, cut.strip)
     out = torch.empty(1, num_out, dtype=dtype, device=device)
     parts = arrived = out
     if cut.splits > 1:

@@ -25,6 +25,7 @@ from tokenmill.ops.triton.attention import AttentionPlan
 from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 SEGMENT = 256  # keys
 PROGRAMS_WANTED = 128
@@ -188,11 +189,11 @@ def invariant_attention(
     (num_tokens, num_heads, dim), num_rows = queries.shape, plan.contexts.shape[0]
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads
-    members = triton.next_power_of_2(group)
+    members = next_power_of_2(group)
     lines, tile, warps, stages = (64, 64, 4, 2) if queries.dtype != torch.float32 else (16, 32, 4, 2)
     are_single = plan.max_queries == 1
     tiles = num_rows if are_single else num_tokens // (lines // members) + num_rows
-    num_segments = triton.next_power_of_2(triton.cdiv(plan.max_position, SEGMENT))  # few variants to compile
+    num_segments = next_power_of_2(cdiv(plan.max_position, SEGMENT))  # few variants to compile
     if in_turn is None:
         in_turn = not are_single or num_segments == 1 or tiles * kv_heads >= PROGRAMS_WANTED
     states = mixed = out
@@ -203,7 +204,7 @@ def invariant_attention(
         mixed = torch.empty(num_tokens, num_heads, num_segments, dim, dtype=torch.float32, device=out.device)
     sinks = args.sinks if args.sinks is not None else queries
     window = args.window or NO_WINDOW
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = max(16, next_power_of_2(dim))
     _attend[(tiles, kv_heads, num_segments)](
         queries, cache.keys, cache.values, *scales_of(cache), out, states, mixed,
         plan.tables, plan.query_starts, plan.contexts, sinks,

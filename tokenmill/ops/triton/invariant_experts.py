@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.experts import Tile, sorted_experts
 from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.sizes import cdiv
 
 TILE = Tile(64, 128, 64, 4, 4)
 FLOAT32_TILE = Tile(16, 32, 32, 4, 2)
@@ -35,5 +35,5 @@ def invariant_experts(
     pairs = sorted_experts(x.contiguous(), weights, ids, packed, activation, tile)
     num_tokens, k, size = pairs.shape
     out = torch.empty_like(x)
-    _add_choices[(num_tokens, triton.cdiv(size, 1024))](pairs, out, size, k, 1024, num_warps=4)
+    _add_choices[(num_tokens, cdiv(size, 1024))](pairs, out, size, k, 1024, num_warps=4)
     return out

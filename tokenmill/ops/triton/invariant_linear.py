@@ -22,6 +22,7 @@ from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.decode_attention import precision_of
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv
 
 STRIP = 64  # matrix rows a program owns where there are few rows
 MIN_STRIPS = 88  # a matrix with fewer does not keep the device busy, and is cut into two segments
@@ -153,7 +154,7 @@ def invariant_linear(
     border = border or border_of(num_out, num_in)
     has_two = border < num_in
     cut = cut or cut_for(num_rows, num_out, x.dtype, has_two=has_two)
-    programs = triton.cdiv(num_out, cut.strip) * triton.cdiv(num_rows, cut.rows)
+    programs = cdiv(num_out, cut.strip) * cdiv(num_rows, cut.rows)
     in_turn = programs >= PROGRAMS_WANTED
     kept = out
     if has_two and not in_turn:
@@ -165,7 +166,7 @@ def invariant_linear(
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(),
     )  # fmt: skip
     if has_two and not in_turn:
-        _add_segments[(triton.cdiv(num_rows * num_out, 1024),)](
+        _add_segments[(cdiv(num_rows * num_out, 1024),)](
             kept, bias, out, num_out, num_rows * num_out, 1024, has_bias,
             num_warps=4, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip

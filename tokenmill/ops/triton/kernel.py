@@ -1,30 +1,36 @@
 """A kernel of ours, launched as Triton's are: `kernel[grid](tensor, ...)`.
 
-Making one takes half a second, half of it outside Python's lock (an assembler, a C compiler for what launches it).
-Whatever is called inside `compile_beside` has its kernels made side by side instead of run: each is asked for once in
-every form, and left to a thread.
+Making one takes half a second. Whatever is called inside `compile_beside` has its kernels made side by side instead of
+run: each is asked for once in every form, and left to processes of their own (see `compilers`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import AsyncCompileMode
 
-NUM_COMPILERS = 6
+from tokenmill.ops.triton.compilers import start_workers, wait_for
+
 _asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
 
 
 class Kernel:
+    """Remembers what was compiled for which kinds of arguments: a look-up of our own takes a third of the time that
+    Triton's does, and a step of a few tokens is made of hundreds of launches."""
+
     def __init__(self, jitted: Any) -> None:
         self._jitted = jitted
+        self._is_constant = [parameter.is_constexpr for parameter in getattr(jitted, "params", ())]
+        self._made: dict[Any, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -32,14 +38,39 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         asked = _asked.get()
         if asked is None:
-            self._jitted[grid](*args, **options)
+            self._run(grid, args, options)
         elif (form := (self, *map(_form, args), *options.items())) not in asked:
             asked.add(form)
             self._jitted.warmup(*args, grid=grid, **options)
 
+    def _run(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        key = (
+            *[arg if is_constant else _kind(arg) for arg, is_constant in zip(args, self._is_constant, strict=False)],
+            *options.values(),
+        )
+        found = self._made.get(key)
+        if found is None:
+            made = self._jitted[grid](*args, **options)
+            if isinstance(made, CompiledKernel):
+                named = tuple(options[parameter.name] for parameter in self._jitted.params[len(args) :])
+                self._made[key] = (made.run, made.function, made.packed_metadata, named)
+            return
+        run, function, metadata, named = found
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        run(*grid, *(1, 1, 1)[len(grid) :], stream, function, metadata, None, None, None, *args, *named)
+
+
+def _kind(arg: Any) -> Any:
+    """What a compiled kernel depends on"""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
+    return type(arg)
+
 
 def _form(arg: Any) -> Any:
-    """What a compiled kernel depends on, or more than that."""
+    """The same, or more than that, where whole numbers and constants are not told apart"""
     return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg
 
 
@@ -53,22 +84,34 @@ def kernel_for_any(*numbers: str) -> Callable[[Callable[..., None]], Kernel]:
     return lambda function: Kernel(triton.jit(do_not_specialize=numbers)(function))
 
 
-class _Compilers(ThreadPoolExecutor):
+class _Asked(Executor):
+    """Takes note of what is to be compiled."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
+
     def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        return super().submit(lambda: _loaded(compiled(*args, **options)))
+        future: Future[Any] = Future()
+        self.kernels.append((future, partial(compiled, *args, **options)))
+        return future
 
-
-def _loaded(made: Any) -> Any:
-    """A compiled kernel is loaded, and its launcher made, when it is first asked for this."""
-    assert made.run is not None
-    return made
+    def compile(self) -> None:
+        """Elsewhere first; then here, where they are found on disk. What failed there fails here."""
+        wait_for(start_workers([compiled for _, compiled in self.kernels]))
+        for future, compiled in self.kernels:
+            try:
+                made = compiled()
+                assert made.run is not None  # who asks for this has it loaded
+                future.set_result(made)
+            except Exception as error:
+                future.set_exception(error)
 
 
 def compile_beside(ask: Callable[[], None]) -> threading.Thread:
     """Calls `ask`, in which no kernel of ours runs (what they would have written is undefined, so nothing there may
     look anything up by it); the thread that comes back ends when all of them are made."""
-    compilers = _Compilers(NUM_COMPILERS, "compiler")
-    mode = AsyncCompileMode(compilers)
+    asked = _Asked()
+    mode = AsyncCompileMode(asked)
 
     def asking() -> None:
         _asked.set(set())
@@ -76,7 +119,11 @@ def compile_beside(ask: Callable[[], None]) -> threading.Thread:
         ask()
 
     copy_context().run(asking)
-    compilers.shutdown(wait=False)  # takes nothing more, and ends what it has
-    finishing = threading.Thread(target=mode.__exit__, args=(None, None, None), name="compilers", daemon=True)
+
+    def finish() -> None:
+        asked.compile()
+        mode.__exit__(None, None, None)
+
+    finishing = threading.Thread(target=finish, name="compilers", daemon=True)
     finishing.start()
     return finishing

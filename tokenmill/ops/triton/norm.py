@@ -7,11 +7,11 @@ which costs less than waiting for another kernel.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import next_power_of_2
 
 
 @kernel
@@ -69,7 +69,7 @@ def norm_and_multiply(
     (num_rows, size), num_out = x.shape, len(matrix)
     normed, total, out = torch.empty_like(x), torch.empty_like(x), x.new_empty(num_rows, num_out)
     _norm_and_multiply[(num_out, num_rows)](
-        x, residual, weight, matrix, out, normed, total, size, num_out, eps, triton.next_power_of_2(size),
+        x, residual, weight, matrix, out, normed, total, size, num_out, eps, next_power_of_2(size),
         num_warps=4, **launch_options(),
     )  # fmt: skip
     return out, normed, total
@@ -104,7 +104,7 @@ def _launch(
     size = x.shape[-1]
     num_rows = x.numel() // size
     if num_rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         warps = 4 if block <= 2048 else 8
         _norm_rows[(num_rows,)](
             x, residual, weight, out, total, size, eps, has_residual, block, num_warps=warps, **launch_options()

@@ -16,10 +16,11 @@ from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.triton.decode_attention import scales_of
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
-def _placed(
+def placed(
     source, d, inside, norm, cos, sin, half, dim, eps, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr
 ):  # fmt: skip
     """Heads [HEADS, D] at `source`, normed and rotated, float32."""
@@ -42,7 +43,7 @@ def _placed(
 
 
 @triton.jit
-def _keep(vectors, numbers, scales, line, d, inside, DIM: tl.constexpr, LARGEST: tl.constexpr):
+def keep(vectors, numbers, scales, line, d, inside, DIM: tl.constexpr, LARGEST: tl.constexpr):
     """Vectors [HEADS, D] into the cache at `line` [HEADS, 1]; LARGEST: of the numbers that have a scale, else 0."""
     if LARGEST > 0:
         scale = tl.max(tl.abs(vectors), axis=1)[:, None] / LARGEST
@@ -74,9 +75,9 @@ def _place(
     if tile < q_tiles:
         heads = (tile * TILE + tl.arange(0, TILE))[:, None]
         inside = (heads < NUM_HEADS) & (d < DIM)
-        placed = _placed(row + heads * DIM, d, inside, q_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
+        vectors = placed(row + heads * DIM, d, inside, q_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
         target = queries + (token * NUM_HEADS + heads) * DIM + d
-        tl.store(target, placed.to(queries.dtype.element_ty), mask=inside)
+        tl.store(target, vectors.to(queries.dtype.element_ty), mask=inside)
     else:
         is_key = tile < q_tiles + kv_tiles
         first = tl.where(is_key, tile - q_tiles, tile - q_tiles - kv_tiles) * TILE
@@ -86,11 +87,11 @@ def _place(
         line = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
         if is_key:
             source = row + (NUM_HEADS + heads) * DIM
-            placed = _placed(source, d, inside, k_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
-            _keep(placed, keys, key_scales, line, d, inside, DIM, LARGEST)
+            vectors = placed(source, d, inside, k_norm, cos_row, sin_row, half, DIM, eps, HAS_NORM, HAS_ROPE)
+            keep(vectors, keys, key_scales, line, d, inside, DIM, LARGEST)
         else:
             plain = tl.load(row + (NUM_HEADS + KV_HEADS + heads) * DIM + d, mask=inside, other=0.0)
-            _keep(plain.to(tl.float32), values, value_scales, line, d, inside, DIM, LARGEST)
+            keep(plain.to(tl.float32), values, value_scales, line, d, inside, DIM, LARGEST)
 
 
 def place_qkv(
@@ -108,13 +109,13 @@ def place_qkv(
     queries = qkv.new_empty(num_tokens, num_heads, dim)
     q_norm, k_norm = norms or (qkv, qkv)
     cos, sin = angles or (qkv, qkv)
-    tile = min(8, triton.next_power_of_2(kv_heads))
-    tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
+    tile = min(8, next_power_of_2(kv_heads))
+    tiles = cdiv(num_heads, tile) + 2 * cdiv(kv_heads, tile)
     if num_tokens:
         _place[(num_tokens, tiles)](
             qkv, queries, cache.keys, cache.values, *scales_of(cache), slots, q_norm, k_norm, cos, sin,
             cos.shape[-1] if angles else 0, eps, qkv.stride(0),
-            num_heads, kv_heads, dim, triton.next_power_of_2(dim), block_size, tile,
+            num_heads, kv_heads, dim, next_power_of_2(dim), block_size, tile,
             norms is not None, angles is not None, LARGEST.get(cache.keys.dtype, 0.0),
             num_warps=4, **launch_options(),
         )  # fmt: skip

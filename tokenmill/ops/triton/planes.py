@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.strips import Cut, fetch_strip, join_splits, splits_for
 
 FP8 = torch.float8_e4m3fn
@@ -75,7 +76,7 @@ def rounded_rows(x: torch.Tensor) -> Rounded:
     num_rows, size = x.shape
     rounded = empty_planes(num_rows, size, x.device)
     _round_rows[(num_rows,)](
-        x.contiguous(), *rounded, size, rounded.planes.shape[1], triton.next_power_of_2(size),
+        x.contiguous(), *rounded, size, rounded.planes.shape[1], next_power_of_2(size),
         num_warps=8, **launch_options(),
     )  # fmt: skip
     return rounded
@@ -150,8 +151,8 @@ def two_planes_product(
     num_rows, _, num_in = rows.planes.shape
     num_out, device = len(values), values.device
     cut = cut or cut_for(num_rows, num_out, num_in)
-    padded = max(8, triton.next_power_of_2(num_rows))
-    strips = triton.cdiv(num_out, cut.strip)
+    padded = max(8, next_power_of_2(num_rows))
+    strips = cdiv(num_out, cut.strip)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
     parts = arrived = out
     if cut.splits > 1:

@@ -6,7 +6,6 @@ Keys and values are gathered from the paged cache once a layer, which costs a fe
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +14,7 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.decode_attention import scales_of
 from tokenmill.ops.triton.kernel import kernel_for_any
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 MIN_LENGTH = 1024  # below it the chunk kernel, which takes all rows in one launch, is as fast
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -60,8 +60,8 @@ def prompt_attention(
     num_rows, length, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     dense = queries.new_empty(2, num_rows, kv_heads, length, dim)
-    grid = (triton.cdiv(length, block_size), kv_heads, 2 * num_rows)
-    padded = triton.next_power_of_2(dim)
+    grid = (cdiv(length, block_size), kv_heads, 2 * num_rows)
+    padded = next_power_of_2(dim)
     _gather[grid](
         cache.keys, cache.values, *scales_of(cache), tables, dense, length, tables.stride(0), num_rows,
         kv_heads, dim, padded, block_size, cache.key_scales is not None, num_warps=4,

@@ -19,6 +19,7 @@ from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.planes import Rounded, empty_planes, store_rounded
 from tokenmill.ops.triton.quantized import Fp8Matrix, WordMatrix, fp8_linear, halves_linear, has_halves, rounded_product
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 HALVES = 0  # in the place of a number of planes
 
@@ -96,7 +97,7 @@ def join(
     normed, num_planes = _empty(num_rows, size, x.device, in_halves=in_halves)
     _join[(num_rows,)](
         x, x if stream is None else stream.total, weight, total, *normed, size, eps,
-        stream is not None, num_planes, triton.next_power_of_2(size), num_warps=8, **launch_options(),
+        stream is not None, num_planes, next_power_of_2(size), num_warps=8, **launch_options(),
     )  # fmt: skip
     return RoundedStream(total, normed)
 
@@ -116,8 +117,8 @@ def gated_linear(stream: RoundedStream, weight: LinearWeight, activation: Activa
     num_rows, inter = len(gate_up), gate_up.shape[1] // 2
     rows, num_planes = _empty(num_rows, inter, gate_up.device, in_halves=isinstance(stream.normed, Halves))
     # Halves have a scale for few columns, so that several programs can share the row.
-    block, warps = (1024, 4) if num_planes == HALVES else (triton.next_power_of_2(inter), 16)
-    _gate[(num_rows, triton.cdiv(inter, block))](
+    block, warps = (1024, 4) if num_planes == HALVES else (next_power_of_2(inter), 16)
+    _gate[(num_rows, cdiv(inter, block))](
         gate_up, *rows, inter, activation, num_planes, block, num_warps=warps, **launch_options()
     )
     return RoundedGate(rows, gate_up.dtype)

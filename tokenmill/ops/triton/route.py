@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.sizes import next_power_of_2
 
 
 @kernel
@@ -44,7 +44,7 @@ def route(logits: torch.Tensor, num_active: int, renormalize: bool) -> tuple[tor
     ids = torch.empty(num_tokens, num_active, dtype=torch.int64, device=logits.device)
     if num_tokens:
         _route[(num_tokens,)](
-            logits.contiguous(), weights, ids, num_experts, num_active, triton.next_power_of_2(num_active),
-            triton.next_power_of_2(num_experts), renormalize, num_warps=1, **launch_options(),
+            logits.contiguous(), weights, ids, num_experts, num_active, next_power_of_2(num_active),
+            next_power_of_2(num_experts), renormalize, num_warps=1, **launch_options(),
         )  # fmt: skip
     return weights, ids

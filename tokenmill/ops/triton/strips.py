@@ -29,6 +29,7 @@ from tokenmill.ops.triton.overlap import (
     let_next_begin,
     wait_for_previous,
 )
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.words import expand, has_ptx
 
 MAX_ROWS = 32
@@ -201,8 +202,8 @@ def _launch(
 ) -> torch.Tensor:
     x = x.contiguous()
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
-    padded = max(min_rows, triton.next_power_of_2(num_rows))
-    strips = triton.cdiv(num_out, cut.strip)
+    padded = max(min_rows, next_power_of_2(num_rows))
+    strips = cdiv(num_out, cut.strip)
     out = x.new_empty(num_rows, num_out)
     parts = arrived = out
     if cut.splits > 1:

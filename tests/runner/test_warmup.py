@@ -1,0 +1,120 @@
+"""No step has to wait for a compiler that a start, or the time beside the first requests, could have called: what steps
+of every kind launch is asked for beforehand. On tensors without memory, since only their shapes matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.tensors import TensorSpec, tensors_of
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.loading import Loader
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.kernel import Kernel
+from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.memory import graph_sizes
+from tokenmill.runner.warmup import WarmUp
+
+META = torch.device("meta")
+MAX_ROWS, MAX_CONTEXT, BUDGET = 256, 4096, 8192
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}  # fmt: skip
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+    "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+}  # fmt: skip
+PROMPTS = [2, 5, 12, 16, 17, 24, 33, 64, 65, 100, 128, 129, 300, 600, 900]
+
+
+class Shapes:
+    """Weights of a model, without numbers."""
+
+    def __init__(self, tensors: dict[str, TensorSpec]) -> None:
+        self._tensors = tensors
+
+    def get(self, name: str) -> RawTensor:
+        tensor = self._tensors[name]
+        dtype = torch.float32 if tensor.kind == "vector" else torch.bfloat16
+        return RawTensor(name, tensor.shape, torch.empty(tensor.shape, dtype=dtype, device=META))
+
+
+class Compiled:
+    def join(self) -> None:
+        pass
+
+
+def asked_at_once(ask: Callable[[], None]) -> Compiled:
+    ask()
+    return Compiled()
+
+
+def warm_up_for(config: dict[str, Any], quantization: str) -> WarmUp:
+    spec = spec_from_hf(config)
+    source: Any = Shapes(tensors_of(spec))
+    model = Decoder(spec, Loader(source, build_ops(quantization), torch.bfloat16, META), MAX_CONTEXT)
+    storage = KVStorage(KVLayout.from_spec(spec), 2, 16, torch.bfloat16, META)
+    with patch("torch.cuda.graph_pool_handle"):
+        graphs = DecodeGraphs(model, storage, DeviceDraws(spec.vocab_size, 4, META), 4, 13, MAX_CONTEXT)
+    return WarmUp(model, storage, graphs, MAX_ROWS, MAX_CONTEXT)
+
+
+def specialised(parameter: Any, value: Any) -> Any:
+    """What a compiled kernel depends on"""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if parameter.is_constexpr:
+        return value
+    is_number = isinstance(value, int) and not parameter.do_not_specialize
+    return (value == 1, value % 16 == 0) if is_number else type(value)
+
+
+def forms(work: Callable[[], object]) -> set[Any]:
+    found = set()
+
+    def launch(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        jitted = self._jitted
+        kinds = [specialised(parameter, value) for parameter, value in zip(jitted.params, args, strict=False)]
+        found.add((jitted.fn.__name__, *kinds, *options.items()))
+
+    with (
+        patch.object(Kernel, "_launch", launch),
+        patch.object(torch.Tensor, "pin_memory", lambda self: self),
+        patch("tokenmill.runner.warmup.compile_beside", asked_at_once),
+    ):
+        work()
+    return found
+
+
+@pytest.mark.parametrize(("config", "quantization"), [(QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int4")])
+def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str) -> None:
+    warm_up = warm_up_for(config, quantization)
+    at_start = forms(lambda: warm_up.compile_first(BUDGET))
+    # One request after another, prompts or what of them is not cached: right after a start.
+    for length in (16, 100, 128):
+        assert not forms(lambda length=length: warm_up._rehearse([(64, length)])) - at_start
+    assert not forms(lambda: warm_up._compute(warm_up._decoding(1))) - at_start
+    asked = at_start | forms(warm_up.compile_rest)
+    for length in PROMPTS:
+        assert not forms(lambda length=length: warm_up._rehearse([(0, length)])) - asked, length
+        beside = [(700, 1)] * 2 + [(5, length)]
+        assert not forms(lambda beside=beside: warm_up._rehearse(beside)) - asked, length
+    for size in graph_sizes(MAX_ROWS):
+        assert not forms(lambda size=size: warm_up._compute(warm_up._decoding(size))) - asked, size

@@ -22,7 +22,7 @@ import triton.language as tl
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv
-from tokenmill.ops.triton.strips import join_splits, splits_for
+from tokenmill.ops.triton.strips import join_splits, share_of_strip, splits_for
 from tokenmill.ops.triton.words import has_ptx
 
 SPAN, GROUP = 32, 128
@@ -130,13 +130,9 @@ def _one_row(
     """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
     IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale."""
     let_next_begin(OVERLAPS)
-    strip = tl.program_id(0)
     places = tl.arange(0, SPAN)
     row_words = num_in // 8
-    share = tl.cdiv(row_words, SPLITS * SPAN) * SPAN
-    low = tl.program_id(1) * share
-    high = tl.minimum(low + share, row_words)
-    stands = strip * STRIP + tl.arange(0, STRIP)
+    strip, stands, low, high = share_of_strip(row_words, STRIP, SPAN, SPLITS)
     lines = weight + (stands % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
     line_scales = scales + (stands % num_out) * (num_in // 128)
     words = tl.load(lines + low, mask=low + places[None, :] < high, other=0)

@@ -37,35 +37,37 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         asked = _asked.get()
-        if asked is None:
-            self._run(grid, args, options)
-        elif (form := (self, *map(_form, args), *options.items())) not in asked:
-            asked.add(form)
-            self._jitted.warmup(*args, grid=grid, **options)
-
-    def _run(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        key = (
-            *[arg if is_constant else _kind(arg) for arg, is_constant in zip(args, self._is_constant, strict=False)],
-            *options.values(),
-        )
+        if asked is not None:
+            self._ask(asked, grid, args, options)
+            return
+        kinds = [arg if is_constant else _kind(arg) for arg, is_constant in zip(args, self._is_constant, strict=False)]
+        key = (*kinds, *options.values())
         found = self._made.get(key)
         if found is None:
-            made = self._jitted[grid](*args, **options)
-            if isinstance(made, CompiledKernel):
-                named = tuple(options[parameter.name] for parameter in self._jitted.params[len(args) :])
-                self._made[key] = (made.run, made.function, made.packed_metadata, named)
+            self._make(key, self._jitted[grid](*args, **options), args, options)
             return
         run, function, metadata, named = found
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         run(*grid, *(1, 1, 1)[len(grid) :], stream, function, metadata, None, None, None, *args, *named)
 
+    def _ask(self, asked: set[Any], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        form = (self, *map(_form, args), *options.items())
+        if form not in asked:
+            asked.add(form)
+            self._jitted.warmup(*args, grid=grid, **options)
+
+    def _make(self, key: Any, made: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if isinstance(made, CompiledKernel):  # and not one that is interpreted, or still being made
+            named = tuple(options[parameter.name] for parameter in self._jitted.params[len(args) :])
+            self._made[key] = (made.run, made.function, made.packed_metadata, named)
+
 
 def _kind(arg: Any) -> Any:
     """What a compiled kernel depends on"""
     if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
+        return arg.dtype if not arg.data_ptr() & 15 else (arg.dtype,)
     if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
+        return (arg == 1, not arg & 15, -(2**31) <= arg < 2**31)
     return type(arg)
 
 

@@ -65,5 +65,6 @@ def arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
+@cache
 def launch_options() -> dict[str, Any]:
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps() else {"OVERLAPS": False}

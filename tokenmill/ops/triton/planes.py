@@ -20,7 +20,7 @@ import triton.language as tl
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
-from tokenmill.ops.triton.strips import Cut, fetch_strip, join_splits, splits_for
+from tokenmill.ops.triton.strips import Cut, fetch_strip, join_splits, share_of_strip, splits_for
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = tl.constexpr(448.0)
@@ -90,12 +90,8 @@ def _two_planes(
 ) -> None:  # fmt: skip
     """STRIDE columns at a time; IS_EVEN: which a row is a number of"""
     let_next_begin(OVERLAPS)
-    strip = tl.program_id(0)
-    columns = tl.arange(0, STRIDE)
-    share = tl.cdiv(num_in, SPLITS * STRIDE) * STRIDE
-    low = tl.program_id(1) * share
-    high = tl.minimum(low + share, num_in)
-    lines, planes = strip * STRIP + tl.arange(0, STRIP), tl.arange(0, 2 * ROWS)
+    strip, lines, low, high = share_of_strip(num_in, STRIP, STRIDE, SPLITS)
+    columns, planes = tl.arange(0, STRIDE), tl.arange(0, 2 * ROWS)
     # Lines beyond the last are read as others, so that no load of the matrix is masked by them.
     matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + planes[:, None] * num_in + columns[None, :]

@@ -49,6 +49,15 @@ class Cut:
 
 
 @triton.jit
+def share_of_strip(num_columns, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr):
+    """A program's strip, the lines in it, and its share [low, high) of their columns, whole strides"""
+    strip = tl.program_id(0)
+    share = tl.cdiv(num_columns, SPLITS * STRIDE) * STRIDE
+    low = tl.program_id(1) * share
+    return strip, strip * STRIP + tl.arange(0, STRIP), low, tl.minimum(low + share, num_columns)
+
+
+@triton.jit
 def join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     """All splits' sums for the program that comes last, which `is_last` tells; its own for the others."""
     tile = tl.arange(0, STRIP)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -92,12 +101,8 @@ def _strips(
 ) -> None:  # fmt: skip
     """Plain matrices, STRIDE columns at a time"""
     let_next_begin(OVERLAPS)
-    strip = tl.program_id(0)
-    columns = tl.arange(0, STRIDE)
-    share = tl.cdiv(num_in, SPLITS * STRIDE) * STRIDE
-    low = tl.program_id(1) * share
-    high = tl.minimum(low + share, num_in)
-    lines, rows = strip * STRIP + tl.arange(0, STRIP), tl.arange(0, ROWS)
+    strip, lines, low, high = share_of_strip(num_in, STRIP, STRIDE, SPLITS)
+    columns, rows = tl.arange(0, STRIDE), tl.arange(0, ROWS)
     # Lines and rows beyond the last are read as others, so that no load is masked by them.
     matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
@@ -122,13 +127,9 @@ def _expanding_strips(
 ) -> None:  # fmt: skip
     """Matrices of words, WORDS at a time (see `expand`). GROUP columns share a scale."""
     let_next_begin(OVERLAPS)
-    strip = tl.program_id(0)
-    places = tl.arange(0, WORDS)
     row_words = num_in // 8
-    share = tl.cdiv(row_words, SPLITS * WORDS) * WORDS
-    low = tl.program_id(1) * share
-    high = tl.minimum(low + share, row_words)
-    lines, rows = strip * STRIP + tl.arange(0, STRIP), tl.arange(0, ROWS)
+    strip, lines, low, high = share_of_strip(row_words, STRIP, WORDS, SPLITS)
+    places, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
     matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + places[None, :]
     if FETCHED and OVERLAPS:

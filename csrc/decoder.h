@@ -93,6 +93,7 @@ class Decoder {
   int vocab() const { return vocab_; }
   int num_layers() const { return static_cast<int>(layers_.size()); }
   const Kernels& kernels() const { return *kernels_; }
+  Pool& pool() { return pool_; }
   size_t weight_bytes() const;
 
  private:

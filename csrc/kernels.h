@@ -105,6 +105,19 @@ struct Best {
   bool has_nan = false;
 };
 
+// How a token is drawn: logits over the temperature (0: as they are), the `top_k` highest of them (0: all), then of the
+// probabilities what top-p (1: all) and then min-p (0: all) leave, and in that the token at `uniform`, in [0, 1).
+struct DrawKnobs {
+  float temperature = 0.0f;
+  int64_t top_k = 0;
+  double top_p = 1.0, min_p = 0.0, uniform = 0.0;
+  bool takes_best = false;  // the highest logit, whatever the others say
+};
+struct DrawRoom {  // memory of one thread, kept from draw to draw
+  std::vector<float> logits;
+  std::vector<int32_t> tokens;
+};
+
 struct Kernels {
   const char* name;
   int small_rows;  // up to so many rows one tile holds them all
@@ -139,11 +152,8 @@ struct Kernels {
   void (*softcap)(float* x, float cap, int size);
   // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them
   void (*take_best)(const float* x, int size, int place, Best&);
-  // `size` logits over their temperature (0: as they are), -inf where they are not among the `top_k` highest (0: all
-  // are) and up to `padded`; false, and nothing written, where the highest is no finite number
-  bool (*shape_row)(const float* x, int size, float temperature, int64_t top_k, int padded, float* out);
-  // the token at `uniform`, in [0, 1), of the probabilities that top-p (1: none) and then min-p (0: none) leave
-  int (*draw_row)(const float* probs, int size, double top_p, double min_p, double uniform);
+  void (*softmax_row)(const float* x, int size, float* out);  // zeros where the highest is no finite number
+  int (*draw_token)(const float* logits, int size, const DrawKnobs&, DrawRoom&);  // -1 where it is none
 };
 
 inline constexpr int kTilesPerCall = 24;  // most row tiles in one call of `linear`

@@ -3,13 +3,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 
@@ -112,6 +112,8 @@ class HeldDecoder : public Decoder {
   using Decoder::Decoder;
   StepRows rows;
   std::vector<float> states;  // [wanted][hidden]
+  std::vector<float> logit_lines;  // [wanted][vocab]
+  std::vector<DrawRoom> draw_rooms;  // one a thread
   double kernel_s = 0.0;
 
   template <class Work>
@@ -203,9 +205,8 @@ const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Number
   return batch;
 }
 
-std::pair<Numbers, std::vector<float>> best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
-                                                 const std::vector<Numbers>& tokens, const Numbers& wanted,
-                                                 const Tables& tables, int block_size) {
+Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
+                  const Numbers& wanted, const Tables& tables, int block_size) {
   const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
   Numbers places(static_cast<size_t>(batch.wanted));
   std::vector<float> values(static_cast<size_t>(batch.wanted));
@@ -214,7 +215,9 @@ std::pair<Numbers, std::vector<float>> best_next(HeldDecoder& decoder, const Num
     decoder.forward(batch, decoder.states.data());
     decoder.best_logits(decoder.states.data(), batch.wanted, places.data(), values.data());
   });
-  return {std::move(places), std::move(values)};
+  for (size_t i = 0; i < places.size(); ++i)
+    if (!std::isfinite(values[i])) places[i] = -1;
+  return places;
 }
 
 void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
@@ -231,37 +234,75 @@ void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& start
 
 // ── draws: tokenmill/sampling/native_draws.py ──
 
-// Line lines[i] of the logits, shaped, becomes row i of `out`; sound[i] is 0 where it has no finite highest number.
-void shape_rows(Array<const float, 2> logits, Array<const int64_t, 1> lines, Array<const float, 1> temperatures,
-                Array<const int64_t, 1> top_ks, Array<float, 2> out, Array<uint8_t, 1> sound, const std::string& isa) {
-  const size_t count = lines.shape(0), size = logits.shape(1), padded = out.shape(1);
-  if (temperatures.shape(0) != count || top_ks.shape(0) != count || out.shape(0) != count || sound.shape(0) != count ||
-      padded < size || padded % 16 != 0)
-    throw std::invalid_argument("the arrays of the lines do not fit together");
-  for (size_t i = 0; i < count; ++i)
-    if (lines.data()[i] < 0 || static_cast<size_t>(lines.data()[i]) >= logits.shape(0))
-      throw std::out_of_range("there is no such line");
+// One entry a line of the logits.
+struct Draws {
+  const std::vector<float>& temperatures;
+  const Numbers& top_ks;
+  const std::vector<double>&top_ps, &min_ps, &uniforms;
+  const std::vector<bool>& takes_best;
+
+  void check(size_t count) const {
+    if (temperatures.size() != count || top_ks.size() != count || top_ps.size() != count || min_ps.size() != count ||
+        uniforms.size() != count || takes_best.size() != count)
+      throw std::invalid_argument("the knobs are not as many as the lines");
+  }
+  DrawKnobs knobs(size_t i) const {
+    return {temperatures[i], top_ks[i], top_ps[i], min_ps[i], uniforms[i], takes_best[i]};
+  }
+};
+
+// Tokens drawn from the lines of the logits that are named, -1 where the highest logit is no finite number.
+Numbers draw_rows(Array<const float, 2> logits, const Numbers& lines, const std::vector<float>& temperatures,
+                  const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
+                  const std::vector<double>& uniforms, const std::vector<bool>& takes_best, const std::string& isa) {
+  const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
+  draws.check(lines.size());
+  for (const int64_t line : lines)
+    if (line < 0 || static_cast<size_t>(line) >= logits.shape(0)) throw std::out_of_range("there is no such line");
   const Kernels& kernels = kernels_or_best(isa);
+  Numbers tokens(lines.size());
+  DrawRoom room;
   nb::gil_scoped_release free;
-  for (size_t i = 0; i < count; ++i)
-    sound.data()[i] = kernels.shape_row(logits.data() + static_cast<size_t>(lines.data()[i]) * size, static_cast<int>(size),
-                                        temperatures.data()[i], top_ks.data()[i], static_cast<int>(padded),
-                                        out.data() + i * padded);
+  for (size_t i = 0; i < lines.size(); ++i)
+    tokens[i] = kernels.draw_token(logits.data() + static_cast<size_t>(lines[i]) * logits.shape(1),
+                                   static_cast<int>(logits.shape(1)), draws.knobs(i), room);
+  return tokens;
 }
 
-void draw_rows(Array<const float, 2> probs, Array<const double, 1> top_ps, Array<const double, 1> min_ps,
-               Array<const double, 1> uniforms, Array<const uint8_t, 1> sound, Array<int64_t, 1> tokens,
-               const std::string& isa) {
-  const size_t count = probs.shape(0), size = probs.shape(1);
-  if (top_ps.shape(0) != count || min_ps.shape(0) != count || uniforms.shape(0) != count || sound.shape(0) != count ||
-      tokens.shape(0) != count || size == 0)
-    throw std::invalid_argument("the arrays of the lines do not fit together");
+// The whole of a step that ends with draws; drawing is the host's time, not the kernels'.
+Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
+                  const Numbers& wanted, const Tables& tables, int block_size, const std::vector<float>& temperatures,
+                  const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
+                  const std::vector<double>& uniforms, const std::vector<bool>& takes_best) {
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
+  const size_t count = static_cast<size_t>(batch.wanted), vocab = static_cast<size_t>(decoder.vocab());
+  const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
+  draws.check(count);
+  decoder.logit_lines.resize(std::max(decoder.logit_lines.size(), count * vocab));
+  decoder.draw_rooms.resize(static_cast<size_t>(decoder.pool().threads()));
+  Numbers drawn(count);
+  nb::gil_scoped_release free;
+  decoder.timed([&] {
+    decoder.forward(batch, decoder.states.data());
+    decoder.logits(decoder.states.data(), batch.wanted, decoder.logit_lines.data());
+  });
+  const Kernels& kernels = best_kernels();  // as everywhere else where tokens are drawn
+  decoder.pool().run(batch.wanted, [&](int line, int thread) {
+    const size_t i = static_cast<size_t>(line);
+    drawn[i] = kernels.draw_token(decoder.logit_lines.data() + i * vocab, static_cast<int>(vocab), draws.knobs(i),
+                                  decoder.draw_rooms[static_cast<size_t>(thread)]);
+  });
+  return drawn;
+}
+
+void softmax_rows(Array<const float, 2> logits, Array<float, 2> out, const std::string& isa) {
+  if (out.shape(0) != logits.shape(0) || out.shape(1) != logits.shape(1))
+    throw std::invalid_argument("logits and out differ in shape");
   const Kernels& kernels = kernels_or_best(isa);
   nb::gil_scoped_release free;
-  for (size_t i = 0; i < count; ++i)
-    if (sound.data()[i] != 0)
-      tokens.data()[i] = kernels.draw_row(probs.data() + i * size, static_cast<int>(size), top_ps.data()[i],
-                                          min_ps.data()[i], uniforms.data()[i]);
+  for (size_t i = 0; i < logits.shape(0); ++i)
+    kernels.softmax_row(logits.data() + i * logits.shape(1), static_cast<int>(logits.shape(1)),
+                        out.data() + i * logits.shape(1));
 }
 
 // ── single kernels, for tests and benchmarks ──
@@ -373,8 +414,9 @@ NB_MODULE(_native, m) {
   m.def("load_library", &load_library, "path"_a);
   m.def("embed_rows", &embed_rows, "matrix"_a, "ids"_a, "scale"_a, "out"_a, "isa"_a = "");
 
-  m.def("shape_rows", &shape_rows, "logits"_a, "lines"_a, "temperatures"_a, "top_ks"_a, "out"_a, "sound"_a, "isa"_a = "");
-  m.def("draw_rows", &draw_rows, "probs"_a, "top_ps"_a, "min_ps"_a, "uniforms"_a, "sound"_a, "tokens"_a, "isa"_a = "");
+  m.def("softmax_rows", &softmax_rows, "logits"_a, "out"_a, "isa"_a = "");
+  m.def("draw_rows", &draw_rows, "logits"_a, "lines"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a,
+        "uniforms"_a, "takes_best"_a, "isa"_a = "");
 
   nb::class_<Matrix>(m, "Matrix")
       .def_ro("rows", &Matrix::rows)
@@ -477,6 +519,8 @@ NB_MODULE(_native, m) {
       .def("best_logits", &best_logits, "hidden"_a, "places"_a, "values"_a)
       .def("best_next", &best_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a)
       .def("logits_next", &logits_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a, "out"_a)
+      .def("draw_next", &draw_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
+           "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a, "uniforms"_a, "takes_best"_a)
       .def_ro("kernel_s", &HeldDecoder::kernel_s)
       .def_prop_ro("weight_bytes", &HeldDecoder::weight_bytes)
       .def_prop_ro("instruction_set", [](const HeldDecoder& d) { return std::string(d.kernels().name); });

@@ -1,6 +1,7 @@
 // From logits to a token where a row asks for nothing but temperature, top-k, top-p and min-p: what tokenmill/sampling
-// does with tensors, to the same bit, without sorting the vocabulary. Between the two functions torch takes the softmax.
-// All sums are of whole numbers (2^-50 of the whole), so no result depends on the order of adding.
+// does with tensors, to the same bit, without sorting the vocabulary and, with top-k, without ever writing it down.
+// All sums are of whole numbers, so no result depends on the order of adding, or on what was left out before it as too
+// unlikely to count.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,9 +27,9 @@ inline void for_reaching(const float* x, int size, float least, Body body) {
 
 // The k-th largest of `size` numbers. Of k groups that hold the k highest maxima each has one number that reaches the
 // lowest of these: so only numbers that do are looked at closely.
-inline float kth_largest(const float* x, int size, int k) {
+inline float kth_largest(const float* x, int size, int k, std::vector<float>& numbers) {
   const int step = 16 * std::clamp(size / (4 * k), 1, 64);  // a group is one lane of so many numbers
-  std::vector<float> numbers;
+  numbers.clear();
   for (int i = 0; i + 16 <= size; i += step) {
     Floats highest = load(x + i);
     for (int j = i + 16; j + 16 <= std::min(size, i + step); j += 16) highest = max(highest, load(x + j));
@@ -47,19 +48,54 @@ inline float kth_largest(const float* x, int size, int k) {
   return numbers[static_cast<size_t>(k - 1)];
 }
 
-inline bool shape_row(const float* x, int size, float temperature, int64_t top_k, int padded, float* out) {
+// Logits over their temperature. A larger logit never becomes smaller than a smaller one, but may become its equal.
+struct Scale {
+  float highest, temperature;  // 0: logits stay as they are
+  float operator()(float x) const { return temperature == 0.0f ? x : (x - highest) / temperature; }
+};
+
+inline void scale_all(const float* x, int size, const Scale& scale, std::vector<float>& out) {
+  out.resize(static_cast<size_t>(size));
+  if (scale.temperature == 0.0f) std::copy_n(x, size, out.data());
+  else
+    for (int i = 0; i < size; ++i) out[static_cast<size_t>(i)] = (x[i] - scale.highest) / scale.temperature;
+}
+
+// The logits that reach the k-th largest once they are scaled, and their tokens; false: all of them do.
+inline bool scale_highest(const float* x, int size, int64_t k, const Scale& scale, DrawRoom& room) {
+  if (k <= 0 || k >= size) return false;
+  const float kth = kth_largest(x, size, static_cast<int>(k), room.logits);
+  if (kth == kNothing) return false;
+  const float least = scale(kth), nearly = kth - 1e-6f * (scale.highest - kth);  // roundings are of 1e-7 each
+  room.logits.clear();
+  room.tokens.clear();
+  for_reaching(x, size, nearly, [&](int i) {
+    const float scaled = scale(x[i]);
+    if (scaled < least) return;
+    room.logits.push_back(scaled);
+    room.tokens.push_back(i);
+  });
+  return true;
+}
+
+// Probabilities in place of numbers of which `highest` is the largest. What is e^-40 as likely as it counts as nothing.
+inline void softmax(float* x, int size, float highest) {
+  const Floats least = splat(-40.0f), nothing = exp(least);
+  in_vectors(size, x, [&](int i, Floats some, int count) {
+    store_some(x + i, sub(exp(max(sub(some, splat(highest)), least)), nothing), count);
+  });
+  int64_t sum = 0;  // whole numbers of 2^-40
+  for (int i = 0; i < size; ++i) sum += static_cast<int64_t>(x[i] * 1099511627776.0f);
+  const float total = static_cast<float>(static_cast<double>(sum) / 1099511627776.0);
+  for (int i = 0; i < size; ++i) x[i] /= total;
+}
+
+inline void softmax_row(const float* x, int size, float* out) {
   Best best;
   take_best(x, size, 0, best);
-  if (best.has_nan || !std::isfinite(best.value)) return false;
-  if (temperature == 0.0f) std::copy_n(x, size, out);
-  else
-    for (int i = 0; i < size; ++i) out[i] = (x[i] - best.value) / temperature;
-  std::fill(out + size, out + padded, kNothing);
-  if (top_k > 0 && top_k < padded) {
-    const float least = kth_largest(out, padded, static_cast<int>(top_k));
-    for (int i = 0; i < padded; ++i) out[i] = out[i] < least ? kNothing : out[i];
-  }
-  return true;
+  const bool is_sound = !best.has_nan && std::isfinite(best.value);
+  for (int i = 0; i < size; ++i) out[i] = is_sound ? x[i] : 0.0f;
+  if (is_sound) softmax(out, size, best.value);
 }
 
 inline constexpr float kWhole = 1125899906842624.0f;  // 2^50
@@ -169,6 +205,21 @@ inline int draw_row(const float* probs, int size, double top_p, double min_p, do
   }
   const int at = pass(found.masses.data(), static_cast<int>(found.masses.size()), target_of(uniform, found.total));
   return found.tokens[static_cast<size_t>(at)];
+}
+
+inline int draw_token(const float* x, int size, const DrawKnobs& knobs, DrawRoom& room) {
+  Best best;
+  take_best(x, size, 0, best);
+  if (best.has_nan || !std::isfinite(best.value)) return -1;
+  if (knobs.takes_best) return best.place;
+  const Scale scale{best.value, knobs.temperature};
+  const bool is_part = scale_highest(x, size, knobs.top_k, scale, room);
+  if (!is_part) scale_all(x, size, scale, room.logits);
+  float* probs = room.logits.data();
+  const int count = static_cast<int>(room.logits.size());
+  softmax(probs, count, scale(best.value));
+  const int at = draw_row(probs, count, knobs.top_p, knobs.min_p, knobs.uniform);
+  return is_part ? room.tokens[static_cast<size_t>(at)] : at;
 }
 
 }  // namespace tokenmill::TM_ISA

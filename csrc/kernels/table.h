@@ -25,8 +25,8 @@ inline Kernels make_table(const char* name) {
   k.join = join;
   k.softcap = softcap;
   k.take_best = take_best;
-  k.shape_row = shape_row;
-  k.draw_row = draw_row;
+  k.softmax_row = softmax_row;
+  k.draw_token = draw_token;
   return k;
 }
 

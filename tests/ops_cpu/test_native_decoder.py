@@ -20,8 +20,9 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import WeightSource
 from tokenmill.models.rope import make_rope_table
-from tokenmill.ops.batch import DrawingRows, ForwardBatch, GroupTables
+from tokenmill.ops.batch import DrawingRows, DrawKnobs, ForwardBatch, GroupTables
 from tokenmill.ops.cpu import instruction_sets, is_available
+from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import OpsWanted
@@ -287,13 +288,20 @@ def test_rows_as_lists_are_the_same_batch() -> None:
     wanted = [1, 3, 0, 1]
     by_tensors, by_lists = storage_for(spec, 8), storage_for(spec, 8)
     model.forward(batch_of(spec, prompts), by_tensors)
-    assert model.best_next(drawing_rows(spec, prompts, [0, 0, 0]), by_lists) == ([], [])
+    assert model.best_next(drawing_rows(spec, prompts, [0, 0, 0]), by_lists) == []
     ends = np.cumsum([len(fed) for _, fed, _ in going_on])
     lines = [end - back for end, num in zip(ends, wanted, strict=True) for back in range(num, 0, -1)]
     expected = model.logits(model.forward(batch_of(spec, going_on), by_tensors))[lines]
     rows = drawing_rows(spec, going_on, wanted)
     assert torch.equal(model.logits_next(rows, by_lists), expected)
-    assert model.best_next(rows, by_lists) == (expected.argmax(-1).tolist(), expected.amax(-1).tolist())
+    assert model.best_next(rows, by_lists) == expected.argmax(-1).tolist()
+    knobs = DrawKnobs([0.7, 0.0, 2.0, 0.0, 0.0], [0, 9, 0, 0, 0], [1.0, 1.0, 0.6, 1.0, 1.0], [0.0] * 5, [0.9] * 5, [])
+    with pytest.raises(ValueError, match="knobs"):
+        model.draw_next(rows, knobs, by_lists)
+    knobs = knobs._replace(takes_best=[False, False, False, False, True])
+    drawn = model.draw_next(rows, knobs, by_lists)
+    assert drawn == native().draw_rows(expected, list(range(5)), *knobs) and drawn[4] == expected[4].argmax()
+    assert drawn != model.best_next(rows, by_lists)
     for wrong in ({"starts": [1]}, {"rows": [0, 1, 2, 8]}, {"starts": [31, 33, 0, 380]}, {"num_wanted": [2, 0, 0, 0]}):
         with pytest.raises(ValueError, match="row"):
             model.best_next(rows._replace(**wrong), by_lists)
@@ -304,6 +312,10 @@ def test_one_logit_that_is_no_number_is_told() -> None:
     weights.tensors["embed.weight"].data[70, 5] = torch.nan
     model = native_model(LLAMA, weights)
     assert model.best_logits(torch.ones(2, LLAMA.hidden_size))[1].isnan().all()
+    rows = drawing_rows(LLAMA, [(1, [3], 0)], [1])
+    assert model.best_next(rows, storage_for(LLAMA, 8)) == [-1]
+    knobs = DrawKnobs([0.0], [0], [1.0], [0.0], [0.5], [False])
+    assert model.draw_next(rows, knobs, storage_for(LLAMA, 8)) == [-1]
 
 
 def test_long_contexts_shared_by_threads_change_no_bit() -> None:

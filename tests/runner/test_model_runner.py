@@ -9,7 +9,8 @@ import torch
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.ops.batch import DrawingRows
+from tokenmill.ops.batch import DrawingRows, DrawKnobs
+from tokenmill.ops.cpu import is_available
 from tokenmill.params import SamplingParams
 from tokenmill.runner import prompt_scores
 from tokenmill.runner.runner import ModelRunner
@@ -26,8 +27,8 @@ def make_runner(model: Model, max_rows: int = 4) -> ModelRunner:
     return ModelRunner(model, storage, Sampler(VOCAB, max_rows, CPU), max_rows, max_context=64)
 
 
-def new_row(row: int, prompt: list[int], pooling: Pooling | None = None) -> NewRow:
-    params = SamplingParams(temperature=0.0)
+def new_row(row: int, prompt: list[int], pooling: Pooling | None = None, temperature: float = 0.0) -> NewRow:
+    params = SamplingParams(temperature=temperature)
     return NewRow(
         row=row,
         params=params,
@@ -99,22 +100,28 @@ class DirectModel(ScriptedModel):
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
-        self.asked: list[tuple[list[int], list[int]]] = []
+        self.asked: list[tuple[str, list[int], list[int]]] = []
 
     @property
     def direct(self) -> DirectModel:  # type: ignore[override]
         return self
 
+    def best_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
+        return self._after("best", rows).argmax(dim=-1).tolist()
+
+    def draw_next(self, rows: DrawingRows, knobs: DrawKnobs, storage: KVStorage) -> list[int]:
+        assert len(knobs.uniforms) == len(set(knobs.uniforms)) == sum(rows.num_wanted)
+        return self._after("draw", rows).argmax(dim=-1).tolist()
+
     def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
-        self.asked.append((rows.rows, rows.num_wanted))
+        return self._after("logits", rows)
+
+    def _after(self, head: str, rows: DrawingRows) -> torch.Tensor:
+        self.asked.append((head, rows.rows, rows.num_wanted))
         states: list[tuple[int, int]] = []
         for start, tokens, num in zip(rows.starts, rows.token_ids, rows.num_wanted, strict=True):
             states += list(enumerate(tokens, start))[len(tokens) - num :]
         return self.logits(torch.tensor(states, dtype=torch.float64).view(-1, 2))
-
-    def best_next(self, rows: DrawingRows, storage: KVStorage) -> tuple[list[int], list[float]]:
-        values, tokens = self.logits_next(rows, storage).max(dim=-1)
-        return tokens.tolist(), values.tolist()
 
 
 def test_a_model_may_take_the_rows_as_they_are() -> None:
@@ -127,15 +134,21 @@ def test_a_model_may_take_the_rows_as_they_are() -> None:
         RowPlan(row=2, start=0, token_ids=[9, 9], table_updates=tables([3])),
         RowPlan(row=0, start=2, token_ids=[3, 4, 6], sample=True, num_drafts=2),
     ]
-    mixed = runner.run(StepPlan(new_rows=[new_row(1, [7]), new_row(2, [9, 9, 9])], rows=rows)).rows
+    mixed = runner.run(StepPlan(new_rows=[new_row(1, [7]), new_row(2, [9, 9, 9], temperature=1.0)], rows=rows)).rows
     assert [result.token_ids for result in mixed] == [[8], [], [4, 5]]
     assert mixed[0].logprobs is not None and mixed[0].logprobs[0].token_id == 8
-    assert model.asked == [([0], [0]), ([1, 2, 0], [1, 0, 3])]
+    going_on = [
+        RowPlan(row=1, start=1, token_ids=[8], sample=True, output_index=1),
+        RowPlan(row=2, start=2, token_ids=[9, 10, 12], sample=True, num_drafts=2),
+    ]
+    assert [result.token_ids for result in runner.run(StepPlan(rows=going_on)).rows] == [[9], [10, 11]]
+    asked = [("best", [0], [0]), ("logits", [1, 2, 0], [1, 0, 3]), ("draw", [1, 2], [1, 3])]
+    assert model.asked == (asked if is_available()[0] else [*asked[:2], ("logits", *asked[2][1:])])
     vector = RowPlan(row=3, start=0, token_ids=[5], table_updates=tables([4]))
     beside = RowPlan(row=0, start=4, token_ids=[5], sample=True, output_index=2)
     pooled, drawn = runner.run(StepPlan(new_rows=[new_row(3, [5], Pooling())], rows=[vector, beside])).rows
     assert pooled.embedding is not None and drawn.token_ids == [6]
-    assert len(model.asked) == 2
+    assert len(model.asked) == 3
 
 
 def answers(runner: ModelRunner, prompts: dict[int, list[int]], count: int, groups: int) -> dict[int, list[int]]:

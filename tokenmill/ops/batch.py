@@ -51,6 +51,17 @@ class DrawingRows(NamedTuple):
     block_size: int
 
 
+class DrawKnobs(NamedTuple):
+    """How tokens are drawn from logits; one entry a line."""
+
+    temperatures: list[float]  # 0: the logits stay as they are
+    top_ks: list[int]  # 0: all
+    top_ps: list[float]
+    min_ps: list[float]
+    uniforms: list[float]  # in [0, 1): which token of what is left
+    takes_best: list[bool]  # the highest logit, whatever else is said
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each.

@@ -21,12 +21,12 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
-from tokenmill.ops.batch import DrawingRows
+from tokenmill.ops.batch import DrawingRows, DrawKnobs
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.prompt_scores import score_prompt, scored_tokens
 from tokenmill.runner.rows import Rows
+from tokenmill.sampling.chosen import Chosen, HeadOutput, chosen_highest
 from tokenmill.sampling.draw import Drawn
-from tokenmill.sampling.highest import HeadOutput, Highest
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence"
@@ -40,6 +40,8 @@ class RowSampler(Protocol):
     def observe(self, rows: Sequence[RowPlan]) -> None: ...
 
     def needs_logits(self, rows: Sequence[RowPlan]) -> bool: ...
+
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawKnobs | None: ...
 
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]: ...
 
@@ -107,12 +109,17 @@ class ModelRunner:
             block_size=self.storage.block_size,
         )
         drawing = [plan for plan in plans if plan.sample]
-        if self.sampler.needs_logits(drawing):
-            head: HeadOutput = model.logits_next(rows, self.storage)
-        else:
-            head = Highest(*model.best_next(rows, self.storage))
+        head = self._direct_head(model, rows, drawing)
         drawn = iter(self.sampler.verify(head, drawing, masks))
         return [drawn_result(plan.row, next(drawn) if plan.sample else (), None) for plan in plans]
+
+    def _direct_head(self, model: DirectModel, rows: DrawingRows, drawing: Sequence[RowPlan]) -> HeadOutput:
+        if not self.sampler.needs_logits(drawing):
+            return Chosen(model.best_next(rows, self.storage))
+        knobs = self.sampler.plain_draws(drawing)
+        if knobs is not None:
+            return Chosen(model.draw_next(rows, knobs, self.storage))
+        return model.logits_next(rows, self.storage)
 
     # ── any rows ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -155,8 +162,7 @@ class ModelRunner:
         best_logits = self.model.best_logits
         if best_logits is None or self.sampler.needs_logits(plans):
             return self.model.logits(hidden)
-        tokens, values = best_logits(hidden)
-        return Highest(tokens.tolist(), values.tolist())
+        return chosen_highest(*best_logits(hidden))
 
     def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Drawn]]) -> RowResult:
         if task.pooler is not None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from tokenmill.guided.masks import StepMasks
+from tokenmill.ops.batch import DrawKnobs
 from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.runner.runner import RowSampler
+from tokenmill.sampling.chosen import HeadOutput
 from tokenmill.sampling.draw import Drawn
-from tokenmill.sampling.highest import HeadOutput
 from tokenmill.types import NewRow, RowPlan
 
 
@@ -29,6 +30,9 @@ class SlicedSampler:
 
     def needs_logits(self, rows: Sequence[RowPlan]) -> bool:
         return self._sampler.needs_logits(rows)
+
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawKnobs | None:
+        return self._sampler.plain_draws(rows)
 
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
         """Rows draw independently of each other, so it does not matter where they are cut."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenmill.ops.cpu.availability import is_available, native
+
 ROW_ALIGNMENT = 16  # elements
 _ONE = 2.0**50
 
@@ -26,7 +28,16 @@ def aligned_rows(logits: Tensor) -> Tensor:
 def weights(logits: Tensor) -> Tensor:
     """softmax(logits) in whole numbers of 2**-50: int64 [S, V]; a row adds up to 2**50 within float32 rounding."""
     # float32 times a power of two is exact; what is below 2**-50 becomes 0 and can never be drawn
-    return torch.softmax(logits, dim=-1).mul_(_ONE).long()
+    return _softmax(logits).mul_(_ONE).long()
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """On a CPU by the kernel that `native_draws` ends with: a token is the same whichever way it is drawn."""
+    if logits.device.type != "cpu" or not is_available()[0]:
+        return torch.softmax(logits, dim=-1)
+    probabilities = torch.empty_like(logits)
+    native().softmax_rows(logits.contiguous(), probabilities)
+    return probabilities
 
 
 def exact_sum(values: Tensor, bits: int = 40) -> Tensor:

@@ -1,58 +1,44 @@
 """Draws on a CPU by native kernels, for rows that ask for nothing but temperature, top-k, top-p and min-p.
 
 These are what most rows ask for. The kernels give the token that the steps in `truncate`, `cuts` and `draw` give, in a
-tenth of the time: they walk over a row's logits while these are in the cache, and never sort them.
-
-    logits ─► over temperature, top-k ─► softmax (torch, as for all other rows) ─► top-p, min-p, draw
+twentieth of the time: each row is drawn from start to end while its logits are in the cache, nothing is sorted, and
+with top-k only the logits that pass are ever looked at again.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from tokenmill.ops.batch import DrawKnobs
 from tokenmill.ops.cpu.availability import is_available, native
-from tokenmill.sampling.fixed_point import ROW_ALIGNMENT
 from tokenmill.sampling.rows import RowsInUse, RowState
-from tokenmill.sampling.stream import DRAW
-
-_STEPS = frozenset({"temperature", "top_k", "top_p", "min_p"})
-_LEAST_TEMPERATURE = 1e-37  # below, a float32 is no longer exact, or 0
+from tokenmill.sampling.stream import DRAW, uniform
 
 
 class NativeDraws:
-    """Keeps its memory from step to step: fresh pages for megabytes of logits cost more than the arithmetic."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._width = vocab_size + -vocab_size % ROW_ALIGNMENT
+    def __init__(self, device: torch.device) -> None:
         self._is_here = device.type == "cpu" and is_available()[0]
-        self._shaped = self._probs = torch.empty(0, self._width)
 
     def can_draw(self, state: RowState) -> bool:
-        params = state.params
-        return self._is_here and state.steps <= _STEPS and params.temperature >= _LEAST_TEMPERATURE
+        return self._is_here and state.is_plain
 
-    def draw(self, logits: Tensor, rows: RowsInUse, lines: list[int], otherwise: int) -> list[int]:
-        """A token for each of `rows`, whose logits are at `lines`; `otherwise` where the highest is not finite."""
-        shaped, probs = self._rooms(len(lines))
-        sound, tokens = np.zeros(len(lines), np.uint8), np.full(len(lines), otherwise)
-        states, knobs = rows.states, [state.params for state in rows.states]
-        temperatures = [state.params.temperature if "temperature" in state.steps else 0.0 for state in states]
-        native().shape_rows(
-            logits.float().contiguous(),
-            np.array(lines),
-            np.array(temperatures, np.float32),
-            np.array([p.top_k for p in knobs]),
-            shaped,
-            sound,
-        )
-        torch.softmax(shaped, dim=-1, out=probs)
-        top_ps, min_ps = np.array([p.top_p for p in knobs]), np.array([p.min_p for p in knobs])
-        native().draw_rows(probs, top_ps, min_ps, np.array(rows.uniforms(DRAW)), sound, tokens)
-        return tokens.tolist()
+    def draw(self, logits: Tensor, rows: RowsInUse, lines: list[int]) -> list[int]:
+        """A token for each of `rows`, whose logits are at `lines`; BROKEN where the highest is not finite."""
+        knobs = draw_knobs(rows.states, rows.output_indices)
+        tokens: list[int] = native().draw_rows(logits.float().contiguous(), lines, *knobs)
+        return tokens
 
-    def _rooms(self, count: int) -> tuple[Tensor, Tensor]:
-        if len(self._shaped) < count:
-            self._shaped, self._probs = torch.empty(count, self._width), torch.empty(count, self._width)
-        return self._shaped[:count], self._probs[:count]
+
+def draw_knobs(states: Sequence[RowState], output_indices: Sequence[int]) -> DrawKnobs:
+    params = [state.params for state in states]
+    return DrawKnobs(
+        temperatures=[state.params.temperature if "temperature" in state.steps else 0.0 for state in states],
+        top_ks=[p.top_k for p in params],
+        top_ps=[p.top_p for p in params],
+        min_ps=[p.min_p for p in params],
+        uniforms=[uniform(state.seed, index, DRAW) for state, index in zip(states, output_indices, strict=True)],
+        takes_best=[state.takes_highest for state in states],
+    )

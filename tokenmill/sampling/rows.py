@@ -41,6 +41,9 @@ KNOBS: dict[str, Callable[[SamplingParams], float]] = {
 }
 _COLUMN = {name: column for column, name in enumerate(KNOBS)}
 
+PLAIN_STEPS = frozenset({"temperature", "top_k", "top_p", "min_p"})
+_LEAST_TEMPERATURE = 1e-37  # below, a float32 is no longer exact, or 0
+
 
 @dataclass
 class RowState:
@@ -54,9 +57,12 @@ class RowState:
     mirostat_mu: float | None = None  # where mirostat is on: the most surprise that the next token may have
     refusal: str | None = None  # why no token can be drawn for this row
     takes_highest: bool = field(init=False)  # the next token is the one with the model's own highest logit
+    is_plain: bool = field(init=False)  # it is that, or drawn with the usual knobs and nothing else
 
     def __post_init__(self) -> None:
         self.takes_highest = self.params.is_greedy and not self.steps
+        is_usual = self.steps <= PLAIN_STEPS and self.params.temperature >= _LEAST_TEMPERATURE
+        self.is_plain = self.takes_highest or is_usual
 
     @property
     def past(self) -> History:

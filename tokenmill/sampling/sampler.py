@@ -7,7 +7,8 @@ enters (see `fixed_point` and `stream`). A row whose logits are broken gets an e
     sampler.observe(plans)          what a step feeds: tokens that were not drawn here enter their row's history
     sampler.sample(logits, plans)   draws, and records each drawn token in its row's history
     sampler.verify(logits, plans)   the same where rows may carry drafts (`verify`)
-    sampler.needs_logits(plans)     or whether each line's highest is enough (`highest`)
+    sampler.needs_logits(plans)     or whether each line's best token is enough (`chosen`)
+    sampler.plain_draws(plans)      how a model itself may draw for them, if it may
     sampler.free_row(row)
 """
 
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor
 
 from tokenmill.guided.masks import StepMasks
+from tokenmill.ops.batch import DrawKnobs
+from tokenmill.sampling.chosen import BROKEN, Chosen, HeadOutput, highest_of, places_of_highest
 from tokenmill.sampling.draw import Drawn, draw
 from tokenmill.sampling.fixed_point import aligned_rows, weights
-from tokenmill.sampling.highest import HeadOutput, Highest, highest_of, places_of_highest
 from tokenmill.sampling.logprobs import token_logprobs
-from tokenmill.sampling.native_draws import NativeDraws
-from tokenmill.sampling.rows import Rows, RowsInUse
+from tokenmill.sampling.native_draws import NativeDraws, draw_knobs
+from tokenmill.sampling.rows import Rows, RowsInUse, RowState
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.stream import DRAW
 from tokenmill.sampling.verify import Attempt, next_lines
@@ -34,11 +36,10 @@ from tokenmill.types import NewRow, RowPlan, TokenLogprobs
 
 Alternatives = Callable[[Tensor, list[int], list[int], RowsInUse], list[TokenLogprobs]]
 
-_BROKEN = -1  # in place of a token: the model's logits are unusable
 _EMPTY = -2  # every token was excluded
 
 _ERRORS = {
-    _BROKEN: "the model computed NaN or infinite logits for this sequence",
+    BROKEN: "the model computed NaN or infinite logits for this sequence",
     _EMPTY: "no token is left to draw: allowed_token_ids, banned_token_ids, min_tokens, no_repeat_ngram_size, logits "
     "processors and the grammar together exclude every one",
 }
@@ -48,7 +49,7 @@ class Sampler:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
         self._rows = Rows(vocab_size, max_rows, torch.device(device))
-        self._native = NativeDraws(vocab_size, self._rows.device)
+        self._native = NativeDraws(self._rows.device)
 
     def add_row(self, new_row: NewRow) -> None:
         self._rows.take(new_row, steps_used(new_row.params))
@@ -64,13 +65,25 @@ class Sampler:
         """Whether more is asked for than the token with the highest logit of each line."""
         return not all(plan.num_logprobs is None and self._rows.state(plan.row).takes_highest for plan in rows)
 
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawKnobs | None:
+        """Knobs for all lines of these rows where nothing else decides on their tokens; else None."""
+        states: list[RowState] = []
+        indices: list[int] = []
+        for plan in rows:
+            state = self._rows.state(plan.row)
+            if plan.num_logprobs is not None or not self._native.can_draw(state):
+                return None
+            states += [state] * (1 + plan.num_drafts)
+            indices += range(plan.output_index, plan.output_index + 1 + plan.num_drafts)
+        return draw_knobs(states, indices)
+
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
         """Draw for logits float32 [S, vocab], row i for rows[i]; the logits are left as they were.
 
         `masks`: what the grammars of rows with `params.guided` allow.
         """
         self._check(logits, len(rows))
-        if isinstance(logits, Highest):  # rows that take the highest remember nothing
+        if isinstance(logits, Chosen):  # rows that a model can draw for remember nothing
             return self._taken(logits, rows)
         with torch.inference_mode():
             drawn = self._draw(logits, rows, masks)
@@ -98,19 +111,17 @@ class Sampler:
         return [attempt.accepted for attempt in attempts]
 
     def _lines(self, logits: HeadOutput, lines: list[int]) -> HeadOutput:
-        return (
-            logits.at(lines) if isinstance(logits, Highest) else logits[torch.tensor(lines, device=self._rows.device)]
-        )
+        return logits.at(lines) if isinstance(logits, Chosen) else logits[torch.tensor(lines, device=self._rows.device)]
 
     def _check(self, logits: HeadOutput, num_lines: int) -> None:
-        wanted = (num_lines,) if isinstance(logits, Highest) else (num_lines, self._vocab_size)
+        wanted = (num_lines,) if isinstance(logits, Chosen) else (num_lines, self._vocab_size)
         assert logits.shape == wanted, f"{tuple(logits.shape)} logits for {num_lines} lines"
 
     def _draw(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
         """One token a line, recorded nowhere."""
         if not rows:
             return []
-        if isinstance(logits, Highest):
+        if isinstance(logits, Chosen):
             return self._taken(logits, rows)
         in_use = self._rows.gather(rows, masks)
         tokens, surprises = self._choose(logits, in_use)
@@ -121,18 +132,18 @@ class Sampler:
             for line, token in enumerate(tokens)
         ]
 
-    def _taken(self, highest: Highest, rows: list[RowPlan]) -> list[Drawn]:
+    def _taken(self, chosen: Chosen, rows: list[RowPlan]) -> list[Drawn]:
         return [
             Drawn(token, error=self._rows.state(plan.row).refusal or _ERRORS.get(token))
-            for plan, token in zip(rows, highest.choices(_BROKEN), strict=True)
+            for plan, token in zip(rows, chosen.tokens, strict=True)
         ]
 
     def _choose(self, logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
-        """A token, _BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""
+        """A token, BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""
         native = [line for line, state in enumerate(rows.states) if self._native.can_draw(state)]
         if not native:
             return _by_steps(logits, rows)
-        tokens = dict(zip(native, self._native.draw(logits, rows.select(native), native, _BROKEN), strict=True))
+        tokens = dict(zip(native, self._native.draw(logits, rows.select(native), native), strict=True))
         others = [line for line in range(len(rows.states)) if line not in tokens]
         if not others:
             return list(tokens.values()), {}
@@ -143,7 +154,7 @@ class Sampler:
 
 def _by_steps(logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
     if all(state.takes_highest for state in rows.states):
-        return highest_of(logits).choices(_BROKEN), {}
+        return highest_of(logits).tokens, {}
     padded = aligned_rows(logits)
     is_sound = _has_highest(padded)
     final = run_steps(padded, rows, LOGITS_STEPS)
@@ -161,7 +172,7 @@ def _by_steps(logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, flo
         else:
             tokens[index], found = _drawn(part, rows.select(lines))
             surprises = {lines[line]: surprise for line, surprise in found.items()}
-    return tokens.where(has_token, _EMPTY).where(is_sound, _BROKEN).tolist(), surprises
+    return tokens.where(has_token, _EMPTY).where(is_sound, BROKEN).tolist(), surprises
 
 
 def _drawn(logits: Tensor, rows: RowsInUse) -> tuple[Tensor, dict[int, float]]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from tokenmill.ops.batch import DrawingRows, ForwardBatch, LayerCache
+from tokenmill.ops.batch import DrawingRows, DrawKnobs, ForwardBatch, LayerCache
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
@@ -139,10 +139,15 @@ class NativeDecoder:
         """Seconds spent in kernels so far, by their own clock."""
         return float(self._decoder.kernel_s)
 
-    def best_next(self, rows: DrawingRows, storage: Storage) -> tuple[list[int], list[float]]:
+    def best_next(self, rows: DrawingRows, storage: Storage) -> list[int]:
         self._bind(storage)
-        found: tuple[list[int], list[float]] = self._decoder.best_next(*rows)
-        return found
+        tokens: list[int] = self._decoder.best_next(*rows)
+        return tokens
+
+    def draw_next(self, rows: DrawingRows, knobs: DrawKnobs, storage: Storage) -> list[int]:
+        self._bind(storage)
+        tokens: list[int] = self._decoder.draw_next(*rows, *knobs)
+        return tokens
 
     def logits_next(self, rows: DrawingRows, storage: Storage) -> torch.Tensor:
         self._bind(storage)

@@ -26,7 +26,7 @@ from tokenmill.ops.triton import quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
-from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
+from tokenmill.ops.triton.seats import NO_ROW, give, look_up, remember
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.warmup import WarmUp
@@ -224,6 +224,9 @@ def check_seats() -> None:
     expected = [[int(tables[g, 2, 4]) * 4 + 1, 0, int(tables[g, 0, 1]) * 4 + 2] for g in range(2)]
     assert found.slots.tolist() == expected
     assert torch.equal(found.tables[:, 0], tables[:, 2]) and torch.equal(found.tables[:, 2, :2], tables[:, 0, :2])
+    alone = torch.zeros(4, 1, dtype=torch.int32)
+    give(alone, 3, 17, -1, 2)
+    assert alone.flatten().tolist() == [3, 17, -1, 2]
     remember(given, torch.tensor([41, 42, 43]), newest)
     assert newest.tolist() == [43, 8, 41, 10]
 

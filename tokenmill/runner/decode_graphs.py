@@ -29,7 +29,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.ops.triton.best import pick_best
-from tokenmill.ops.triton.seats import NO_ROW, look_up, remember
+from tokenmill.ops.triton.seats import NO_ROW, give, look_up, remember
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.memory import graph_sizes
 
@@ -81,13 +81,10 @@ class DecodeGraphs:
         count = len(fed.rows)
         size = next(size for size in self._sizes if size >= count)
         graph = self._captured.get((size, kind)) or self._capture(size, kind)
-        given = torch.empty(4, size, dtype=torch.int32, pin_memory=True)
-        lines = given.numpy()
-        lines[:, count:] = [[NO_ROW], [0], [-1], [0]]
-        lines[ROW, :count], lines[POSITION, :count] = fed.rows, fed.positions
-        lines[TOKEN, :count] = -1 if fed.tokens is None else fed.tokens
-        lines[INDEX, :count] = fed.indices
-        graph.given.copy_(given, non_blocking=True)
+        if size == 1:
+            give(graph.given, fed.rows[0], fed.positions[0], fed.tokens[0] if fed.tokens else -1, fed.indices[0])
+        else:
+            self._send(fed, graph.given)
         if kind == "draw":
             uniforms = torch.zeros(size, dtype=torch.float64, pin_memory=True)
             uniforms.numpy()[:count] = self._draws.uniforms(fed.rows, fed.indices)
@@ -95,9 +92,20 @@ class DecodeGraphs:
         graph.graph.replay()
         return graph.result
 
+    def _send(self, fed: Fed, given: torch.Tensor) -> None:
+        count = len(fed.rows)
+        lines = torch.empty(given.shape, dtype=torch.int32, pin_memory=True)
+        values = lines.numpy()
+        values[:, count:] = [[NO_ROW], [0], [-1], [0]]
+        values[ROW, :count], values[POSITION, :count] = fed.rows, fed.positions
+        values[TOKEN, :count] = -1 if fed.tokens is None else fed.tokens
+        values[INDEX, :count] = fed.indices
+        given.copy_(lines, non_blocking=True)
+
     def ask_for_kernels(self) -> None:
         """Those that are in no other step, for `compile_beside`."""
         given = self.tables.new_empty(4, 1)
+        give(given, 0, 0, -1, 0)
         found = look_up(given, self.tables, self.newest, self._storage.block_size)
         remember(given, found.token_ids, self.newest)
 

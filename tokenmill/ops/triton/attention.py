@@ -71,7 +71,8 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
         end, last_row = tokens.start, rows.start
     if single:
         splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, TILE)
-        splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
+        if single < num_rows:
+            splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
         decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
     chunks = range(single, num_rows - len(prompts))
     if chunks:

@@ -149,8 +149,6 @@ def _decode(
     kv_head, split = tl.program_id(1), tl.program_id(2)
     wait_for_previous(OVERLAPS)
     oldest, low, high, used = share_of(tl.load(contexts + row), window, split, TILE, NUM_SPLITS)
-    if split >= used:
-        return
     member, d = tl.arange(0, 16), tl.arange(0, DIM_PADDED)
     q_inside = (member < GROUP)[:, None] & (d < DIM)[None, :]
     lines = row * NUM_HEADS + kv_head * GROUP + member
@@ -170,10 +168,11 @@ def _decode(
             highest, total, mixed, query, key, value, key_scale, value_scale, seen, scale, softcap,
             HAS_SOFTCAP, IS_SCALED, PRECISION,
         )  # fmt: skip
-    finish(
-        highest, total, mixed, out, parts, lse, arrived, sinks, row, kv_head, split, used, d,
-        NUM_HEADS, KV_HEADS, GROUP, DIM, NUM_SPLITS, HAS_SINKS,
-    )  # fmt: skip
+    if split < used:
+        finish(
+            highest, total, mixed, out, parts, lse, arrived, sinks, row, kv_head, split, used, d,
+            NUM_HEADS, KV_HEADS, GROUP, DIM, NUM_SPLITS, HAS_SINKS,
+        )  # fmt: skip
 
 
 def num_splits_for(num_rows: int, kv_heads: int, max_context: int, tile: int) -> int:

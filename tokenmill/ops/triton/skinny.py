@@ -56,9 +56,9 @@ class Shape:
 
 def shape_for(num_out: int, num_in: int) -> Shape:
     """As measured on an H200."""
-    if num_out >= 16384 or num_out * num_in < 1 << 24:
+    if num_out >= 16384 or (num_out * num_in < 1 << 24 and num_in > 2048):
         return Shape(2, 2048, 4, near=8)
-    return Shape(8, 512, 4) if num_out > 4096 else Shape(4, 512, 4)
+    return Shape(8, 512, 4) if num_out > 4096 and num_in > 2048 else Shape(4, 512, 4)
 
 
 def one_row_linear(

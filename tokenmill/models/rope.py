@@ -19,18 +19,26 @@ from tokenmill.arch.spec import LinearScaling, Llama3Scaling, LongRopeScaling, R
 
 @dataclass(frozen=True)
 class RopeTable:
-    cos: torch.Tensor  # float32 [max_context, rotary_dim / 2]
-    sin: torch.Tensor
+    turns: torch.Tensor  # cos and sin, float32 [2, max_context, rotary_dim / 2]
+
+    @property
+    def cos(self) -> torch.Tensor:
+        return self.turns[0]
+
+    @property
+    def sin(self) -> torch.Tensor:
+        return self.turns[1]
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cos[positions], self.sin[positions]
+        cos, sin = self.turns[:, positions]
+        return cos, sin
 
 
 def make_rope_table(spec: RopeSpec, max_context: int, device: torch.device) -> RopeTable:
     positions = torch.arange(max_context, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(spec, max_context))
     factor = _magnitude(spec)
-    return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+    return RopeTable(torch.stack((angles.cos() * factor, angles.sin() * factor)).to(device))
 
 
 def rope_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
+from tokenmill.ops.triton.overlap import launch_options, wait_for_previous
 
 NO_ROW = -1
 
@@ -63,7 +64,8 @@ def _give(given, row, position, token, index) -> None:
 
 
 @kernel
-def _remember(given, drawn, newest) -> None:
+def _remember(given, drawn, newest, OVERLAPS: tl.constexpr) -> None:
+    wait_for_previous(OVERLAPS)
     line = tl.program_id(0)
     row = tl.load(given + line)
     tl.store(newest + row, tl.load(drawn + line), mask=row >= 0)
@@ -94,4 +96,4 @@ def give(given: torch.Tensor, row: int, position: int, token: int, index: int) -
 
 def remember(given: torch.Tensor, drawn: torch.Tensor, newest: torch.Tensor) -> None:
     """drawn [R] becomes the newest token of each row."""
-    _remember[(drawn.shape[0],)](given, drawn, newest)
+    _remember[(drawn.shape[0],)](given, drawn, newest, num_warps=1, **launch_options())

@@ -86,3 +86,20 @@ def test_collecting_goes_on_after_an_import() -> None:
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
+
+
+def test_torch_without_meta_kernels_computes_and_gets_them_when_asked(environment: dict[str, str]) -> None:
+    code = """
+from tokenmill.engine.torch_import import without_meta_kernels
+with without_meta_kernels():
+    import torch
+assert not {"torch._decomp", "torch._meta_registrations"} & set(sys.modules)
+assert not hasattr(torch, "_meta_registrations")
+assert torch.eye(3).softmax(-1).topk(1).indices.flatten().tolist() == [0, 1, 2]
+import torch._meta_registrations
+assert torch.linalg.cross(torch.ones(2, 3, device="meta"), torch.ones(2, 3, device="meta")).shape == (2, 3)
+assert hasattr(torch._meta_registrations, "register_meta")
+with without_meta_kernels():
+    assert torch._meta_registrations is sys.modules["torch._meta_registrations"]
+"""
+    seconds_of(environment, f"exec({code!r})")

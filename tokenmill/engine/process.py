@@ -24,7 +24,7 @@ from tokenmill.engine.child import CoreChild
 from tokenmill.engine.link import Receive
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
-from tokenmill.engine.torch_import import uncollected
+from tokenmill.engine.torch_import import uncollected, without_meta_kernels
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def _serve(mailbox: SocketMailbox) -> int:
-    with uncollected():
+    with uncollected(), without_meta_kernels():
         from tokenmill.engine.build import build_core  # torch is imported here, after the socket is open
     from tokenmill.observe.log import configure_logging
 

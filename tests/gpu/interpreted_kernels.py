@@ -22,7 +22,7 @@ from tokenmill.models.loading import Loader
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.triton import quantized, skinny, strips, words
+from tokenmill.ops.triton import large_products, quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
@@ -64,6 +64,22 @@ def check_activations() -> None:
     x = torch.randn(3, 2 * 1100)
     for kind in ("silu", "gelu", "gelu_tanh"):
         same(OPS.act_mul(x, kind), PLAIN.act_mul(x, kind))
+
+
+def check_gates_of_many_rows() -> None:
+    """Whole tiles of rows, lines and columns, and parts of them."""
+    for rows, inter, hidden, kind in ((150, 136, 80, "silu"), (128, 128, 64, "gelu_tanh")):
+        x, matrix = torch.randn(rows, hidden), torch.randn(2 * inter, hidden)
+        same(large_products.gated_product(x, matrix, kind), PLAIN.act_mul(x @ matrix.T, kind))
+    weight = LinearWeight(2 * inter, hidden, matrix)
+    assert OPS.gated_linear is not None and OPS.add_linear is not None
+    same(OPS.gated_linear(x, weight, "silu"), PLAIN.act_mul(x @ matrix.T, "silu"))
+    assert OPS.add_linear(x, weight, torch.zeros(rows, 2 * inter)) is None, "these are few rows"
+    x, total = torch.randn(1024, hidden).bfloat16(), torch.randn(1024, 2 * inter).bfloat16()
+    expected = total.float() + x.float() @ matrix.bfloat16().float().T
+    added = OPS.add_linear(x, LinearWeight(2 * inter, hidden, matrix.bfloat16()), total)
+    assert added is total
+    same(added, expected.bfloat16(), tolerance=1e-3)
 
 
 def check_place(heads: int, kv_heads: int, dim: int, rotary: int, has_norm: bool) -> None:
@@ -266,6 +282,7 @@ def main() -> None:
     check_few_tokens_experts(3, 4, renormalize=False)
     check_seats()
     check_best()
+    check_gates_of_many_rows()
     print("all kernels agree with the reference")
 
 

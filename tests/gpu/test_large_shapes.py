@@ -11,7 +11,9 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
-from tokenmill.ops.interface import OpsWanted
+from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.interface import AttentionArgs, LinearWeight, OpsWanted
+from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.table import choose_ops
 from tokenmill.runner.inputs import build_batch
 from tokenmill.types import RowPlan
@@ -94,6 +96,44 @@ def test_a_rounded_cache_changes_logits_within_the_stated_error(
     error = relative_error(logits("triton", torch.bfloat16, kv_dtype, deterministic=deterministic), exact)
     print(f"error of logits, {kv_dtype} cache: {error:.4f}")
     assert 0 < error < stated
+
+
+def test_whole_prompts_of_one_length_see_what_prompts_of_several_do() -> None:
+    from tokenmill.ops.triton.build import build_ops
+
+    device, (fastest, plain) = torch.device("cuda"), (build_ops(), REFERENCE_OPS)
+    keys, values = torch.randn(2, 140, 8, 16, 128, device=device, dtype=torch.bfloat16)
+    tables = np.random.default_rng(0).permutation(np.arange(138, dtype=np.int32)).reshape(1, 2, 69)
+    for lengths in ((1100, 1100), (1100, 1030)):
+        rows = [RowPlan(row=row, start=0, token_ids=[0] * length) for row, length in enumerate(lengths)]
+        batch = build_batch(rows, [[0], [0]], tables, 16, device)
+        queries = torch.randn(sum(lengths), 32, 128, device=device, dtype=torch.bfloat16)
+        args = AttentionArgs(128**-0.5)
+        ours = fastest.attention(queries, LayerCache(keys, values), fastest.plan_attention(batch, 0, None), args)
+        exact = LayerCache(keys.float(), values.float())
+        expected = plain.attention(queries.float(), exact, plain.plan_attention(batch, 0, None), args)
+        assert relative_error(ours, expected) < 0.01
+
+
+@pytest.mark.parametrize("rows", [768, 1000])
+def test_large_products_do_what_follows_them_too(rows: int) -> None:
+    from tokenmill.ops.triton import large_products
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    x, gate_up, down, total = (
+        normal(rows, 1096),
+        normal(2 * 712, 1096) * 0.02,
+        normal(520, 712) * 0.02,
+        normal(rows, 520),
+    )
+    assert large_products.can_gate(x.device) == (torch.cuda.get_device_capability()[0] == 9)
+    inner = large_products.gated_linear(x, LinearWeight(2 * 712, 1096, gate_up), "silu")
+    assert relative_error(inner, REFERENCE_OPS.act_mul(x.float() @ gate_up.float().T, "silu")) < 0.005
+    expected = total.float() + inner.float() @ down.float().T
+    added = large_products.add_linear(inner, LinearWeight(520, 712, down), total)
+    assert added is total and relative_error(added, expected) < 0.005
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 100])

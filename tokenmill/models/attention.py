@@ -27,10 +27,10 @@ class Attention:
         sinks = load.vector(f"{name}.sinks") if spec.has_sinks else None
         self.args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks)
 
-    def __call__(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, H] → [T, H], or of the wanted tokens [L, H]"""
+    def mixed_for(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H] → what is to be projected back [T, heads * D], or that of the wanted tokens [L, heads * D]"""
         mixed = self.mixed(self.ops.linear(x, self.qkv), step)
-        return self.ops.linear(mixed if wanted is None else mixed[wanted], self.out)
+        return mixed if wanted is None else mixed[wanted]
 
     def mixed(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""

@@ -55,6 +55,8 @@ class Decoder:
         # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
         wanted = None if len(batch.logit_rows) == len(residual) else batch.logit_rows
         delta, residual = self.layers[-1](delta, residual, step, wanted)
+        if delta is None:
+            return self.ops.rms_norm(residual, self.final_norm, self.spec.norm_eps)
         normed, _ = self.ops.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
         return normed
 

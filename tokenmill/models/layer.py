@@ -3,6 +3,7 @@ with the norm that follows it:
 
     delta, residual ─► residual += delta; norm ─► attention ─► (post norm) ─► residual += it; norm ─► MLP ─► (post norm)
 
+Where a backend's products can add to the residual stream themselves, nothing is left to be added: delta is None.
 Where a backend wants norms in a form of its own, a layer is what happens to the stream (`along`, see `StreamOps`).
 """
 
@@ -19,7 +20,7 @@ from tokenmill.models.loading import Loader
 from tokenmill.models.mlp import Mlp
 from tokenmill.models.moe import Moe
 from tokenmill.models.step import Step
-from tokenmill.ops.interface import StreamOps
+from tokenmill.ops.interface import LinearWeight, StreamOps
 
 
 class Layer:
@@ -36,18 +37,31 @@ class Layer:
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`wanted` [L]: which tokens' results are returned, all by default."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`wanted` [L]: which tokens' results are returned, all by default. The residual may be overwritten."""
         normed, residual = self._add_norm(delta, residual, self.attn_norm)
         if wanted is not None:
             residual = residual[wanted]
-        delta = self._post(self.attention(normed, step, wanted), self.attn_post_norm)
-        if isinstance(self.mlp, Moe) and (done := self.mlp.after_adding(delta, residual, self.mlp_norm, self.eps)):
-            delta, residual = done
-        else:
+        mixed = self.attention.mixed_for(normed, step, wanted)
+        delta, residual = self._project(mixed, self.attention.out, residual, self.attn_post_norm)
+        if isinstance(self.mlp, Mlp):
             normed, residual = self._add_norm(delta, residual, self.mlp_norm)
-            delta = self.mlp(normed)
-        return self._post(delta, self.mlp_post_norm), residual
+            return self._project(self.mlp.inner(normed), self.mlp.down, residual, self.mlp_post_norm)
+        done = None if delta is None else self.mlp.after_adding(delta, residual, self.mlp_norm, self.eps)
+        if done is None:
+            normed, residual = self._add_norm(delta, residual, self.mlp_norm)
+            done = self.mlp(normed), residual
+        return self._post(done[0], self.mlp_post_norm), done[1]
+
+    def _project(
+        self, x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor, post_norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Back to [L, H]: what is to be added to the residual stream, and the stream"""
+        if self.ops.add_linear is not None and post_norm is None:
+            total = self.ops.add_linear(x, weight, residual)
+            if total is not None:
+                return None, total
+        return self._post(self.ops.linear(x, weight), post_norm), residual
 
     def is_along(self, ops: StreamOps) -> bool:
         """Whether `along` can be computed with these."""
@@ -67,7 +81,7 @@ class Layer:
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if delta is None:  # the first layer: the embedding is the residual
+        if delta is None:  # in the first layer too: the embedding is the residual
             return self.ops.rms_norm(residual, weight, self.eps), residual
         return self.ops.add_rms_norm(delta, residual, weight, self.eps)
 

@@ -16,5 +16,10 @@ class Mlp:
         self.down = load.linear([f"{name}.down"], spec.bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.ops.act_mul(self.ops.linear(x, self.gate_up), self.activation)
-        return self.ops.linear(inner, self.down)
+        return self.ops.linear(self.inner(x), self.down)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """act(gate(x)) * up(x)"""
+        if self.ops.gated_linear is not None:
+            return self.ops.gated_linear(x, self.gate_up, self.activation)
+        return self.ops.act_mul(self.ops.linear(x, self.gate_up), self.activation)

@@ -155,6 +155,10 @@ class Ops:
     # ── several of the above in one pass, where a backend can ──
     place_qkv: PlaceQkv | None = None
     place_and_attend: PlaceAndAttend | None = None
+    gated_linear: Callable[[torch.Tensor, LinearWeight, Activation], torch.Tensor] | None = None
+    """act_mul(linear(x))"""
+    add_linear: Callable[[torch.Tensor, LinearWeight, torch.Tensor], torch.Tensor | None] | None = None
+    """(x, weight, residual) → residual + linear(x), written over the residual; None where nothing is won by it"""
     add_norm_experts: AddNormExperts | None = None
     stream: StreamOps | None = None
 

@@ -58,16 +58,18 @@ def _trailing_prompts(lengths: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
 def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
     """queries [T, heads, D] → [T, heads * D]"""
     queries = queries.contiguous()
-    out = torch.empty_like(queries)
     single, num_rows = plan.num_single, plan.contexts.shape[0]
     prompts = plan.prompts if can_be_dense(queries, args) else ()
+    if len(prompts) == num_rows and len(set(prompts)) == 1:  # nothing to put together
+        return prompt_attention(queries.unflatten(0, (num_rows, -1)), cache, plan.tables, args).flatten(0, 1).flatten(1)
+    out = torch.empty_like(queries)
     end = queries.shape[0]
     last_row = num_rows
     for length, alike in groupby(reversed(prompts)):
         count = len(list(alike))
         tokens, rows = slice(end - count * length, end), slice(last_row - count, last_row)
         shape = (count, length, *queries.shape[1:])
-        prompt_attention(queries[tokens].view(shape), cache, plan.tables[rows], args, out[tokens].view(shape))
+        out[tokens].view(shape).copy_(prompt_attention(queries[tokens].view(shape), cache, plan.tables[rows], args))
         end, last_row = tokens.start, rows.start
     if single:
         splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, TILE)

@@ -16,6 +16,7 @@ from tokenmill.ops.triton.fresh_attention import place_and_attend
 from tokenmill.ops.triton.invariant_attention import invariant_attention
 from tokenmill.ops.triton.invariant_experts import invariant_experts
 from tokenmill.ops.triton.invariant_linear import invariant_linear
+from tokenmill.ops.triton.large_products import add_linear, gated_linear
 from tokenmill.ops.triton.linear import PackLinear, linear
 from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.place import place_qkv
@@ -38,6 +39,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         stream=STREAMS.get(quantization),
         attention=attention,
         act_mul=act_mul,
+        gated_linear=gated_linear,
+        add_linear=add_linear,
         route=route,
         experts=experts,
         add_norm_experts=add_norm_experts,
@@ -47,6 +50,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
     return replace(
         fastest,
         linear=invariant_linear,
+        gated_linear=None,
+        add_linear=None,
         place_and_attend=None,
         attention=invariant_attention,
         experts=invariant_experts,

@@ -145,8 +145,8 @@ def _decode(
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     let_next_begin(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    kv_head, split = tl.program_id(1), tl.program_id(2)
+    kv_head = tl.program_id(0)  # first: the heads of a block lie side by side, and are read at the same time
+    row, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     wait_for_previous(OVERLAPS)
     oldest, low, high, used = share_of(tl.load(contexts + row), window, split, TILE, NUM_SPLITS)
     member, d = tl.arange(0, 16), tl.arange(0, DIM_PADDED)
@@ -203,7 +203,7 @@ def decode_attention(
     parts = parts_for(out, num_splits)
     sinks = args.sinks if args.sinks is not None else queries
     padded = max(16, next_power_of_2(dim))
-    _decode[(num_rows, kv_heads, num_splits)](
+    _decode[(kv_heads, num_rows, num_splits)](
         queries, cache.keys, cache.values, *scales_of(cache), out, *parts, tables, contexts, sinks,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,

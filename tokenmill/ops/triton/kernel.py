@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import AsyncCompileMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.triton.compilers import start_workers, wait_for
 
@@ -68,11 +69,13 @@ def _kind(arg: Any) -> Any:
         return arg.dtype if not arg.data_ptr() & 15 else (arg.dtype,)
     if isinstance(arg, int):
         return (arg == 1, not arg & 15, -(2**31) <= arg < 2**31)
-    return type(arg)
+    return _form(arg) if isinstance(arg, TensorDescriptor) else type(arg)
 
 
 def _form(arg: Any) -> Any:
     """The same, or more than that, where whole numbers and constants are not told apart"""
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, *arg.block_shape
     return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg
 
 

@@ -54,9 +54,10 @@ def _gather(
 
 
 def prompt_attention(
-    queries: torch.Tensor, cache: LayerCache, tables: torch.Tensor, args: AttentionArgs, out: torch.Tensor
-) -> None:
-    """queries, out [R, L, heads, D] of rows of equal length whose contexts they are; tables int32 [R, max_blocks]"""
+    queries: torch.Tensor, cache: LayerCache, tables: torch.Tensor, args: AttentionArgs
+) -> torch.Tensor:
+    """queries [R, L, heads, D] of rows of equal length whose contexts they are, as the result; tables int32
+    [R, max_blocks]"""
     num_rows, length, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     dense = queries.new_empty(2, num_rows, kv_heads, length, dim)
@@ -75,4 +76,4 @@ def prompt_attention(
             scale=args.scale,
             enable_gqa=num_heads != kv_heads,
         )
-    out.copy_(mixed.transpose(1, 2))
+    return mixed.transpose(1, 2)

@@ -14,18 +14,25 @@ namespace {
 
 constexpr int kMaxQueryTile = 64;
 
-template <class T>
-void grow(std::vector<T>& v, size_t size) {
+template <class Buffer>
+void grow(Buffer& v, size_t size) {
   if (v.size() < size) v.resize(size);
 }
 
-// Pieces of whole rows (whole tiles of them), each of some thousand numbers; little work stays with the caller.
+// body(first, end, thread) for pieces of whole tiles of rows, each of some thousand numbers; little work stays with the
+// caller.
 template <class Body>
-void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body, int tile = 1) {
+void for_tiles(Pool& pool, int rows, int numbers_per_row, int tile, const Body& body) {
   const int per_piece = std::max(1, 8192 / std::max(1, numbers_per_row) / tile) * tile;
   const int pieces = (rows + per_piece - 1) / per_piece;
-  pool.run(pieces, [&](int piece, int) {
-    for (int r = piece * per_piece; r < std::min(rows, (piece + 1) * per_piece); ++r) body(r);
+  pool.run(pieces, [&](int piece, int thread) {
+    body(piece * per_piece, std::min(rows, (piece + 1) * per_piece), thread);
+  });
+}
+template <class Body>
+void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body) {
+  for_tiles(pool, rows, numbers_per_row, 1, [&](int first, int end, int) {
+    for (int r = first; r < end; ++r) body(r);
   });
 }
 
@@ -33,8 +40,10 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("the batch is inconsistent: ") + what);
 }
 
-bool reads_quantised(std::initializer_list<const Linear*> readers) {
-  return std::any_of(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
+// What the inputs of these must be kept as.
+Form form_for(std::initializer_list<const Linear*> readers, float fine_above) {
+  const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
+  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), fine_above};
 }
 
 int most_segments(const BatchView& batch) {
@@ -57,7 +66,8 @@ Decoder::Decoder(int hidden, int vocab, float eps, float embedding_scale, float 
                  float fine_above, const Kernels& kernels)
     : kernels_(&kernels), pool_(threads), runner_(pool_, kernels), hidden_(hidden), vocab_(vocab), eps_(eps),
       embedding_scale_(embedding_scale), logit_softcap_(logit_softcap),
-      fine_above_(fine_above), attention_scratch_(static_cast<size_t>(threads)) {}
+      fine_above_(fine_above), row_scratch_(static_cast<size_t>(threads)),
+      attention_scratch_(static_cast<size_t>(threads)) {}
 
 float Decoder::fine_at_end() const { return std::isinf(fine_above_) ? fine_above_ : 0.0f; }
 
@@ -179,7 +189,7 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   mix(layer, batch.wanted);
 }
 
-void Decoder::keep_wanted(const BatchView& batch, size_t width, std::vector<float>& rows) {
+void Decoder::keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows) {
   grow(kept_rows_, rows.size());
   for (int i = 0; i < batch.wanted; ++i)
     std::copy_n(rows.data() + static_cast<size_t>(batch.logit_rows[i]) * width, width, kept_rows_.data() + i * width);
@@ -230,11 +240,21 @@ void Decoder::mix(const Layer& layer, int tokens) {
 
 void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form) {
   to.prepare(tokens, hidden_, *kernels_, form);
-  for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
-    kernels_->rms_norm(x + static_cast<size_t>(t) * hidden_, weight.data(), eps_, hidden_, to.row(t));
-    if (form.quantised) to.quantise_row(t, *kernels_);
-  }, tokens > kernels_->small_rows ? kernels_->tile_for(tokens) : 1);
-  settle(to);
+  const bool in_tiles = tokens > kernels_->small_rows;  // of few rows each is a piece
+  const int tile = in_tiles ? to.quant().tile : 1;
+  for_tiles(pool_, tokens, 2 * hidden_, tile, [&](int first, int end, int thread) {
+    Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
+    grow(scratch, static_cast<size_t>(tile) * hidden_);
+    for (int t = first; t < end; t += tile) {
+      const int rows = std::min(tile, end - t);
+      float* normed = form.plain ? to.row(t) : scratch.data();
+      for (int r = 0; r < rows; ++r)
+        kernels_->rms_norm(x + static_cast<size_t>(t + r) * hidden_, weight.data(), eps_, hidden_, normed + r * hidden_);
+      if (form.quantised) to.quantise_rows(t, rows, normed, *kernels_);
+      if (in_tiles && to.needs_settling()) to.settle(t / tile);
+    }
+  });
+  if (!in_tiles) settle(to);
 }
 
 void Decoder::settle(Activations& rows) {
@@ -268,7 +288,7 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
   const size_t stride = qkv_width(layer);
   norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
-            {reads_quantised({&layer.q, &layer.k, &layer.v}), true, fine_above(layer)});
+            form_for({&layer.q, &layer.k, &layer.v}, fine_above(layer)));
   grow(qkv_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
   const Gemm gemms[3] = {{&layer.q, nullptr, in, Gemm::Mode::Store, qkv_.data(), stride},
@@ -278,14 +298,16 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
 }
 
 void Decoder::prepare_heads(const Layer& layer, int tokens) {
-  heads_.prepare(tokens, layer.attention.heads * layer.attention.cache.head_dim, *kernels_,
-                 {is_quantised(layer.o.w.kind), true, fine_above(layer)});
+  const int dim = layer.attention.cache.head_dim;
+  Form form = form_for({&layer.o}, fine_above(layer));
+  form.plain |= dim % kBlock != 0;
+  heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
 }
 
 // Heads that are no whole number of blocks can't be rounded one by one.
 void Decoder::settle_heads(const Layer& layer, int tokens) {
   if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
-    for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_row(t, *kernels_); });
+    for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_rows(t, 1, heads_.row(t), *kernels_); });
   settle(heads_);
 }
 
@@ -345,7 +367,7 @@ void Decoder::attend_singles(const Layer& layer, const BatchView& batch, int seg
   pool_.run((all + per_piece - 1) / per_piece, [&](int piece, int thread) {
     for (int i = piece * per_piece; i < std::min(all, (piece + 1) * per_piece); ++i) {
       place_token(layer, batch, i / kv_heads, i % kv_heads);
-      attend_tile(layer, batch, i / kv_heads, i % kv_heads, 0, per_kv, thread);
+      attend_tile(layer, batch, i / kv_heads, i % kv_heads, 0, per_kv, 0, thread);
     }
   });
 }
@@ -364,22 +386,26 @@ void Decoder::attend_split(const Layer& layer, const BatchView& batch, int segme
     for (int h = 0; h < kv_heads; ++h) merge_splits(layer, batch, r, h);
 }
 
-// Any mix of chunks: tiles of queries, those with the longest contexts first so that none is left at the end.
+// Any mix of chunks: tiles of queries, one head of a row after another so that a thread meets the same keys again, in
+// each those with the longest contexts first so that none is left at the end.
 void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
   struct Tile {
-    int row, first, count;
+    int row, head, first, count;
   };
   const int kv_heads = layer.attention.cache.kv_heads, per_kv = layer.attention.heads / kv_heads;
   const int size = kernels_->query_tile;
   std::vector<Tile> tiles;
   for (int r = 0; r < batch.rows; ++r) {
     const int queries = (batch.query_starts[r + 1] - batch.query_starts[r]) * per_kv;
-    for (int first = 0; first < queries; first += size) tiles.push_back({r, first, std::min(size, queries - first)});
+    for (int head = 0; head < kv_heads; ++head)
+      for (int first = (queries + size - 1) / size * size - size; first >= 0; first -= size)
+        tiles.push_back({r, head, first, std::min(size, queries - first)});
   }
-  std::reverse(tiles.begin(), tiles.end());
-  pool_.run(static_cast<int>(tiles.size()) * kv_heads, [&](int piece, int thread) {
-    const Tile& tile = tiles[static_cast<size_t>(piece / kv_heads)];
-    attend_tile(layer, batch, tile.row, piece % kv_heads, tile.first, tile.count, thread);
+  const uint64_t phase = ++num_attended_ << 32;
+  pool_.run(static_cast<int>(tiles.size()), [&](int piece, int thread) {
+    const Tile& tile = tiles[static_cast<size_t>(piece)];
+    attend_tile(layer, batch, tile.row, tile.head, tile.first, tile.count,
+                phase + static_cast<uint64_t>(tile.row * kv_heads + tile.head), thread);
   });
 }
 
@@ -411,31 +437,42 @@ const int32_t* table_of(const Layer& layer, const BatchView& batch, int row) {
   return group.block_tables + static_cast<size_t>(row) * group.max_blocks;
 }
 
-uint8_t* aligned(std::vector<uint8_t>& scratch) {
+uint8_t* aligned(PageVector<uint8_t>& scratch) {
   return scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
 }
 
 }  // namespace
 
-void Decoder::take_output(const Layer& layer, int token, int head, const float* sums, const Partial& partial) {
+// Numerators of some tokens' same head, `stride` apart, become that head's output.
+void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
+                           const Partial* partial, int partial_stride) {
   const int dim = layer.attention.cache.head_dim;
-  float* out = heads_.row(token) + static_cast<size_t>(head) * dim;
   const float* sink = layer.attention.sinks != nullptr ? layer.attention.sinks + head : nullptr;
-  kernels_->finish(sums, partial, sink, dim, out);
-  if (!heads_.is_quantised() || dim % kBlock != 0) return;
-  for (int b = 0; b < dim / kBlock; ++b)
-    kernels_->quantise_block(out + b * kBlock, heads_.quant(), token, head * (dim / kBlock) + b);
+  for (int t = 0; t < tokens; ++t) {
+    float* out = sums + t * stride;
+    kernels_->finish(out, partial[t * partial_stride], sink, dim, out);
+    if (heads_.is_plain()) std::copy_n(out, dim, heads_.row(token + t) + static_cast<size_t>(head) * dim);
+  }
+  const int blocks = dim / kBlock;
+  if (heads_.is_quantised() && dim % kBlock == 0)
+    kernels_->quantise(sums, stride, tokens, blocks, heads_.quant(), token, head * blocks);
 }
 
 void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count,
-                          int thread) {
+                          uint64_t keys_id, int thread) {
   const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, first, count);
   const int wide = padded16(layer.attention.cache.head_dim);
   float sums[kMaxQueryTile * 256];
   Partial partial[kMaxQueryTile];
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, count, 0,
-                   batch.context_lens[row], sums, partial, aligned(attention_scratch_[static_cast<size_t>(thread)]));
-  for (int i = 0; i < count; ++i) take_output(layer, tile.token[i], tile.head[i], sums + i * wide, partial[i]);
+                   batch.context_lens[row], keys_id, sums, partial,
+                   aligned(attention_scratch_[static_cast<size_t>(thread)]));
+  const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
+  for (int i = 0; i < std::min(per_kv, count); ++i) {  // queries i, i + per_kv ... are the same head of tokens in order
+    const int tokens = (count - i + per_kv - 1) / per_kv;
+    take_outputs(layer, tile.token[i], tokens, tile.head[i], sums + i * wide, static_cast<size_t>(per_kv) * wide,
+                 partial + i, per_kv);
+  }
 }
 
 // One segment of one row's context; the parts are joined in order by merge_splits, as attend itself would have done.
@@ -445,7 +482,7 @@ void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, 
   const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, 0, per_kv);
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
-                   segment * kSegment, (segment + 1) * kSegment,
+                   segment * kSegment, (segment + 1) * kSegment, 0,
                    split_sums_.data() + at * padded16(layer.attention.cache.head_dim), split_partials_.data() + at,
                    aligned(attention_scratch_[static_cast<size_t>(thread)]));
 }
@@ -462,7 +499,7 @@ void Decoder::merge_splits(const Layer& layer, const BatchView& batch, int row, 
       const size_t other = at + static_cast<size_t>(s) * per_kv + g;
       kernels_->join(sums, partial, split_sums_.data() + other * wide, split_partials_[other], wide);
     }
-    take_output(layer, batch.query_starts[row], kv_head * per_kv + g, sums, partial);
+    take_outputs(layer, batch.query_starts[row], 1, kv_head * per_kv + g, sums, 0, &partial, 0);
   }
 }
 
@@ -472,15 +509,16 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
   const bool post = !layer.mlp_post_norm.empty();
   if (layer.mlp) {
     norm_rows(layer.mlp_norm, x_.data(), tokens, normed_,
-              {reads_quantised({&layer.mlp->gate, &layer.mlp->up}), true, fine_above(layer)});
+              form_for({&layer.mlp->gate, &layer.mlp->up}, fine_above(layer)));
     mlp(*layer.mlp, normed_.view(), fine_above(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add,
         post ? mixed_.data() : x_.data());
     if (post) add_normed(layer.mlp_post_norm, tokens);
     return;
   }
-  bool quantised = is_quantised(layer.moe->router.w.kind);
-  if (layer.moe->shared) quantised |= reads_quantised({&layer.moe->shared->gate, &layer.moe->shared->up});
-  norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, {quantised, true, fine_above(layer)});
+  Form form = form_for({&layer.moe->router}, fine_above(layer));
+  if (layer.moe->shared) form.quantised |= form_for({&layer.moe->shared->gate, &layer.moe->shared->up}, 0.0f).quantised;
+  form.plain = true;  // experts take copies
+  norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, form);
   moe(*layer.moe, tokens, fine_above(layer), mixed_.data());
   if (post) return add_normed(layer.mlp_post_norm, tokens);
   for_rows(pool_, tokens, hidden_, [&](int t) {
@@ -490,8 +528,7 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
 }
 
 void Decoder::mlp(const Mlp& mlp, const Rows& in, float fine_above, Gemm::Mode mode, float* out) {
-  const bool quantised = is_quantised(mlp.down.w.kind);
-  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, {quantised, !quantised, fine_above});
+  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, form_for({&mlp.down}, fine_above));
   Gemm gate{&mlp.gate, &mlp.up, in, Gemm::Mode::Gate};
   gate.activation = mlp.activation;
   gate.gated = &inner_;
@@ -548,10 +585,8 @@ void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
     const size_t at = static_cast<size_t>(e);
     if (counts[at] == 0) continue;
     const Mlp& expert = moe.experts[at];
-    expert_in_[at].prepare(counts[at], hidden_, *kernels_,
-                           {reads_quantised({&expert.gate, &expert.up}), true, fine_above});
-    const bool quantised = is_quantised(expert.down.w.kind);
-    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, {quantised, !quantised, fine_above});
+    expert_in_[at].prepare(counts[at], hidden_, *kernels_, form_for({&expert.gate, &expert.up}, fine_above));
+    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, form_for({&expert.down}, fine_above));
     Gemm gate{&expert.gate, &expert.up, expert_in_[at].view(), Gemm::Mode::Gate};
     gate.activation = expert.activation;
     gate.gated = &expert_inner_[at];
@@ -562,8 +597,7 @@ void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
   for_rows(pool_, tokens * active, 2 * hidden_, [&](int i) {
     Activations& to = expert_in_[static_cast<size_t>(expert_ids_[static_cast<size_t>(i)])];
     const int place = places[static_cast<size_t>(i)];
-    std::copy_n(normed_.row(i / active), hidden_, to.row(place));
-    if (to.is_quantised()) to.quantise_row(place, *kernels_);
+    to.put_row(place, normed_.row(i / active), *kernels_);
   });
   const auto settle_used = [&](std::vector<Activations>& rows) {
     for (size_t e = 0; e < counts.size(); ++e)
@@ -590,11 +624,9 @@ void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
 // ── head ──
 
 Rows Decoder::head_input(const float* hidden, int rows) {
-  const bool quantised = is_quantised(head_.w.kind);
-  normed_.prepare(rows, hidden_, *kernels_, {quantised, true, fine_at_end()});
+  normed_.prepare(rows, hidden_, *kernels_, form_for({&head_}, fine_at_end()));
   for_rows(pool_, rows, hidden_, [&](int r) {
-    std::copy_n(hidden + static_cast<size_t>(r) * hidden_, hidden_, normed_.row(r));
-    if (quantised) normed_.quantise_row(r, *kernels_);
+    normed_.put_row(r, hidden + static_cast<size_t>(r) * hidden_, *kernels_);
   });
   settle(normed_);
   return normed_.view();

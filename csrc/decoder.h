@@ -100,7 +100,7 @@ class Decoder {
   void check(const BatchView& batch) const;
   void embed(const BatchView& batch);
   void last_layer(const Layer& layer, const BatchView& batch);
-  void keep_wanted(const BatchView& batch, size_t width, std::vector<float>& rows);
+  void keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows);
   void mix(const Layer& layer, int tokens);
   static size_t qkv_width(const Layer& layer);
   void attention(const Layer& layer, const BatchView& batch);
@@ -116,10 +116,12 @@ class Decoder {
   void attend_singles(const Layer& layer, const BatchView& batch, int segments);
   void attend_split(const Layer& layer, const BatchView& batch, int segments);
   void attend_chunks(const Layer& layer, const BatchView& batch);
-  void attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count, int thread);
+  void attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count,
+                   uint64_t keys_id, int thread);
   void split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread);
   void merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head);
-  void take_output(const Layer& layer, int token, int head, const float* sums, const Partial& partial);
+  void take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
+                    const Partial* partial, int partial_stride);
   void feed_forward(const Layer& layer, int tokens);
   void mlp(const Mlp& mlp, const Rows& in, float fine_above, Gemm::Mode mode, float* out);
   void moe(const Moe& moe, int tokens, float fine_above, float* out);
@@ -142,17 +144,19 @@ class Decoder {
   Vector final_norm_;
 
   // ── buffers of a step, grown when needed ──
-  std::vector<float> x_;       // [T][hidden] the residual stream
-  std::vector<float> qkv_;     // [T][q + 2 kv]
-  std::vector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
+  PageVector<float> x_;       // [T][hidden] the residual stream
+  PageVector<float> qkv_;     // [T][q + 2 kv]
+  PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
-  std::vector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
+  PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
   Activations normed_, heads_, inner_;
-  std::vector<std::vector<uint8_t>> attention_scratch_;  // one per thread
-  std::vector<float> split_sums_;
+  std::vector<Vector> row_scratch_;                      // one per thread: the rows of a tile
+  std::vector<PageVector<uint8_t>> attention_scratch_;   // one per thread
+  uint64_t num_attended_ = 0;  // phases of chunks so far
+  PageVector<float> split_sums_;
   std::vector<Partial> split_partials_;
   std::vector<int32_t> expert_ids_;  // [T][active]
-  std::vector<float> expert_shares_, router_logits_, expert_out_;
+  PageVector<float> expert_shares_, router_logits_, expert_out_;
   std::vector<Activations> expert_in_, expert_inner_;
   std::vector<Best> best_;  // [threads][rows]
 };

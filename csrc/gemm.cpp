@@ -13,8 +13,8 @@ namespace {
 constexpr int kPair = 2 * kPanel;
 constexpr int kMostTileRows = 16;  // of any instruction set
 
-template <class T>
-void grow(std::vector<T>& v, size_t size) {
+template <class Buffer>
+void grow(Buffer& v, size_t size) {
   if (v.size() < size) v.resize(size);
 }
 
@@ -78,9 +78,9 @@ void Activations::settle(int t) {
 
 Rows Activations::view() const { return {values_.data(), static_cast<size_t>(cols_), quant_}; }
 
-void Activations::put_block(int r, int block, const float* values, int count, const Kernels& kernels) {
-  if (form_.quantised) kernels.quantise_block(values, quant_, r, block);
-  if (form_.plain) std::memcpy(row(r) + block * kBlock, values, sizeof(float) * static_cast<size_t>(count));
+void Activations::put_row(int r, const float* values, const Kernels& kernels) {
+  if (form_.quantised) quantise_rows(r, 1, values, kernels);
+  if (form_.plain) std::copy_n(values, cols_, row(r));
 }
 
 Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
@@ -97,9 +97,9 @@ Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
   const int wanted = static_cast<int>(5e-6 / seconds);
   const int most = std::max(1, pairs * row_blocks / (6 * pool_.threads()));
   const int per_piece = std::clamp(wanted, 1, most);
-  // Long ones where a matrix is read for few rows, and is large enough for several of them per thread.
-  const bool pays = gemm.in.quant.rows <= kernels_.small_rows && pairs >= 4 * Plan::kLong * per_piece * pool_.threads();
-  const int long_pieces = pays ? pairs / per_piece * 3 / 4 / Plan::kLong : 0;
+  // Long ones where there is enough for several of them per thread.
+  const bool pays = pairs * row_blocks >= 4 * Plan::kLong * per_piece * pool_.threads();
+  const int long_pieces = pays ? pairs * row_blocks / per_piece * 3 / 4 / Plan::kLong : 0;
   return {pairs, row_blocks, tiles_per_block, per_piece, long_pieces, first_piece};
 }
 
@@ -109,7 +109,7 @@ void Runner::run(const Gemm* gemms, int count) {
   for (int g = 0; g < count; ++g) {
     const Plan p = plan(gemms[g], pieces);
     plans_.push_back(p);
-    pieces += p.row_blocks * p.pieces();
+    pieces += p.pieces();
   }
   pool_.run(pieces, [&](int index, int thread) {
     int g = count - 1;
@@ -120,10 +120,16 @@ void Runner::run(const Gemm* gemms, int count) {
 }
 
 void Runner::piece(const Gemm& gemm, const Plan& plan, int index, int thread) {
-  const int tile = index / plan.pieces() * plan.tiles_per_block, place = index % plan.pieces();
-  const int tile_end = std::min(gemm.in.quant.tiles(), tile + plan.tiles_per_block);
-  for (int pair = plan.start(place); pair < std::min(plan.pairs, plan.start(place + 1)); ++pair)
-    this->pair(gemm, {2 * pair, std::min(2, gemm.w->w.panels - 2 * pair), tile, tile_end}, thread);
+  const int end = plan.start(index + 1);
+  // Where this thread will go on if all are equally fast.
+  const int after = plan.start(index + pool_.threads());
+  for (int i = plan.start(index); i < end; ++i) {
+    const int pair = i % plan.pairs, tile = i / plan.pairs * plan.tiles_per_block;
+    const int tile_end = std::min(gemm.in.quant.tiles(), tile + plan.tiles_per_block);
+    const int next = i + 1 < end ? i + 1 : after;
+    this->pair(gemm, {2 * pair, std::min(2, gemm.w->w.panels - 2 * pair), tile, tile_end,
+                      next < plan.all() ? 2 * (next % plan.pairs) : -1}, thread);
+  }
 }
 
 void Runner::pair(const Gemm& gemm, const Span& span, int thread) {
@@ -151,11 +157,14 @@ void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
   float* ups = room(thread, 1, rows);
   product(*gemm.w, gemm.in, span, {gates, kPair, false}, thread);
   product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread);
-  const int columns = std::min(kPair, gemm.w->w.rows - span.panel * kPanel);
+  if (gemm.gated->is_quantised())
+    kernels_.gate_rows(gates, ups, rows, gemm.activation, gemm.gated->quant(), row, span.panel / 2);
+  if (!gemm.gated->is_plain()) return;
+  const int column = span.panel * kPanel, columns = std::min(kPair, gemm.w->w.rows - column);
   for (int r = 0; r < rows; ++r) {
     float gated[kPair];
     kernels_.gate(gates + r * kPair, ups + r * kPair, gemm.activation, gated);
-    gemm.gated->put_block(row + r, span.panel / 2, gated, columns, kernels_);
+    std::copy_n(gated, columns, gemm.gated->row(row + r) + column);
   }
 }
 

@@ -2,9 +2,11 @@
 // rows; what becomes of the 32 numbers of a row (stored, added to the residual, gated and quantised for the next
 // product, compared with the best so far) is done while they are still in the first-level cache.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "kernels.h"
+#include "pages.h"
 #include "pool.h"
 
 namespace tokenmill {
@@ -30,11 +32,13 @@ class Activations {
   float* row(int r) { return values_.data() + static_cast<size_t>(r) * cols_; }
   const QuantRows& quant() const { return quant_; }
   bool is_quantised() const { return form_.quantised; }
+  bool is_plain() const { return form_.plain; }
   bool needs_settling() const { return form_.quantised && quant_.fine_at != 0; }
   int cols() const { return cols_; }
-  // Takes 32 columns of a row, already in their final values.
-  void put_block(int r, int block, const float* values, int count, const Kernels& kernels);
-  void quantise_row(int r, const Kernels& kernels) { kernels.quantise_row(row(r), cols_, quant_, r); }
+  void quantise_rows(int r, int rows, const float* values, const Kernels& kernels) {
+    kernels.quantise(values, static_cast<size_t>(cols_), rows, quant_.blocks, quant_, r, 0);
+  }
+  void put_row(int r, const float* values, const Kernels& kernels);  // in all forms
   // Once all rows of tile t are quantised: lists the blocks whose remainders count.
   void settle(int t);
 
@@ -43,8 +47,8 @@ class Activations {
 
   int cols_ = 0;
   Form form_{};
-  std::vector<float> values_;
-  std::vector<uint8_t> records_;
+  PageVector<float> values_;
+  PageVector<uint8_t> records_;
   std::vector<uint16_t> lists_;
   QuantRows quant_;
 };
@@ -70,14 +74,16 @@ class Runner {
   void run(const Gemm* gemms, int count);
 
  private:
-  // The pairs of a block of rows in pieces: first some of four times the size, since memory is read faster in long runs,
-  // then small ones, so that all threads end together.
+  // A product is pairs of panels times blocks of rows; a piece is some of these, all pairs of a block before the next
+  // block. First pieces are four times as large, since memory is read faster in long runs and a thread knows what to
+  // fetch next; then come small ones, so that all threads end together.
   struct Plan {
-    int pairs, row_blocks, tiles_per_block, pairs_per_piece, long_pieces, first_piece;
+    int pairs, row_blocks, tiles_per_block, per_piece, long_pieces, first_piece;
 
-    int pieces() const { return long_pieces + (pairs - start(long_pieces) + pairs_per_piece - 1) / pairs_per_piece; }
-    int start(int piece) const {  // its first pair
-      return pairs_per_piece * (piece <= long_pieces ? kLong * piece : (kLong - 1) * long_pieces + piece);
+    int all() const { return pairs * row_blocks; }
+    int pieces() const { return long_pieces + (all() - start(long_pieces) + per_piece - 1) / per_piece; }
+    int start(int piece) const {  // the first of its pairs, counted through all blocks
+      return std::min(all(), per_piece * (piece <= long_pieces ? kLong * piece : (kLong - 1) * long_pieces + piece));
     }
     static constexpr int kLong = 4;
   };

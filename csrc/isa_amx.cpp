@@ -123,7 +123,7 @@ void tile(const Expanded& w, int panel, const Steps<K, Full> steps, Ahead& ahead
   for (int step = 0; step < std::min(kDepth, num); ++step) begin(step);
   for (int step = 0; step < num; ++step) {
     if (step % halves == 0 && step < halves * steps.chunk.blocks)
-      for (int line = 0; line < ahead.lines_per_block; ++line, ahead.at += 64) prefetch_far(ahead.at);
+      ahead.fetch();
     const int32_t* sums = scratch.sums[step % kDepth];
     const auto* of_rows = reinterpret_cast<const float*>(steps.record(step));
     const Floats scale = load(w.d[panel] + steps.half_block(step) * kPanel);
@@ -154,7 +154,7 @@ void linear_tiles(const Matrix& w, const QuantRows& x, const Span& span, const S
     }
     asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
     const int tiles = (span.tile_end - span.tile) * span.panels;
-    Ahead ahead = share_ahead(w, span.panel + span.panels, span.panels, first, blocks, tiles);
+    Ahead ahead = share_ahead(w, span.next, span.panels, first, blocks, tiles);
     for (int t = span.tile; t < span.tile_end; ++t) {
       const TileChunk<K, kRows> in(x, t, first, blocks);
       if (x.rows_in(t) != shaped) {

@@ -8,6 +8,8 @@
 //
 #include "kernels/elementwise.h"
 //
+#include "kernels/rounding.h"
+//
 #include "kernels/attention.h"
 //
 #include "kernels/attention_int8.h"

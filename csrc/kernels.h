@@ -87,9 +87,10 @@ struct Partial {
   float largest, total;
 };
 
-// A part of a product: `panels` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end).
+// A part of a product: `panels` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end). Panel `next` and as many
+// behind it are probably what the same thread multiplies with afterwards: they may be fetched meanwhile.
 struct Span {
-  int panel, panels, tile, tile_end;
+  int panel, panels, tile, tile_end, next;
 };
 // Where its sums go: row r of the span begins at out + r * stride; `onto` adds to what is there.
 struct Sums {
@@ -131,10 +132,12 @@ struct Kernels {
 
   size_t (*linear_scratch_bytes)(const Matrix&);
   void (*linear)(const Matrix&, const Rows&, const Span&, const Sums&, uint8_t* scratch);
-  void (*quantise_row)(const float* x, int cols, const QuantRows& to, int row);
+  // `rows` rows of `blocks` blocks, `stride` apart: rows from `row` on, blocks from `block` on of `to`
+  void (*quantise)(const float* x, size_t stride, int rows, int blocks, const QuantRows& to, int row, int block);
   // act(gate) * up for 32 columns
   void (*gate)(const float* gate, const float* up, Activation, float* out);
-  void (*quantise_block)(const float* x, const QuantRows& to, int row, int block);
+  // the same for so many rows, which become one block of rows [row, row + rows) of `to`; the first begins a tile
+  void (*gate_rows)(const float* gates, const float* ups, int rows, Activation, const QuantRows& to, int row, int block);
   void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
   void (*add)(float* x, const float* y, int size);
   void (*embed)(const Matrix&, int row, float scale, float* out);
@@ -144,8 +147,11 @@ struct Kernels {
   int query_tile;  // queries that one call of `attend` may have
   // `count` queries of one row and kv head: query i has q[i] (already in float), sees keys [first[i], limit[i]);
   // only the part of the context within [from, to) is looked at; both are multiples of 256 unless they are the ends.
+  // Calls with the same scratch and the same `keys_id`, other than 0, are about the same keys, which don't change between
+  // them: what one call made of the keys may be used by the next.
   void (*attend)(const AttentionTask&, int kv_head, const int32_t* table, const float* const* q, const int* first,
-                 const int* limit, int count, int from, int to, float* sums, Partial* partial, uint8_t* scratch);
+                 const int* limit, int count, int from, int to, uint64_t keys_id, float* sums, Partial* partial,
+                 uint8_t* scratch);
   void (*finish)(const float* sums, const Partial&, const float* sink, int head_dim, float* out);
   // joins `other`, which covers what follows, into `sums`
   void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);

@@ -3,17 +3,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "pages.h"
 
 namespace tokenmill {
 namespace {
-
-constexpr size_t kHuge = size_t{2} << 20;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
@@ -146,22 +141,7 @@ void pack_row(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
   pack_simple(m, panel, output, row);
 }
 
-std::shared_ptr<uint8_t[]> unset_pages(size_t bytes) {
-  const size_t alignment = bytes >= kHuge ? kHuge : 64;
-  auto* memory = static_cast<uint8_t*>(::operator new[](round_up(bytes, alignment), std::align_val_t(alignment)));
-#if defined(__linux__)
-  if (bytes >= kHuge) madvise(memory, round_up(bytes, alignment), MADV_HUGEPAGE);  // streams cross fewer pages
-#endif
-  return {memory, [alignment](uint8_t* p) { ::operator delete[](p, std::align_val_t(alignment)); }};
-}
-
 }  // namespace
-
-std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes) {
-  std::shared_ptr<uint8_t[]> memory = unset_pages(bytes);
-  std::memset(memory.get(), 0, bytes);
-  return memory;
-}
 
 Kind kind_from_name(const std::string& name) {
   static const std::pair<const char*, Kind> known[] = {

@@ -77,8 +77,6 @@ struct Matrix {
   size_t num_bytes() const { return static_cast<size_t>(panels) * panel_bytes; }
 };
 
-// Zeroed memory at a multiple of 64 bytes; large pieces lie on large pages where the system has them.
-std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes);
 // Sizes of a packed matrix without its memory. Throws std::invalid_argument for shapes the kind can't have.
 Matrix matrix_layout(Kind kind, int rows, int cols);
 // `source` is the file's own rows of blocks (or plain numbers of the kind), `row_bytes` apart.

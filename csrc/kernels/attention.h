@@ -21,6 +21,7 @@ template <>
 struct Stored<Store::F32> {
   using Type = float;
   static Floats load16(const float* p) { return load(p); }
+  static void store16(float* p, Floats a) { store(p, a); }
   static float get(float x) { return x; }
   static float put(float x) { return x; }
 };
@@ -28,6 +29,7 @@ template <>
 struct Stored<Store::F16> {
   using Type = uint16_t;
   static Floats load16(const uint16_t* p) { return load_half(p); }
+  static void store16(uint16_t* p, Floats a) { store_half(p, a); }
   static float get(uint16_t x) { return half_to_float(x); }
   static uint16_t put(float x) { return float_to_half(x); }
 };
@@ -35,6 +37,11 @@ template <>
 struct Stored<Store::BF16> {
   using Type = uint16_t;
   static Floats load16(const uint16_t* p) { return load_bfloat(p); }
+  static void store16(uint16_t* p, Floats a) {
+    float lanes[16];
+    store(lanes, a);
+    for (int i = 0; i < 16; ++i) p[i] = put(lanes[i]);
+  }
   static float get(uint16_t x) { return bfloat_to_float(x); }
   static uint16_t put(float x) { return float_to_bfloat(x); }
 };
@@ -77,6 +84,15 @@ struct Rounded {  // a vector of integers: what they are multiplied with, and -1
 inline constexpr int kWidened = 32;  // keys or values turned to floats at once, where many queries use them
 inline constexpr int kQueryStride = 256 + 16;  // of queries in the workspace: a constant that spreads over the cache
 
+// The first segments of one kv head's context as floats, kept from one tile of queries to the next: many tiles of a
+// prompt look at the same keys. How many of a segment's are there is written down.
+inline constexpr int kKeptSegments = 4;
+
+struct KeptHead {
+  uint64_t of;  // which head: attend's `keys_id`
+  int num_keys[kKeptSegments];
+};
+
 struct Workspace {
   float* q;       // [kQueryTile][kQueryStride]
   float* scores;  // [kQueryTile][kSegment]
@@ -87,6 +103,10 @@ struct Workspace {
   Rounded* rounded_q;    // [kQueryTile]
   Rounded* rounded_w;    // [kQueryTile]
   int8_t* weight_bytes;  // [kQueryTile][2][kSegment]
+  // ── for keys and values of two bytes ──
+  KeptHead* kept;
+  float* kept_keys;    // [kKeptSegments][kSegment / 16][head_dim][16]
+  float* kept_values;  // [kKeptSegments][kSegment][padded head_dim]
 
   Workspace(uint8_t* scratch, int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
@@ -98,12 +118,18 @@ struct Workspace {
     rounded_q = reinterpret_cast<Rounded*>(scales + kSegment);
     rounded_w = rounded_q + kQueryTile;
     weight_bytes = reinterpret_cast<int8_t*>(rounded_w + kQueryTile);
+    kept = reinterpret_cast<KeptHead*>(weight_bytes + 2 * kQueryTile * kSegment);
+    kept_keys = reinterpret_cast<float*>(kept) + kKeptHeadFloats;
+    kept_values = kept_keys + kKeptSegments * kSegment * wide;
   }
+  static constexpr size_t kKeptHeadFloats = 16;
+  static_assert(sizeof(KeptHead) <= 4 * kKeptHeadFloats);
   int8_t* q_bytes() const { return reinterpret_cast<int8_t*>(q); }  // two for each number, instead of `q`
   static size_t bytes(int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
     const size_t rounded = 4 * kSegment + kQueryTile * (2 * sizeof(Rounded) + 2 * kSegment);
-    return 4 * (kQueryTile * (kQueryStride + kSegment + wide) + kSegment / 4 * wide) + rounded + 64;
+    const size_t kept = 4 * (kKeptHeadFloats + 2 * kKeptSegments * kSegment * wide);
+    return 4 * (kQueryTile * (kQueryStride + kSegment + wide) + kSegment / 4 * wide) + rounded + kept + 64;
   }
 };
 
@@ -162,6 +188,13 @@ void widen(const typename Stored<S>::Type* from, int count, float* to) {
   for (int i = 0; i < count; i += 16) store(to + i, Stored<S>::load16(from + i));
 }
 
+template <Store S>
+void narrow(const float* from, int count, typename Stored<S>::Type* to) {
+  int i = 0;
+  for (; i + 16 <= count; i += 16) Stored<S>::store16(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = Stored<S>::put(from[i]);
+}
+
 template <Store S, bool Fetch>
 void score_queries(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int count, int head_dim, float* out) {
   for (int first = 0; first < count; first += kScoreQueries)
@@ -171,7 +204,29 @@ void score_queries(const KeyPair<typename Stored<S>::Type>& pair, const float* q
 }
 
 template <Store S>
-void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+void widen_value(const typename Stored<S>::Type* v, int head_dim, float* to) {
+  const int whole = head_dim / 16 * 16;
+  widen<S>(v, whole, to);
+  for (int d = whole; d < padded(head_dim); ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
+}
+
+// Keys and values of a whole segment up to `hi`, as far as they are not there yet. (Groups of 16 keys are taken as a whole;
+// what lies behind `hi` in the last is masked by whoever reads it.)
+template <Store S>
+void keep_segment(const HeadCache& head, const Workspace& work, int segment, int hi) {
+  const int head_dim = head.cache.head_dim, number = segment / kSegment;
+  const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
+  const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
+  int& there = work.kept->num_keys[number];
+  for (int at = there / 16 * 16; at < hi - segment; at += 16)
+    widen<S>(keys + head.group16(segment + at), 16 * head_dim, work.kept_keys + (segment + at) * head_dim);
+  for (int at = there; at < hi - segment; ++at)
+    widen_value<S>(values + head.value(segment + at), head_dim, work.kept_values + (segment + at) * padded(head_dim));
+  there = std::max(there, hi - segment);
+}
+
+template <Store S>
+void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi, bool is_kept) {
   const int head_dim = head.cache.head_dim;
   for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never leave it
     const auto pair = key_pair<S>(head, at, lo, hi);
@@ -180,6 +235,10 @@ void score_segment(const HeadCache& head, const Workspace& work, int count, int 
       score_queries<S, true>(pair, work.q, count, head_dim, out);
     } else if constexpr (S == Store::F32) {
       score_queries<S, false>(pair, work.q, count, head_dim, out);
+    } else if (is_kept) {
+      const float* first = work.kept_keys + at * head_dim;
+      const float* second = work.kept_keys + std::min(at + 16, (hi - 1) / 16 * 16) * head_dim;
+      score_queries<Store::F32, false>({{first, second}, {}, {}}, work.q, count, head_dim, out);
     } else {
       float* wide[2] = {work.widened, work.widened + 16 * head_dim};
       for (int n = 0; n < 2; ++n) widen<S>(pair.keys[n], 16 * head_dim, wide[n]);
@@ -272,14 +331,7 @@ void sum_keys(MakeRows rows, const Workspace& work, int count, int wide, int lo,
 }
 
 template <Store S>
-void widen_value(const typename Stored<S>::Type* v, int head_dim, float* to) {
-  const int whole = head_dim / 16 * 16;
-  widen<S>(v, whole, to);
-  for (int d = whole; d < padded(head_dim); ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
-}
-
-template <Store S>
-void sum_values(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
+void sum_values(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi, bool is_kept) {
   const int head_dim = head.cache.head_dim, wide = padded(head_dim);
   if (head_dim == wide && (S == Store::F32 || count <= kValueQueries)) {
     const auto rows = [&](int column) { return PagedRows<S>{head, segment, column, static_cast<size_t>(head_dim)}; };
@@ -288,26 +340,43 @@ void sum_values(const HeadCache& head, const Workspace& work, int count, int seg
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
   for (int from = lo; from < hi; from += kWidened) {
     const int to = std::min(hi, from + kWidened);
-    for (int key = from; key < to; ++key)
+    for (int key = from; key < to && !is_kept; ++key)
       widen_value<S>(values + head.value(segment + key), head_dim, work.widened + static_cast<size_t>(key - from) * wide);
-    const auto rows = [&](int column) { return WidenedRows{work.widened + column, from, static_cast<size_t>(wide)}; };
+    const float* widened = is_kept ? work.kept_values + static_cast<size_t>(segment + from) * wide : work.widened;
+    const auto rows = [&](int column) { return WidenedRows{widened + column, from, static_cast<size_t>(wide)}; };
     sum_keys<Store::F32>(rows, work, count, wide, from, to, from > lo);
   }
 }
 
-inline void join(float* sums, Partial& partial, const float* other_sums, const Partial& other, int head_dim) {
+// What one query's segments gave, with factors for what was there and for what comes.
+inline void join_as(float* sums, Partial& partial, const float* other_sums, const Partial& other, float keep, float take,
+                    int wide) {
   if (other.total == 0.0f) return;
   if (partial.total == 0.0f) {
     partial = other;
-    std::copy_n(other_sums, padded(head_dim), sums);
+    std::copy_n(other_sums, wide, sums);
     return;
   }
-  const float largest = std::max(partial.largest, other.largest);
-  const float keep = exp_one(partial.largest - largest);
-  const float take = exp_one(other.largest - largest);
-  partial = {largest, partial.total * keep + other.total * take};
-  for (int d = 0; d < padded(head_dim); d += 16)
+  partial = {std::max(partial.largest, other.largest), partial.total * keep + other.total * take};
+  for (int d = 0; d < wide; d += 16)
     store(sums + d, fma(load(sums + d), splat(keep), mul(load(other_sums + d), splat(take))));
+}
+
+// The same for `count` queries, at most 16; their exponentials are computed together.
+inline void join_some(float* sums, Partial* partial, const float* other_sums, const Partial* other, int count, int wide) {
+  float keep[16] = {}, take[16] = {};
+  for (int i = 0; i < count; ++i) {
+    const float largest = std::max(partial[i].largest, other[i].largest);
+    keep[i] = partial[i].largest - largest;
+    take[i] = other[i].largest - largest;
+  }
+  store(keep, exp(load(keep)));
+  store(take, exp(load(take)));
+  for (int i = 0; i < count; ++i)
+    join_as(sums + i * wide, partial[i], other_sums + i * wide, other[i], keep[i], take[i], wide);
+}
+inline void join(float* sums, Partial& partial, const float* other_sums, const Partial& other, int head_dim) {
+  join_some(sums, &partial, other_sums, &other, 1, padded(head_dim));
 }
 
 inline void gather_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
@@ -319,9 +388,14 @@ inline void gather_queries(const Workspace& work, const float* const* q, int cou
 
 template <Store S>
 void attend_segment(const AttentionTask& task, const HeadCache& head, const Workspace& work, const int* first,
-                    const int* limit, int count, int segment, int lo, int hi, float* sums, Partial* partial) {
-  if constexpr (S == Store::I8) score_rounded(head, work, count, segment, lo, hi);
-  else score_segment<S>(head, work, count, segment, lo, hi);
+                    const int* limit, int count, int segment, int lo, int hi, bool is_kept, float* sums,
+                    Partial* partial) {
+  if constexpr (S == Store::I8) {
+    score_rounded(head, work, count, segment, lo, hi);
+  } else {
+    if (is_kept) keep_segment<S>(head, work, segment, hi);
+    score_segment<S>(head, work, count, segment, lo, hi, is_kept);
+  }
   const int from = lo / 16 * 16 - segment;
   Partial fresh[kQueryTile];
   for (int i = 0; i < count; ++i) {
@@ -332,20 +406,24 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
     else forget(scores, from, hi - segment);
   }
   if constexpr (S == Store::I8) sum_rounded(head, work, count, segment, lo - segment, hi - segment);
-  else sum_values<S>(head, work, count, segment, lo - segment, hi - segment);
+  else sum_values<S>(head, work, count, segment, lo - segment, hi - segment, is_kept);
   const int wide = padded(head.cache.head_dim);
-  for (int i = 0; i < count; ++i) join(sums + i * wide, partial[i], work.sums + i * wide, fresh[i], wide);
+  for (int i = 0; i < count; i += 16)
+    join_some(sums + i * wide, partial + i, work.sums + i * wide, fresh + i, std::min(16, count - i), wide);
 }
 
 inline void attend(const AttentionTask& task, int kv_head, const int32_t* table, const float* const* q,
-                   const int* first, const int* limit, int count, int from, int to, float* sums, Partial* partial,
-                   uint8_t* scratch) {
+                   const int* first, const int* limit, int count, int from, int to, uint64_t keys_id, float* sums,
+                   Partial* partial, uint8_t* scratch) {
   const int head_dim = task.cache.head_dim, wide = padded(head_dim);
   const Workspace work(scratch, head_dim);
   const HeadCache head{task.cache, table, kv_head};
   from = std::max(from, *std::min_element(first, first + count));
   to = std::min(to, *std::max_element(limit, limit + count));
   const bool is_rounded = task.cache.store == Store::I8;
+  const bool is_kept = keys_id != 0 && !is_rounded && task.cache.store != Store::F32 && from == 0 &&
+                       to <= kKeptSegments * kSegment && count > kScoreQueries;
+  if (is_kept && work.kept->of != keys_id) *work.kept = {keys_id, {}};
   if (is_rounded) prefetch_rounded(head, from, to);
   if (is_rounded) round_queries(work, q, count, head_dim, task.scale);
   else gather_queries(work, q, count, head_dim, task.scale);
@@ -355,7 +433,7 @@ inline void attend(const AttentionTask& task, int kv_head, const int32_t* table,
     if (is_rounded) prefetch_rounded(head, segment + kSegment, to);
     with_store(task.cache.store, [&](auto s) {
       attend_segment<decltype(s)::value>(task, head, work, first, limit, count, segment, std::max(from, segment),
-                                         std::min(to, segment + kSegment), sums, partial);
+                                         std::min(to, segment + kSegment), is_kept, sums, partial);
     });
   }
 }
@@ -382,10 +460,10 @@ inline void write_kv(const PagedCache& cache, int64_t slot, int kv_head, const f
     } else {
       auto* k = static_cast<typename Cell::Type*>(cache.keys) + head + static_cast<size_t>(offset / 16 * 16) * head_dim;
       auto* v = static_cast<typename Cell::Type*>(cache.values) + head + static_cast<size_t>(offset) * head_dim;
-      for (int d = 0; d < head_dim; ++d) {
-        k[16 * d + offset % 16] = Cell::put(key[d]);
-        v[d] = Cell::put(value[d]);
-      }
+      typename Cell::Type narrowed[256];
+      narrow<decltype(s)::value>(key, head_dim, narrowed);
+      narrow<decltype(s)::value>(value, head_dim, v);
+      for (int d = 0; d < head_dim; ++d) k[16 * d + offset % 16] = narrowed[d];
     }
   });
 }

@@ -1,4 +1,4 @@
-// What is done number by number: exponentials, norms, activations, rotation, and turning floats into int8 blocks.
+// What is done number by number: exponentials, norms, activations, rotation.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -100,49 +100,6 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
     head[i] = a * cos[i] - b * sin[i];
     head[i + half] = b * cos[i] + a * sin[i];
   }
-}
-
-// Whole numbers of 16 bits as 256 * high + low: the nearest multiple of 256, and what is left, -128 .. 127.
-struct TwoBytes {
-  Ints high, low;
-};
-inline TwoBytes two_bytes(Ints whole) {
-  const Ints high = shift_right(add(whole, splat_int(128)), 8);
-  return {high, sub(whole, shift_left(high, 8))};
-}
-inline void store_numbers(Ints a, Ints b, int8_t* to) {  // 32 whole numbers that fit in bytes
-  store_i8(to, a);
-  store_i8(to + 16, b);
-}
-
-// Row m of a record of `count` rows (see QuantRows), and what is left over of its numbers.
-inline void quantise_into(const float* x, size_t fine_at, uint8_t* record, int count, int m) {
-  const Floats a = load(x), b = load(x + 16);
-  const float largest = max_lanes(max(abs(a), abs(b)));
-  const float most = fine_at == 0 ? 127.0f : 127.0f * 256.0f;
-  const Floats inverse = splat(largest > 0.0f ? most / largest : 0.0f);
-  Ints whole_a = to_ints(mul(a, inverse)), whole_b = to_ints(mul(b, inverse));
-  if (fine_at != 0) {
-    const TwoBytes of_a = two_bytes(whole_a), of_b = two_bytes(whole_b);
-    store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + fine_at, count, m));
-    whole_a = of_a.high;
-    whole_b = of_b.high;
-  }
-  store_numbers(whole_a, whole_b, QuantRows::numbers(record, count, m));
-  int32_t first, second;
-  sum_small(whole_a, whole_b, first, second);
-  QuantRows::put_sums(record, count, m, largest * (1.0f / 127.0f), first, second);
-}
-inline void quantise_block(const float* x, const QuantRows& to, int row, int block) {
-  const int t = to.tile == kTileRows ? row / kTileRows : row / to.tile;  // the first is no real division
-  quantise_into(x, to.fine_at, to.record(t, block), to.rows_in(t), row - t * to.tile);
-}
-inline void quantise_row(const float* x, int cols, const QuantRows& to, int row) {
-  const int t = row / to.tile, count = to.rows_in(t);
-  const size_t step = QuantRows::record_bytes(count);
-  uint8_t* record = to.record(t, 0);
-  for (int k = 0; k + kBlock <= cols; k += kBlock, record += step)
-    quantise_into(x + k, to.fine_at, record, count, row - t * to.tile);
 }
 
 }  // namespace tokenmill::TM_ISA

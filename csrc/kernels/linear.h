@@ -9,6 +9,7 @@
 // remainders of those of its blocks that a tile's list names. A row that does without adds a zero there.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace tokenmill::TM_ISA {
@@ -93,6 +94,18 @@ struct Record {
   }
 };
 
+struct Pass {  // some blocks of a chunk: number i is blocks[i] - from, counted from the chunk's first
+  const uint8_t* records;
+  const uint16_t* blocks;
+  int from, count;
+};
+
+inline constexpr auto kInOrder = [] {
+  std::array<uint16_t, kChunk> order{};
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<uint16_t>(i);
+  return order;
+}();
+
 template <Kind K, int M>
 struct TileChunk {
   const uint8_t* records;  // of the chunk's first block
@@ -102,10 +115,16 @@ struct TileChunk {
 
   TileChunk(const QuantRows& rows, int t, int from, int count)
       : records(rows.record(t, from)), fine_at(rows.fine_at), first(from), blocks(count) {
-    if (fine_at == 0) return;
+    if (fine_at == 0 || *rows.list(t) == 0) return;
     const uint16_t* list = rows.list(t);
     listed = std::lower_bound(list + 1, list + 1 + *list, from);
     num_listed = static_cast<int>(std::lower_bound(listed, list + 1 + *list, from + count) - listed);
+  }
+  // First all blocks, then the listed ones' remainders. (Two loops of known length: the processor foresees their ends.)
+  static constexpr int kPasses = 2;
+  Pass pass(int number) const {
+    if (number == 0) return {records, kInOrder.data(), 0, blocks};
+    return {records + fine_at, listed, first, num_listed};
   }
   int steps() const { return blocks + num_listed; }
   // Which block step i is about, counted from the chunk's first, and its record.
@@ -193,7 +212,12 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
 // Memory that will be wanted next, asked for a few lines per block while the arithmetic goes on.
 struct Ahead {
   const uint8_t* at = nullptr;
-  int lines_per_block = 0;
+  const uint8_t* end = nullptr;
+  int bytes_per_block = 0;
+
+  inline __attribute__((always_inline)) void fetch() {
+    for (const uint8_t* stop = std::min(end, at + bytes_per_block); at < stop; at += 64) prefetch_far(at);
+  }
 };
 
 // M rows x N panels over a chunk, added to what `out` holds if `onto`. Loads stay where they are written: a compiler that
@@ -203,39 +227,41 @@ void wide_tile(const Expanded& w, const TileChunk<K, M>& x, Ahead& ahead, bool o
   constexpr int halves = has_halves(K) ? 2 : 1;
   Floats acc[M][N];
   each_sum<M, N>([&](int m, int n) { acc[m][n] = onto ? load(out + m * out_stride + n * kPanel) : zeros(); });
-  const uint8_t* wanted = ahead.at;
-  for (int i = 0; i < x.steps(); ++i) {
-    const int b = x.block(i);
-    const Record<K, M> in = x.record(i, b);
-    if (i < x.blocks)
-      for (int line = 0; line < ahead.lines_per_block; ++line, wanted += 64) prefetch_far(wanted);
-    unroll<halves>([&](auto half) {
-      constexpr int h = decltype(half)::value;
-      Ints dot[M][N];
-      each_sum<M, N>([&](int m, int n) { dot[m][n] = in.start(h, m); });
-      unroll<8 / halves>([&](auto step) {
-        constexpr int group = decltype(step)::value + h * 4;
-        Bytes weights[N];
-        for (int n = 0; n < N; ++n) weights[n] = load_bytes_here(w.bytes[n] + 512 * b + 64 * group);
-        unroll<M>([&](auto row) {
-          constexpr int m = decltype(row)::value;
-          const Inputs numbers = splat_inputs_here(in.numbers() + m * kBlock + 4 * group);
-          for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], numbers);
+  Ahead own = ahead;
+  for (int number = 0; number < x.kPasses; ++number) {
+    const Pass pass = x.pass(number);
+    for (int i = 0; i < pass.count; ++i) {
+      const int b = pass.blocks[i] - pass.from;
+      const Record<K, M> in{pass.records + static_cast<size_t>(b) * QuantRows::record_bytes(M)};
+      own.fetch();
+      unroll<halves>([&](auto half) {
+        constexpr int h = decltype(half)::value;
+        Ints dot[M][N];
+        each_sum<M, N>([&](int m, int n) { dot[m][n] = in.start(h, m); });
+        unroll<8 / halves>([&](auto step) {
+          constexpr int group = decltype(step)::value + h * 4;
+          Bytes weights[N];
+          for (int n = 0; n < N; ++n) weights[n] = load_bytes_here(w.bytes[n] + 512 * b + 64 * group);
+          unroll<M>([&](auto row) {
+            constexpr int m = decltype(row)::value;
+            const Inputs numbers = splat_inputs_here(in.numbers() + m * kBlock + 4 * group);
+            for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], numbers);
+          });
+        });
+        Floats scale[N];
+        for (int n = 0; n < N; ++n) scale[n] = load(w.d[n] + (halves * b + h) * kPanel);
+        each_sum<M, N>([&](int m, int n) {
+          acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], splat(in.scale()[m])), acc[m][n]);
         });
       });
-      Floats scale[N];
-      for (int n = 0; n < N; ++n) scale[n] = load(w.d[n] + (halves * b + h) * kPanel);
-      each_sum<M, N>([&](int m, int n) {
-        acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], splat(in.scale()[m])), acc[m][n]);
-      });
-    });
-    if constexpr (has_min(K)) {
-      Floats low[N];
-      for (int n = 0; n < N; ++n) low[n] = load(w.m[n] + b * kPanel);
-      each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(in.scaled_sum()[m]), acc[m][n]); });
+      if constexpr (has_min(K)) {
+        Floats low[N];
+        for (int n = 0; n < N; ++n) low[n] = load(w.m[n] + b * kPanel);
+        each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(in.scaled_sum()[m]), acc[m][n]); });
+      }
     }
   }
-  ahead.at = wanted;
+  ahead = own;
   each_sum<M, N>([&](int m, int n) { store(out + m * out_stride + n * kPanel, acc[m][n]); });
 }
 
@@ -250,11 +276,17 @@ inline void with_count(int count, Body body) {  // body(integral_constant) for c
 
 // The part of the next panels that the tiles of this chunk should fetch: as large a share as the chunk is of all blocks.
 inline Ahead share_ahead(const Matrix& w, int next, int count, int first, int blocks, int tiles) {
-  if (next + count > w.panels) return {};
+  if (next < 0 || next + count > w.panels) return {};
   const size_t lines = static_cast<size_t>(count) * w.panel_bytes / 64;
   const size_t from = lines * first / w.blocks, to = lines * (first + blocks) / w.blocks;
   const size_t steps = static_cast<size_t>(tiles) * blocks;
-  return {w.panel(next) + 64 * from, static_cast<int>((to - from + steps - 1) / steps)};
+  return {w.panel(next) + 64 * from, w.panel(next) + 64 * to, 64 * static_cast<int>((to - from + steps - 1) / steps)};
+}
+
+// Asks for where the sums of a tile will go.
+inline void expect_sums(const float* out, size_t stride, int rows, int panels) {
+  for (int m = 0; m < rows; ++m)
+    for (int n = 0; n < panels; ++n) prefetch_to_write(out + m * stride + n * kPanel);
 }
 
 template <Kind K>
@@ -272,11 +304,13 @@ void linear_quantised(const Matrix& w, const QuantRows& x, const Span& span, con
   for (int first = 0; first < w.blocks; first += even) {
     const int blocks = std::min(even, w.blocks - first);
     const bool onto = to.onto || first > 0;
+    expect_sums(to.out, to.stride, x.rows_in(span.tile), span.panels);
     Expanded expanded{};
     for (int n = 0; n < span.panels; ++n) expand_panel<K>(w, span.panel + n, first, blocks, n, room, expanded);
-    Ahead ahead = share_ahead(w, span.panel + span.panels, span.panels, first, blocks, span.tile_end - span.tile);
+    Ahead ahead = share_ahead(w, span.next, span.panels, first, blocks, span.tile_end - span.tile);
     for (int t = span.tile; t < span.tile_end; ++t) {
       float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride;
+      if (t + 1 < span.tile_end) expect_sums(out + x.tile * to.stride, to.stride, x.rows_in(t + 1), span.panels);
       with_count<kTileRows>(x.rows_in(t), [&](auto m) {
         constexpr int rows = decltype(m)::value;
         const TileChunk<K, rows> in(x, t, first, blocks);

@@ -10,9 +10,9 @@ inline Kernels make_table(const char* name) {
   k.tile_rows = k.wide_tile_rows = kTileRows;
   k.linear_scratch_bytes = linear_scratch_bytes;
   k.linear = linear;
-  k.quantise_row = quantise_row;
+  k.quantise = quantise;
   k.gate = gate;
-  k.quantise_block = quantise_block;
+  k.gate_rows = gate_rows;
   k.rms_norm = rms_norm;
   k.add = add_into;
   k.embed = embed;

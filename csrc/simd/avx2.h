@@ -83,6 +83,11 @@ inline Floats keep_lanes(Floats x, int from, int to, Floats otherwise) {
 
 inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline Floats load_half(const uint16_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
+inline void store_half(uint16_t* p, Floats x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, mode));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, mode));
+}
 inline Floats load_bfloat(const uint16_t* p) {
   const auto widen = [](__m128i raw) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
@@ -119,6 +124,12 @@ inline int32_t sum_lanes(Ints x) {
 inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
   sum_a = sum_lanes(a);
   sum_b = sum_lanes(b);
+}
+inline Floats ratio_or_zero(Floats x, Floats y) {
+  const auto ratio = [](__m256 p, __m256 q) {
+    return _mm256_and_ps(_mm256_div_ps(p, q), _mm256_cmp_ps(q, _mm256_setzero_ps(), _CMP_GT_OQ));
+  };
+  return {ratio(x.a, y.a), ratio(x.b, y.b)};
 }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 
@@ -192,7 +203,11 @@ inline Ints dot4(Ints sum, Bytes w, Inputs x) {
 }
 inline Bytes load_bytes_here(const uint8_t* p) { return load_bytes(p); }
 inline Inputs splat_inputs_here(const int8_t* p) { return splat_inputs(p); }
-inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Written out: a compiler takes a function that does nothing but prefetch for one that does nothing.
+inline void prefetch_far(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
+inline void prefetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
+inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
 
 }  // namespace tokenmill::TM_ISA
+
+#include "row_by_row.h"

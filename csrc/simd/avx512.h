@@ -40,6 +40,26 @@ inline Floats round_even(Floats a) {
 }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline float max_lanes(Floats a) { return _mm512_reduce_max_ps(a.v); }
+// lane i is the largest of rows[i], for up to 8 of them
+template <int N>
+inline Floats largest_lanes(const Floats (&rows)[N]) {
+  const auto row = [&](int i) { return rows[i < N ? i : N - 1].v; };
+  const auto of_two = [&](int i) {
+    return _mm512_max_ps(_mm512_unpacklo_ps(row(i), row(i + 1)), _mm512_unpackhi_ps(row(i), row(i + 1)));
+  };
+  const auto of_four = [&](int i) {
+    const __m512d a = _mm512_castps_pd(of_two(i)), b = _mm512_castps_pd(of_two(i + 2));
+    return _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  };
+  const __m512 low = of_four(0), high = N > 4 ? of_four(4) : low;
+  __m512 all = _mm512_max_ps(_mm512_shuffle_f32x4(low, high, 0x44), _mm512_shuffle_f32x4(low, high, 0xEE));
+  all = _mm512_max_ps(all, _mm512_shuffle_f32x4(all, all, 0xB1));
+  return {_mm512_shuffle_f32x4(all, all, 0x08)};
+}
+// a / b where b is above 0, otherwise 0
+inline Floats ratio_or_zero(Floats a, Floats b) {
+  return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(b.v, _mm512_setzero_ps(), _CMP_GT_OQ), a.v, b.v)};
+}
 // a bit for each lane that is above the limit or no number
 inline uint32_t lanes_above(Floats a, Floats limit) { return _mm512_cmp_ps_mask(a.v, limit.v, _CMP_NLE_UQ); }
 inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
@@ -55,6 +75,10 @@ inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
 inline Floats load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+inline void store_half(uint16_t* p, Floats a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, mode));
+}
 inline Floats load_bfloat(const uint16_t* p) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
@@ -68,6 +92,11 @@ inline Floats load_i8(const uint8_t* p) {
 inline void store_i8(int8_t* p, Ints a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v));
 }
+// the first N lanes
+template <int N>
+inline void store_lanes(void* p, Floats a) { _mm512_mask_storeu_ps(p, (1u << N) - 1u, a.v); }
+template <int N>
+inline void store_lanes(void* p, Ints a) { _mm512_mask_storeu_epi32(p, (1u << N) - 1u, a.v); }
 
 inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints shift_left(Ints a, int bits) { return {_mm512_slli_epi32(a.v, bits)}; }
@@ -75,6 +104,29 @@ inline Ints shift_right(Ints a, int bits) { return {_mm512_srai_epi32(a.v, bits)
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints sub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 
+// 32 whole numbers that fit in a byte
+struct Packed {
+  __m256i v;
+};
+inline Packed pack(Ints a, Ints b) {
+  const __m256i bytes = _mm512_cvtsepi16_epi8(_mm512_packs_epi32(a.v, b.v));
+  return {_mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))};
+}
+inline void store_packed(int8_t* p, Packed a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.v); }
+// lane i: the sum of the first, or second, 16 numbers of rows[i], for up to 8 of them
+template <int N>
+inline void sum_halves(const Packed (&rows)[N], Ints& first, Ints& second) {
+  const auto fours = [&](int i) {
+    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), rows[i < N ? i : N - 1].v);
+  };
+  const auto of_four = [&](int i) {
+    const __m256i a = _mm256_hadd_epi32(fours(i), fours(i + 1)), b = _mm256_hadd_epi32(fours(i + 2), fours(i + 3));
+    return _mm256_hadd_epi32(a, b);
+  };
+  const __m256i low = of_four(0), high = N > 4 ? of_four(4) : low;
+  first = {_mm512_zextsi256_si512(_mm256_permute2x128_si256(low, high, 0x20))};
+  second = {_mm512_zextsi256_si512(_mm256_permute2x128_si256(low, high, 0x31))};
+}
 // lane sums of two registers whose numbers fit in a byte
 inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
   const __m128i ones = _mm_set1_epi8(1), zero = _mm_setzero_si128();
@@ -135,7 +187,9 @@ inline Inputs splat_inputs_here(const int8_t* p) {
   asm volatile("vpbroadcastd %1, %0" : "=v"(out.v) : "m"(*reinterpret_cast<const int32_t*>(p)));
   return out;
 }
-inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Written out: a compiler takes a function that does nothing but prefetch for one that does nothing.
+inline void prefetch_far(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
+inline void prefetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
+inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
 
 }  // namespace tokenmill::TM_ISA

@@ -103,6 +103,9 @@ inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
 inline Floats load_half(const uint16_t* p) {
   return each([&](int i) { return half_to_float(p[i]); });
 }
+inline void store_half(uint16_t* p, Floats a) {
+  for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i]);
+}
 inline Floats load_bfloat(const uint16_t* p) {
   return each([&](int i) { return bfloat_to_float(p[i]); });
 }
@@ -145,6 +148,9 @@ inline int32_t sum_lanes(Ints a) {
 inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
   sum_a = sum_lanes(a);
   sum_b = sum_lanes(b);
+}
+inline Floats ratio_or_zero(Floats a, Floats b) {
+  return each([&](int i) { return b.v[i] > 0.0f ? a.v[i] / b.v[i] : 0.0f; });
 }
 inline Floats to_floats(Ints a) {
   return each([&](int i) { return static_cast<float>(a.v[i]); });
@@ -191,6 +197,9 @@ inline Ints dot4(Ints sum, Bytes w, Inputs x) {
 inline Bytes load_bytes_here(const uint8_t* p) { return load_bytes(p); }
 inline Inputs splat_inputs_here(const int8_t* p) { return splat_inputs(p); }
 inline void prefetch_far(const void*) {}
+inline void prefetch_to_write(const void*) {}
 inline void prefetch(const void*) {}
 
 }  // namespace tokenmill::TM_ISA
+
+#include "row_by_row.h"

@@ -67,11 +67,8 @@ struct Product {  // of one instruction set
   Product(const Kernels& of, int threads) : kernels(of), pool(threads), runner(pool, of) {}
 
   void take(const Floats& x, int rows, int columns, float fine_above) {
-    in.prepare(rows, columns, kernels, {true, true, fine_above});
-    for (int r = 0; r < rows; ++r) {
-      std::copy_n(x.data() + static_cast<size_t>(r) * columns, columns, in.row(r));
-      in.quantise_row(r, kernels);
-    }
+    in.prepare(rows, columns, kernels, {true, false, fine_above});
+    for (int r = 0; r < rows; ++r) in.put_row(r, x.data() + static_cast<size_t>(r) * columns, kernels);
     for (int t = 0; in.needs_settling() && t < in.quant().tiles(); ++t) in.settle(t);
   }
   void run(const Linear& w, Gemm::Mode mode, float* out) {
@@ -160,7 +157,7 @@ Floats attend(const Kernels& kernels, int head_dim, int context, int count, uint
   std::vector<Partial> partial(static_cast<size_t>(count));
   std::vector<uint8_t> scratch(kernels.attention_scratch_bytes(head_dim) + 64);
   auto* room = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
-  kernels.attend(task, 0, table.data(), queries.data(), first.data(), limit.data(), count, 0, context, sums.data(),
+  kernels.attend(task, 0, table.data(), queries.data(), first.data(), limit.data(), count, 0, context, 0, sums.data(),
                  partial.data(), room);
   for (int i = 0; i < count; ++i)
     kernels.finish(sums.data() + i * wide, partial[static_cast<size_t>(i)], nullptr, head_dim,

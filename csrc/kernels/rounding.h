@@ -1,0 +1,110 @@
+// Turning activations into int8 blocks (QuantRows). A few rows are rounded together: then what there is one of per row
+// (its largest number, scale, sums) fills the lanes of a register, and lies side by side in the record as well.
+#pragma once
+
+namespace tokenmill::TM_ISA {
+
+// Whole numbers of 16 bits as 256 * high + low: the nearest multiple of 256, and what is left, -128 .. 127.
+struct TwoBytes {
+  Ints high, low;
+};
+inline TwoBytes two_bytes(Ints whole) {
+  const Ints high = shift_right(add(whole, splat_int(128)), 8);
+  return {high, sub(whole, shift_left(high, 8))};
+}
+inline void store_numbers(Ints a, Ints b, int8_t* to) {  // 32 whole numbers that fit in bytes
+  store_packed(to, pack(a, b));
+}
+
+inline constexpr int kRoundedRows = kSmallRows;  // at most, together
+
+// All of R rows from row m on but their numbers, whose halves have these sums: lanes are rows. (See QuantRows::put_sums.)
+template <int R>
+inline void put_sums(uint8_t* record, int count, int m, Floats scale, Ints first, Ints second) {
+  const auto field = [&](int number) { return record + 4 * static_cast<size_t>(number * count + m); };
+  const Ints total = add(first, second), none = splat_int(0);
+  store_lanes<R>(field(0), scale);
+  store_lanes<R>(field(1), mul(scale, to_floats(total)));
+  store_lanes<R>(field(2), sub(none, shift_left(total, 7)));
+  store_lanes<R>(field(3), sub(none, shift_left(total, 3)));
+  store_lanes<R>(field(4), sub(none, shift_left(first, 5)));
+  store_lanes<R>(field(5), sub(none, shift_left(second, 5)));
+}
+
+// R rows of 32 numbers, `stride` apart, as rows m and following of a record of `count` rows; `Fine`: and, in the record
+// `fine_at` bytes behind, what is left over of them.
+template <int R, bool Fine>
+inline void round_rows(const float* x, size_t stride, size_t fine_at, uint8_t* record, int count, int m) {
+  Floats sizes[R];
+  for (int r = 0; r < R; ++r) sizes[r] = max(abs(load(x + r * stride)), abs(load(x + r * stride + 16)));
+  const Floats largest = largest_lanes<R>(sizes);
+  alignas(64) float inverse[16];
+  store(inverse, ratio_or_zero(splat(Fine ? 127.0f * 256.0f : 127.0f), largest));
+  Packed numbers[R];
+  unroll<R>([&](auto step) {
+    constexpr int r = decltype(step)::value;
+    const Floats factor = splat(inverse[r]);
+    Ints a = to_ints(mul(load(x + r * stride), factor)), b = to_ints(mul(load(x + r * stride + 16), factor));
+    if constexpr (Fine) {
+      const TwoBytes of_a = two_bytes(a), of_b = two_bytes(b);
+      store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + fine_at, count, m + r));
+      a = of_a.high;
+      b = of_b.high;
+    }
+    numbers[r] = pack(a, b);
+    store_packed(QuantRows::numbers(record, count, m + r), numbers[r]);
+  });
+  Ints first, second;
+  sum_halves<R>(numbers, first, second);
+  put_sums<R>(record, count, m, mul(largest, splat(1.0f / 127.0f)), first, second);
+}
+
+// body(R, Fine) as constants
+template <class Body>
+inline void with_rows(int rows, bool is_fine, Body body) {
+  with_count<kRoundedRows>(rows, [&](auto count) {
+    if (is_fine) body(count, std::true_type{});
+    else body(count, std::false_type{});
+  });
+}
+
+// `rows` rows of `blocks` blocks, `stride` apart: rows from `row` on, blocks from `block` on of `to`.
+inline void quantise(const float* x, size_t stride, int rows, int blocks, const QuantRows& to, int row, int block) {
+  for (int done = 0; done < rows;) {
+    const int t = (row + done) / to.tile, m = row + done - t * to.tile, count = to.rows_in(t);
+    const int together = std::min({kRoundedRows, rows - done, count - m});
+    const float* from = x + done * stride;
+    uint8_t* record = to.record(t, block);
+    with_rows(together, to.fine_at != 0, [&](auto r, auto fine) {
+      for (int b = 0; b < blocks; ++b)
+        round_rows<decltype(r)::value, decltype(fine)::value>(
+            from + b * kBlock, stride, to.fine_at, record + b * QuantRows::record_bytes(count), count, m);
+    });
+    done += together;
+  }
+}
+
+// act(gate) * up of `rows` rows x 32 columns, as one block of rows [row, row + rows), which begin with a tile. The records
+// lie far apart and are no longer in a near cache: each is asked for while the one before it is filled.
+inline void gate_rows(const float* gates, const float* ups, int rows, Activation kind, const QuantRows& to, int row,
+                      int block) {
+  alignas(64) float gated[kRoundedRows * kBlock];
+  for (int done = 0; done < rows;) {
+    const int t = (row + done) / to.tile, m = row + done - t * to.tile, count = to.rows_in(t);
+    const int together = std::min({kRoundedRows, rows - done, count - m});
+    uint8_t* record = to.record(t, block);
+    const uint8_t* next = record + static_cast<size_t>(to.blocks) * QuantRows::record_bytes(count) + 64 * m;
+    const bool is_last = done + together == rows;
+    for (int r = 0; r < together; ++r) {
+      if (!is_last) prefetch_to_write(next + 64 * r);
+      if (!is_last && to.fine_at != 0) prefetch_to_write(next + to.fine_at + 64 * r);
+      gate(gates + (done + r) * kBlock, ups + (done + r) * kBlock, kind, gated + r * kBlock);
+    }
+    with_rows(together, to.fine_at != 0, [&](auto r, auto fine) {
+      round_rows<decltype(r)::value, decltype(fine)::value>(gated, kBlock, to.fine_at, record, count, m);
+    });
+    done += together;
+  }
+}
+
+}  // namespace tokenmill::TM_ISA

@@ -95,7 +95,13 @@ inline void take_best(const float* x, int size, int place, Best& best) {
   for (; i < size; ++i) look_at(i);
 }
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
-  for (int i = 0; i < half; ++i) {
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const Floats a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
+    store(head + i, sub(mul(a, c), mul(b, s)));
+    store(head + i + half, add(mul(b, c), mul(a, s)));
+  }
+  for (; i < half; ++i) {
     const float a = head[i], b = head[i + half];
     head[i] = a * cos[i] - b * sin[i];
     head[i + half] = b * cos[i] + a * sin[i];

@@ -216,19 +216,20 @@ def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) ->
 def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str) -> None:
     spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised), activation_bits=bits)
-    tokens = tokens_for(spec, 330)
-    whole = all_logits(model, spec, tokens, [330])
-    assert torch.equal(all_logits(model, spec, tokens, [100, 1, 29, 199, 1]), whole)
-    assert torch.equal(all_logits(model, spec, tokens[:40], [1] * 40), whole[:40])
+    tokens, dtype = tokens_for(spec, 330), torch.float16 if quantised else torch.float32
+    whole = all_logits(model, spec, tokens, [330], dtype)
+    assert torch.equal(all_logits(model, spec, tokens, [100, 1, 29, 199, 1], dtype), whole)
+    assert torch.equal(all_logits(model, spec, tokens[:40], [1] * 40, dtype), whole[:40])
 
 
-@pytest.mark.parametrize("bits", ["8", "mixed", "16"])
-def test_neighbours_change_no_bit(bits: str) -> None:
+@pytest.mark.parametrize(("bits", "dtype"), [("8", torch.float32), ("mixed", torch.float16), ("16", torch.bfloat16)])
+def test_neighbours_change_no_bit(bits: str, dtype: torch.dtype) -> None:
+    """With numbers of two bytes, tiles of a prompt share the keys that one of them turned to floats."""
     spec = VARIANTS["llama"]
     model = native_model(spec, random_weights(spec, quantised=True), activation_bits=bits)
-    rows = [tokens_for(spec, length, seed) for seed, length in enumerate((5, 31, 1, 64, 17))]
-    alone = [all_logits(model, spec, tokens, [len(tokens)]) for tokens in rows]
-    storage = storage_for(spec, len(rows))
+    rows = [tokens_for(spec, length, seed) for seed, length in enumerate((5, 331, 1, 64, 17, 270))]
+    alone = [all_logits(model, spec, tokens, [len(tokens)], dtype) for tokens in rows]
+    storage = storage_for(spec, len(rows), dtype)
     together = model.logits(model.forward(batch_of(spec, [(i, row, 0) for i, row in enumerate(rows)]), storage))
     for expected, found in zip(alone, together.split([len(row) for row in rows]), strict=True):
         assert torch.equal(found, expected)

@@ -31,7 +31,9 @@ LOWEST = tl.constexpr(-(2**31))
 def _ordered(logits, token, num_experts, BLOCK: tl.constexpr):
     """Logits [BLOCK] as whole numbers that sort as they do; experts that do not exist come after all others"""
     experts = tl.arange(0, BLOCK)
-    values = tl.load(logits + token * num_experts + experts, mask=experts < num_experts, other=0.0)
+    # Not by way of the first-level cache, which may know older ones: downs look before they wait.
+    at = logits + token * num_experts + experts
+    values = tl.load(at, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
     bits = values.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(experts < num_experts, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)
 

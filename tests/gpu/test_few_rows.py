@@ -1,0 +1,99 @@
+"""What few rows are computed with on a real GPU, on shapes of large models: the same as one plain op after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
+from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
+from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
+from tokenmill.ops.reference.kv_rounding import rounded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+HEADS, DIM, BLOCK = 32, 128, 16
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    assert ours.shape == theirs.shape
+    error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    assert error < tolerance, error
+
+
+def caches_of(num_blocks: int, kv_heads: int, dtype: torch.dtype) -> list[LayerCache]:
+    """Two that are alike"""
+    vectors = torch.randn(2, num_blocks, kv_heads, BLOCK, DIM, device="cuda")
+    if dtype == torch.bfloat16:
+        keys, values = vectors.to(dtype)
+        return [LayerCache(keys.clone(), values.clone()) for _ in range(2)]
+    numbers, scales = rounded(vectors, dtype)
+    return [LayerCache(*numbers.clone(), *scales.clone()) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "window"),
+    [(4, torch.bfloat16, None), (8, torch.bfloat16, 100), (8, torch.int8, None)],
+)
+@pytest.mark.parametrize("contexts", [[1], [65], [300], [5000], [0, 700, 2049], [64, 1, 1300, 128]])
+def test_placing_and_attending_at_once(
+    contexts: list[int], kv_heads: int, dtype: torch.dtype, window: int | None
+) -> None:
+    from tokenmill.ops.triton.build import build_ops
+
+    torch.manual_seed(0)
+    ops, num_rows, width = build_ops(), len(contexts), max(contexts) // BLOCK + 1
+    tables = (torch.randperm(num_rows * width, device="cuda") + 1).int().view(num_rows, width)
+    ours, theirs = caches_of(1 + tables.numel(), kv_heads, dtype)
+    lengths = torch.tensor(contexts, device="cuda", dtype=torch.int32)
+    newest = (lengths.long() - 1).clamp(min=0)
+    slots = tables.long().gather(1, (newest // BLOCK).unsqueeze(1)).squeeze(1) * BLOCK + newest % BLOCK
+    qkv = torch.randn(num_rows, (HEADS + 2 * kv_heads) * DIM, device="cuda", dtype=torch.bfloat16)
+    norms = (torch.rand(DIM, device="cuda") + 0.5, torch.rand(DIM, device="cuda") + 0.5)
+    angles = (torch.randn(num_rows, DIM // 2, device="cuda"), torch.randn(num_rows, DIM // 2, device="cuda"))
+    starts = torch.arange(num_rows + 1, device="cuda").int()
+    batch = ForwardBatch(
+        newest, newest, starts, lengths, (GroupTables(tables, slots),), newest, BLOCK, 1, 8192, num_rows
+    )
+    plan, args = ops.plan_attention(batch, 0, None), AttentionArgs(DIM**-0.5, window)
+    assert ops.place_and_attend is not None and ops.place_qkv is not None
+    for _ in range(2):  # counters are set back
+        found = ops.place_and_attend(qkv, ours, norms, 1e-6, angles, plan, args)
+    assert found is not None
+    is_row = lengths > 0
+    assert not found[~is_row].any()
+    queries = ops.place_qkv(qkv, theirs, torch.where(is_row, slots, 0), norms, 1e-6, angles)
+    expected = ops.attention(queries, theirs, plan, args)
+    near(found[is_row], expected[is_row], 0.005 if dtype == torch.bfloat16 else 0.02)
+    near(ours.keys[1:].float(), theirs.keys[1:].float(), 1e-3)
+    near(ours.values[1:].float(), theirs.values[1:].float(), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "hidden", "inter", "k"),
+    [(1, 128, 2048, 768, 8), (4, 60, 1536, 1408, 2), (2, 128, 4096, 768, 8), (1, 16, 2048, 1408, 1)],
+)
+def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, inter: int, k: int) -> None:
+    from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.norm import norm_and_multiply
+
+    def drawn(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
+
+    torch.manual_seed(0)
+    ops, x, residual = build_ops(), drawn(num_tokens, hidden, scale=1.0), drawn(num_tokens, hidden, scale=1.0)
+    norm, router = torch.rand(hidden, device="cuda") + 0.5, drawn(num_experts, hidden, scale=0.05)
+    packed = ExpertsWeight(num_experts, (drawn(num_experts, 2 * inter, hidden), drawn(num_experts, hidden, inter)))
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=k > 2)
+    assert ops.add_norm_experts is not None
+    done = ops.add_norm_experts(x, residual, norm, 1e-6, LinearWeight(num_experts, hidden, router), packed, spec)
+    assert done is not None
+    logits, normed, total = norm_and_multiply(x, residual, norm, 1e-6, router)
+    chosen = ops.route(logits, k, spec.renormalize)  # of equal logits the first, as here
+    exact = ExpertsWeight(num_experts, tuple(part.float() for part in packed.packed))
+    near(done[0], PLAIN.experts(normed.float(), *chosen, exact, "silu"), 0.01)
+    assert torch.equal(done[1], total)

@@ -269,6 +269,8 @@ Numbers draw_rows(Array<const float, 2> logits, const Numbers& lines, const std:
   return tokens;
 }
 
+constexpr size_t kLinesAtOnce = 64;  // whose logits are held in memory
+
 // The whole of a step that ends with draws; drawing is the host's time, not the kernels'.
 Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
                   const Numbers& wanted, const Tables& tables, int block_size, const std::vector<float>& temperatures,
@@ -278,20 +280,23 @@ Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
   const size_t count = static_cast<size_t>(batch.wanted), vocab = static_cast<size_t>(decoder.vocab());
   const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
   draws.check(count);
-  decoder.logit_lines.resize(std::max(decoder.logit_lines.size(), count * vocab));
+  decoder.logit_lines.resize(std::max(decoder.logit_lines.size(), std::min(count, kLinesAtOnce) * vocab));
   decoder.draw_rooms.resize(static_cast<size_t>(decoder.pool().threads()));
   Numbers drawn(count);
   nb::gil_scoped_release free;
-  decoder.timed([&] {
-    decoder.forward(batch, decoder.states.data());
-    decoder.logits(decoder.states.data(), batch.wanted, decoder.logit_lines.data());
-  });
+  decoder.timed([&] { decoder.forward(batch, decoder.states.data()); });
   const Kernels& kernels = best_kernels();  // as everywhere else where tokens are drawn
-  decoder.pool().run(batch.wanted, [&](int line, int thread) {
-    const size_t i = static_cast<size_t>(line);
-    drawn[i] = kernels.draw_token(decoder.logit_lines.data() + i * vocab, static_cast<int>(vocab), draws.knobs(i),
-                                  decoder.draw_rooms[static_cast<size_t>(thread)]);
-  });
+  for (size_t first = 0; first < count; first += kLinesAtOnce) {
+    const int lines = static_cast<int>(std::min(count - first, kLinesAtOnce));
+    const float* states = decoder.states.data() + first * static_cast<size_t>(decoder.hidden());
+    decoder.timed([&] { decoder.logits(states, lines, decoder.logit_lines.data()); });
+    decoder.pool().run(lines, [&](int line, int thread) {
+      const size_t at = static_cast<size_t>(line);
+      drawn[first + at] =
+          kernels.draw_token(decoder.logit_lines.data() + at * vocab, static_cast<int>(vocab), draws.knobs(first + at),
+                             decoder.draw_rooms[static_cast<size_t>(thread)]);
+    });
+  }
   return drawn;
 }
 

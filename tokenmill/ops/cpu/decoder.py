@@ -20,6 +20,7 @@ from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantizatio
 
 MAX_HEAD_DIM = 256
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+KEPT_LINES = 64  # of logits, whose memory is kept from step to step
 FINE_ABOVE = {"8": math.inf, "mixed": 2.5, "16": 0.0}
 """Blocks of 32 activations keep 16 bits where their largest number is more than so many times the row's mean; where
 some do, all do in the last layer and the head."""
@@ -151,12 +152,17 @@ class NativeDecoder:
 
     def logits_next(self, rows: DrawingRows, storage: Storage) -> torch.Tensor:
         self._bind(storage)
-        num_lines = sum(rows.num_wanted)
-        if num_lines > len(self._logits):
-            self._logits = torch.empty(num_lines, self.spec.vocab_size)
-        out = self._logits[:num_lines]
+        out = self._room_for(sum(rows.num_wanted))
         self._decoder.logits_next(*rows, out)
         return out
+
+    def _room_for(self, num_lines: int) -> torch.Tensor:
+        """[num_lines, vocab]; fresh pages for megabytes of logits would cost more than some of the arithmetic."""
+        if num_lines > KEPT_LINES:
+            return torch.empty(num_lines, self.spec.vocab_size)
+        if num_lines > len(self._logits):
+            self._logits = torch.empty(num_lines, self.spec.vocab_size)
+        return self._logits[:num_lines]
 
     def _bind(self, storage: Storage) -> None:
         """Tells the kernels where the cache lies; once, unless it moves."""

@@ -303,6 +303,12 @@ def test_rows_as_lists_are_the_same_batch() -> None:
     drawn = model.draw_next(rows, knobs, by_lists)
     assert drawn == native().draw_rows(expected, list(range(5)), *knobs) and drawn[4] == expected[4].argmax()
     assert drawn != model.best_next(rows, by_lists)
+    many, knobs = (
+        drawing_rows(spec, [(3, tokens_for(spec, 70, seed=1), 0)], [70]),
+        DrawKnobs([0.7] * 70, [9] * 70, [1.0] * 70, [0.0] * 70, [line / 70 for line in range(70)], [False] * 70),
+    )
+    drawn = model.draw_next(many, knobs, by_lists)  # more lines than are held in memory at once
+    assert drawn == native().draw_rows(model.logits_next(many, by_lists), list(range(70)), *knobs)
     for wrong in ({"starts": [1]}, {"rows": [0, 1, 2, 8]}, {"starts": [31, 33, 0, 380]}, {"num_wanted": [2, 0, 0, 0]}):
         with pytest.raises(ValueError, match="row"):
             model.best_next(rows._replace(**wrong), by_lists)

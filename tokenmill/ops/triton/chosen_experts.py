@@ -66,8 +66,12 @@ def _open_experts(
     inside = columns < hidden
     factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
     expert, _, left = _next_choice(_ordered(logits, token, num_experts, BLOCK), BLOCK)
-    for _ in range(choice):
-        expert, _, left = _next_choice(left, BLOCK)
+    if K == 2:  # ptxas 12.8 makes a loop of one round at most a condition, and that the reduction's mask
+        second, _, left = _next_choice(left, BLOCK)
+        expert = tl.where(choice == 1, second, expert)
+    else:
+        for _ in range(choice):
+            expert, _, left = _next_choice(left, BLOCK)
     first = tl.program_id(1) * lines_each
     last = tl.minimum(first + lines_each, inter)
     source = gate_up + (expert * 2 * inter + first) * hidden + columns

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "batch.h"
 #include "gemm.h"
 #include "kernels.h"
 #include "pool.h"
@@ -43,32 +44,6 @@ struct Layer {
   int num_blocks = 0;
   std::optional<Mlp> mlp;
   std::optional<Moe> moe;
-};
-
-struct GroupView {
-  const int32_t* block_tables;  // [rows][max_blocks]
-  int max_blocks;
-  const int64_t* slots;  // [tokens]
-};
-
-struct BatchView {  // ForwardBatch of tokenmill/ops/batch.py as pointers
-  int tokens = 0, rows = 0, wanted = 0;
-  const int64_t* token_ids = nullptr;
-  const int64_t* positions = nullptr;
-  const int32_t* query_starts = nullptr;
-  const int32_t* context_lens = nullptr;
-  const int64_t* logit_rows = nullptr;
-  std::vector<GroupView> groups;
-};
-
-// The wanted tokens of a batch as rows of one token each, over the contexts that end with them.
-class NarrowedBatch {
- public:
-  void take(const BatchView& batch, int group);
-  BatchView view;
-
- private:
-  std::vector<int32_t> starts_, contexts_, tables_;
 };
 
 class Decoder {

@@ -13,11 +13,6 @@ namespace {
 constexpr int kPair = 2 * kPanel;
 constexpr int kMostTileRows = 16;  // of any instruction set
 
-template <class Buffer>
-void grow(Buffer& v, size_t size) {
-  if (v.size() < size) v.resize(size);
-}
-
 size_t scratch_alignment(uint8_t* p) { return (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64; }
 
 }  // namespace

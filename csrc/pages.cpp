@@ -15,6 +15,7 @@ namespace {
 constexpr size_t kLarge = size_t{2} << 20;
 constexpr size_t kShared = size_t{16} << 20;  // pages that small parts are cut from, at once
 constexpr size_t kSmall = size_t{16} << 10;   // not worth a place there
+constexpr std::align_val_t kLine{64};         // of the caches
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -62,9 +63,8 @@ std::shared_ptr<uint8_t[]> unset_pages(size_t bytes) {
   static SharedPages shared;
   if (bytes >= kLarge) return own_pages(bytes);
   if (bytes >= kSmall) return shared.take(bytes);
-  constexpr std::align_val_t line{64};
-  auto* memory = static_cast<uint8_t*>(::operator new[](bytes, line));
-  return {memory, [line](uint8_t* p) { ::operator delete[](p, line); }};
+  auto* memory = static_cast<uint8_t*>(::operator new[](bytes, kLine));
+  return {memory, [](uint8_t* p) { ::operator delete[](p, kLine); }};
 }
 
 std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes) {

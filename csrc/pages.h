@@ -40,4 +40,10 @@ struct PageAllocator {
 template <class T>
 using PageVector = std::vector<T, PageAllocator<T>>;
 
+// For buffers that are kept from step to step.
+template <class Buffer>
+void grow(Buffer& v, size_t size) {
+  if (v.size() < size) v.resize(size);
+}
+
 }  // namespace tokenmill

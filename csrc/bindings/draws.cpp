@@ -1,0 +1,96 @@
+// Drawing tokens, with a step before it or from logits that are there: tokenmill/sampling/native_draws.py.
+#include <algorithm>
+#include <stdexcept>
+
+#include "bindings/held_decoder.h"
+
+namespace tokenmill {
+namespace {
+
+// One entry a line of the logits.
+struct Draws {
+  const std::vector<float>& temperatures;
+  const Numbers& top_ks;
+  const std::vector<double>&top_ps, &min_ps, &uniforms;
+  const std::vector<bool>& takes_best;
+
+  void check(size_t count) const {
+    if (temperatures.size() != count || top_ks.size() != count || top_ps.size() != count || min_ps.size() != count ||
+        uniforms.size() != count || takes_best.size() != count)
+      throw std::invalid_argument("the knobs are not as many as the lines");
+  }
+  DrawKnobs knobs(size_t i) const {
+    return {temperatures[i], top_ks[i], top_ps[i], min_ps[i], uniforms[i], takes_best[i]};
+  }
+};
+
+// Tokens drawn from the lines of the logits that are named, -1 where the highest logit is no finite number.
+Numbers draw_rows(Array<const float, 2> logits, const Numbers& lines, const std::vector<float>& temperatures,
+                  const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
+                  const std::vector<double>& uniforms, const std::vector<bool>& takes_best, const std::string& isa) {
+  const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
+  draws.check(lines.size());
+  for (const int64_t line : lines)
+    if (line < 0 || static_cast<size_t>(line) >= logits.shape(0)) throw std::out_of_range("there is no such line");
+  const Kernels& kernels = kernels_or_best(isa);
+  Numbers tokens(lines.size());
+  DrawRoom room;
+  nb::gil_scoped_release free;
+  for (size_t i = 0; i < lines.size(); ++i)
+    tokens[i] = kernels.draw_token(logits.data() + static_cast<size_t>(lines[i]) * logits.shape(1),
+                                   static_cast<int>(logits.shape(1)), draws.knobs(i), room);
+  return tokens;
+}
+
+constexpr size_t kLinesAtOnce = 64;  // whose logits are held in memory
+
+// The whole of a step that ends with draws; drawing is the host's time, not the kernels'.
+Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
+                  const Numbers& wanted, const Tables& tables, int block_size, const std::vector<float>& temperatures,
+                  const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
+                  const std::vector<double>& uniforms, const std::vector<bool>& takes_best) {
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
+  const size_t count = static_cast<size_t>(batch.wanted), vocab = static_cast<size_t>(decoder.vocab());
+  const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
+  draws.check(count);
+  decoder.logit_lines.resize(std::max(decoder.logit_lines.size(), std::min(count, kLinesAtOnce) * vocab));
+  decoder.draw_rooms.resize(static_cast<size_t>(decoder.pool().threads()));
+  Numbers drawn(count);
+  nb::gil_scoped_release free;
+  decoder.timed([&] { decoder.forward(batch, decoder.states.data()); });
+  const Kernels& kernels = best_kernels();  // as everywhere else where tokens are drawn
+  for (size_t first = 0; first < count; first += kLinesAtOnce) {
+    const int lines = static_cast<int>(std::min(count - first, kLinesAtOnce));
+    const float* states = decoder.states.data() + first * static_cast<size_t>(decoder.hidden());
+    decoder.timed([&] { decoder.logits(states, lines, decoder.logit_lines.data()); });
+    decoder.pool().run(lines, [&](int line, int thread) {
+      const size_t at = static_cast<size_t>(line);
+      drawn[first + at] =
+          kernels.draw_token(decoder.logit_lines.data() + at * vocab, static_cast<int>(vocab), draws.knobs(first + at),
+                             decoder.draw_rooms[static_cast<size_t>(thread)]);
+    });
+  }
+  return drawn;
+}
+
+void softmax_rows(Array<const float, 2> logits, Array<float, 2> out, const std::string& isa) {
+  if (out.shape(0) != logits.shape(0) || out.shape(1) != logits.shape(1))
+    throw std::invalid_argument("logits and out differ in shape");
+  const Kernels& kernels = kernels_or_best(isa);
+  nb::gil_scoped_release free;
+  for (size_t i = 0; i < logits.shape(0); ++i)
+    kernels.softmax_row(logits.data() + i * logits.shape(1), static_cast<int>(logits.shape(1)),
+                        out.data() + i * logits.shape(1));
+}
+
+}  // namespace
+
+void bind_draws(nb::module_& m, nb::class_<HeldDecoder>& decoder) {
+  m.def("softmax_rows", &softmax_rows, "logits"_a, "out"_a, "isa"_a = "");
+  m.def("draw_rows", &draw_rows, "logits"_a, "lines"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a,
+        "uniforms"_a, "takes_best"_a, "isa"_a = "");
+  decoder.def("draw_next", &draw_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
+              "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a, "uniforms"_a, "takes_best"_a);
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,41 @@
+// A decoder as Python holds it, and who adds its calls to it.
+#pragma once
+#include <chrono>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "step_rows.h"
+
+namespace tokenmill {
+
+using Numbers = std::vector<int64_t>;
+using Tables = Array<const int32_t, 3>;
+
+// A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.
+class HeldDecoder : public Decoder {
+ public:
+  using Decoder::Decoder;
+  StepRows rows;
+  std::vector<float> states;  // [wanted][hidden]
+  std::vector<float> logit_lines;  // [wanted][vocab]
+  std::vector<DrawRoom> draw_rooms;  // one a thread
+  double kernel_s = 0.0;
+
+  template <class Work>
+  void timed(const Work& work) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    kernel_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+};
+
+// The rows of a step as they are planned, laid out for the decoder.
+const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
+                         const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
+                         int block_size);
+
+nb::class_<HeldDecoder> bind_decoders(nb::module_& m);
+void bind_steps(nb::class_<HeldDecoder>& decoder);
+void bind_draws(nb::module_& m, nb::class_<HeldDecoder>& decoder);
+
+}  // namespace tokenmill

@@ -1,0 +1,248 @@
+// Attention of a step: who computes which queries over which part of their contexts. The arithmetic is in
+// kernels/attention.h.
+#include <algorithm>
+
+#include "decoder/phases.h"
+
+namespace tokenmill {
+namespace {
+
+constexpr int kMaxQueryTile = 64;
+
+int most_segments(const BatchView& batch) {
+  const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows);
+  return (longest + kSegment - 1) / kSegment;
+}
+
+int padded16(int size) { return (size + 15) / 16 * 16; }
+
+// The queries of a tile: query i is head i % per_kv of token i / per_kv of the row.
+struct QueryTile {
+  const float* q[kMaxQueryTile];
+  int first[kMaxQueryTile], limit[kMaxQueryTile], token[kMaxQueryTile], head[kMaxQueryTile];
+
+  QueryTile(const Layer& layer, const BatchView& batch, const float* qkv, int row, int kv_head, int start, int count) {
+    const AttentionTask& task = layer.attention;
+    const int dim = task.cache.head_dim, per_kv = task.heads / task.cache.kv_heads;
+    const size_t stride = static_cast<size_t>(task.heads + 2 * task.cache.kv_heads) * dim;
+    const int begin = batch.query_starts[row], queries = batch.query_starts[row + 1] - begin;
+    for (int i = 0; i < count; ++i) {
+      const int index = (start + i) / per_kv;
+      token[i] = begin + index;
+      head[i] = kv_head * per_kv + (start + i) % per_kv;
+      q[i] = qkv + static_cast<size_t>(token[i]) * stride + static_cast<size_t>(head[i]) * dim;
+      limit[i] = batch.context_lens[row] - queries + index + 1;
+      first[i] = task.window > 0 ? std::max(0, limit[i] - task.window) : 0;
+    }
+  }
+};
+
+const int32_t* table_of(const Layer& layer, const BatchView& batch, int row) {
+  const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];
+  return group.block_tables + static_cast<size_t>(row) * group.max_blocks;
+}
+
+uint8_t* aligned(PageVector<uint8_t>& scratch) {
+  return scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
+}
+
+}  // namespace
+
+size_t Decoder::qkv_width(const Layer& layer) {
+  return static_cast<size_t>(layer.attention.heads + 2 * layer.attention.cache.kv_heads) * layer.attention.cache.head_dim;
+}
+
+void Decoder::attention(const Layer& layer, const BatchView& batch) {
+  project(layer, batch);
+  prepare_heads(layer, batch.tokens);
+  attend_all(layer, batch);
+  settle_heads(layer, batch.tokens);
+}
+
+void Decoder::project(const Layer& layer, const BatchView& batch) {
+  const int q_size = layer.attention.heads * layer.attention.cache.head_dim;
+  const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
+  const size_t stride = qkv_width(layer);
+  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
+            form_for({&layer.q, &layer.k, &layer.v}, fine_above(layer)));
+  grow(qkv_, static_cast<size_t>(batch.tokens) * stride);
+  const Rows in = normed_.view();
+  const Gemm gemms[3] = {{&layer.q, nullptr, in, Gemm::Mode::Store, qkv_.data(), stride},
+                         {&layer.k, nullptr, in, Gemm::Mode::Store, qkv_.data() + q_size, stride},
+                         {&layer.v, nullptr, in, Gemm::Mode::Store, qkv_.data() + q_size + kv_size, stride}};
+  runner_.run(gemms, 3);
+}
+
+void Decoder::prepare_heads(const Layer& layer, int tokens) {
+  const int dim = layer.attention.cache.head_dim;
+  Form form = form_for({&layer.o}, fine_above(layer));
+  form.plain |= dim % kBlock != 0;
+  heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
+}
+
+// Heads that are no whole number of blocks can't be rounded one by one.
+void Decoder::settle_heads(const Layer& layer, int tokens) {
+  if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
+    for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_rows(t, 1, heads_.row(t), *kernels_); });
+  settle(heads_);
+}
+
+// Norms and rotates the queries of one kv head and its key, and writes key and value to the cache.
+void Decoder::place_token(const Layer& layer, const BatchView& batch, int token, int kv_head) {
+  const AttentionTask& task = layer.attention;
+  const int dim = task.cache.head_dim, per_kv = task.heads / task.cache.kv_heads;
+  float* row = qkv_.data() + static_cast<size_t>(token) * (task.heads + 2 * task.cache.kv_heads) * dim;
+  float* key = row + static_cast<size_t>(task.heads + kv_head) * dim;
+  const float* value = key + static_cast<size_t>(task.cache.kv_heads) * dim;
+  const auto turn = [&](float* head, const Vector& norm) {
+    if (!norm.empty()) kernels_->rms_norm(head, norm.data(), eps_, dim, head);
+    if (layer.rope < 0) return;
+    const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
+    const size_t at = static_cast<size_t>(batch.positions[token]) * rope.half;
+    kernels_->rotate(head, rope.cos.data() + at, rope.sin.data() + at, rope.half);
+  };
+  for (int g = 0; g < per_kv; ++g) turn(row + static_cast<size_t>(kv_head * per_kv + g) * dim, layer.q_norm);
+  turn(key, layer.k_norm);
+  kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
+}
+
+void Decoder::place_all(const Layer& layer, const BatchView& batch) {
+  for_rows(pool_, batch.tokens, 2 * static_cast<int>(qkv_width(layer)), [&](int t) {
+    for (int h = 0; h < layer.attention.cache.kv_heads; ++h) place_token(layer, batch, t, h);
+  });
+}
+
+bool Decoder::is_decode(const Layer& layer, const BatchView& batch) const {
+  return batch.tokens == batch.rows && layer.attention.heads / layer.attention.cache.kv_heads <= kernels_->query_tile;
+}
+
+// Few single tokens behind long contexts: there are more pieces in segments than in rows.
+bool Decoder::pays_to_split(const Layer& layer, const BatchView& batch) const {
+  return is_decode(layer, batch) && most_segments(batch) > 2 &&
+         batch.rows * layer.attention.cache.kv_heads < 8 * pool_.threads();
+}
+
+void Decoder::attend_all(const Layer& layer, const BatchView& batch) {
+  if (is_decode(layer, batch) && !pays_to_split(layer, batch)) return attend_singles(layer, batch, most_segments(batch));
+  place_all(layer, batch);
+  attend_placed(layer, batch);
+}
+
+void Decoder::attend_placed(const Layer& layer, const BatchView& batch) {
+  if (pays_to_split(layer, batch)) attend_split(layer, batch, most_segments(batch));
+  else attend_chunks(layer, batch);
+}
+
+// One token per row: a piece places the token and attends at once, since no other piece reads what it writes.
+void Decoder::attend_singles(const Layer& layer, const BatchView& batch, int segments) {
+  const AttentionTask& task = layer.attention;
+  const int kv_heads = task.cache.kv_heads, per_kv = task.heads / kv_heads, all = batch.rows * kv_heads;
+  const double seconds = 4.0 * segments * kSegment * per_kv * task.cache.head_dim / 20e9 + 3e-7;
+  const int most = std::max(1, all / (2 * pool_.threads()));
+  const int per_piece = std::clamp(static_cast<int>(4e-6 / seconds), 1, most);
+  pool_.run((all + per_piece - 1) / per_piece, [&](int piece, int thread) {
+    for (int i = piece * per_piece; i < std::min(all, (piece + 1) * per_piece); ++i) {
+      place_token(layer, batch, i / kv_heads, i % kv_heads);
+      attend_tile(layer, batch, i / kv_heads, i % kv_heads, 0, per_kv, 0, thread);
+    }
+  });
+}
+
+// Few rows with long contexts: every segment is a piece of its own.
+void Decoder::attend_split(const Layer& layer, const BatchView& batch, int segments) {
+  const AttentionTask& task = layer.attention;
+  const int kv_heads = task.cache.kv_heads;
+  const size_t parts = static_cast<size_t>(batch.rows) * task.heads * segments;
+  grow(split_partials_, parts);
+  grow(split_sums_, parts * padded16(task.cache.head_dim));
+  pool_.run(batch.rows * kv_heads * segments, [&](int piece, int thread) {
+    split_decode(layer, batch, piece / segments / kv_heads, piece / segments % kv_heads, piece % segments, thread);
+  });
+  for (int r = 0; r < batch.rows; ++r)
+    for (int h = 0; h < kv_heads; ++h) merge_splits(layer, batch, r, h);
+}
+
+// Any mix of chunks: tiles of queries, one head of a row after another so that a thread meets the same keys again, in
+// each those with the longest contexts first so that none is left at the end.
+void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
+  struct Tile {
+    int row, head, first, count;
+  };
+  const int kv_heads = layer.attention.cache.kv_heads, per_kv = layer.attention.heads / kv_heads;
+  const int size = kernels_->query_tile;
+  std::vector<Tile> tiles;
+  for (int r = 0; r < batch.rows; ++r) {
+    const int queries = (batch.query_starts[r + 1] - batch.query_starts[r]) * per_kv;
+    for (int head = 0; head < kv_heads; ++head)
+      for (int first = (queries + size - 1) / size * size - size; first >= 0; first -= size)
+        tiles.push_back({r, head, first, std::min(size, queries - first)});
+  }
+  const uint64_t phase = ++num_attended_ << 32;
+  pool_.run(static_cast<int>(tiles.size()), [&](int piece, int thread) {
+    const Tile& tile = tiles[static_cast<size_t>(piece)];
+    attend_tile(layer, batch, tile.row, tile.head, tile.first, tile.count,
+                phase + static_cast<uint64_t>(tile.row * kv_heads + tile.head), thread);
+  });
+}
+
+// Numerators of some tokens' same head, `stride` apart, become that head's output.
+void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
+                           const Partial* partial, int partial_stride) {
+  const int dim = layer.attention.cache.head_dim;
+  const float* sink = layer.attention.sinks != nullptr ? layer.attention.sinks + head : nullptr;
+  for (int t = 0; t < tokens; ++t) {
+    float* out = sums + t * stride;
+    kernels_->finish(out, partial[t * partial_stride], sink, dim, out);
+    if (heads_.is_plain()) std::copy_n(out, dim, heads_.row(token + t) + static_cast<size_t>(head) * dim);
+  }
+  const int blocks = dim / kBlock;
+  if (heads_.is_quantised() && dim % kBlock == 0)
+    kernels_->quantise(sums, stride, tokens, blocks, heads_.quant(), token, head * blocks);
+}
+
+void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count,
+                          uint64_t keys_id, int thread) {
+  const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, first, count);
+  const int wide = padded16(layer.attention.cache.head_dim);
+  float sums[kMaxQueryTile * 256];
+  Partial partial[kMaxQueryTile];
+  kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, count, 0,
+                   batch.context_lens[row], keys_id, sums, partial,
+                   aligned(attention_scratch_[static_cast<size_t>(thread)]));
+  const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
+  for (int i = 0; i < std::min(per_kv, count); ++i) {  // queries i, i + per_kv ... are the same head of tokens in order
+    const int tokens = (count - i + per_kv - 1) / per_kv;
+    take_outputs(layer, tile.token[i], tokens, tile.head[i], sums + i * wide, static_cast<size_t>(per_kv) * wide,
+                 partial + i, per_kv);
+  }
+}
+
+// One segment of one row's context; the parts are joined in order by merge_splits, as attend itself would have done.
+void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread) {
+  const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
+  const int segments = most_segments(batch);
+  const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, 0, per_kv);
+  const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
+  kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
+                   segment * kSegment, (segment + 1) * kSegment, 0,
+                   split_sums_.data() + at * padded16(layer.attention.cache.head_dim), split_partials_.data() + at,
+                   aligned(attention_scratch_[static_cast<size_t>(thread)]));
+}
+
+void Decoder::merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head) {
+  const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
+  const int wide = padded16(layer.attention.cache.head_dim);
+  const int segments = most_segments(batch);
+  const size_t at = (static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments * per_kv;
+  for (int g = 0; g < per_kv; ++g) {
+    float* sums = split_sums_.data() + (at + g) * wide;
+    Partial& partial = split_partials_[at + g];
+    for (int s = 1; s < segments; ++s) {
+      const size_t other = at + static_cast<size_t>(s) * per_kv + g;
+      kernels_->join(sums, partial, split_sums_.data() + other * wide, split_partials_[other], wide);
+    }
+    take_outputs(layer, batch.query_starts[row], 1, kv_head * per_kv + g, sums, 0, &partial, 0);
+  }
+}
+
+}  // namespace tokenmill

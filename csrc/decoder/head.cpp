@@ -1,0 +1,48 @@
+// What follows the last layer: logits of the wanted tokens, or only the best of each.
+#include <limits>
+
+#include "decoder/phases.h"
+
+namespace tokenmill {
+
+Rows Decoder::head_input(const float* hidden, int rows) {
+  normed_.prepare(rows, hidden_, *kernels_, form_for({&head_}, fine_at_end()));
+  for_rows(pool_, rows, hidden_, [&](int r) {
+    normed_.put_row(r, hidden + static_cast<size_t>(r) * hidden_, *kernels_);
+  });
+  settle(normed_);
+  return normed_.view();
+}
+
+void Decoder::logits(const float* hidden, int rows, float* out) {
+  if (rows == 0) return;
+  const Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Store, out, static_cast<size_t>(vocab_)};
+  runner_.run(&head, 1);
+  if (logit_softcap_ > 0.0f)
+    for_rows(pool_, rows, vocab_, [&](int r) {
+      kernels_->softcap(out + static_cast<size_t>(r) * vocab_, logit_softcap_, vocab_);
+    });
+}
+
+void Decoder::best_logits(const float* hidden, int rows, int64_t* places, float* values) {
+  if (rows == 0) return;
+  const size_t threads = static_cast<size_t>(pool_.threads()), count = static_cast<size_t>(rows);
+  best_.assign(threads * count, Best{});
+  Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Best};
+  head.best = best_.data();
+  head.softcap = logit_softcap_;
+  runner_.run(&head, 1);
+  for (size_t r = 0; r < count; ++r) {
+    Best best = best_[r];
+    for (size_t t = 1; t < threads; ++t) {
+      const Best& other = best_[t * count + r];
+      const bool has_nan = best.has_nan || other.has_nan;
+      if (other.value > best.value || (other.value == best.value && other.place < best.place)) best = other;
+      best.has_nan = has_nan;
+    }
+    places[r] = best.place;
+    values[r] = best.has_nan ? std::numeric_limits<float>::quiet_NaN() : best.value;
+  }
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,33 @@
+// How the files of the decoder hand rows to the pool, and what they keep them as.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+
+#include "decoder.h"
+
+namespace tokenmill {
+
+// body(first, end, thread) for pieces of whole tiles of rows, each of some thousand numbers; little work stays with the
+// caller.
+template <class Body>
+void for_tiles(Pool& pool, int rows, int numbers_per_row, int tile, const Body& body) {
+  const int per_piece = std::max(1, 8192 / std::max(1, numbers_per_row) / tile) * tile;
+  const int pieces = (rows + per_piece - 1) / per_piece;
+  pool.run(pieces, [&](int piece, int thread) {
+    body(piece * per_piece, std::min(rows, (piece + 1) * per_piece), thread);
+  });
+}
+template <class Body>
+void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body) {
+  for_tiles(pool, rows, numbers_per_row, 1, [&](int first, int end, int) {
+    for (int r = first; r < end; ++r) body(r);
+  });
+}
+
+// What the inputs of these must be kept as.
+inline Form form_for(std::initializer_list<const Linear*> readers, float fine_above) {
+  const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
+  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), fine_above};
+}
+
+}  // namespace tokenmill

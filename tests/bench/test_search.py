@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tokenmill.bench.search import (
     search,
     write_trials,
 )
+from tokenmill.bench.search_report import sentence
 from tokenmill.bench.slo import meets, parse_goodput, parse_limits
 from tokenmill.cli import main
 from tokenmill.errors import InvalidConfig
@@ -123,6 +126,41 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert resumed.best == 37 and len(made) == len(whole.trials) - 9
     with pytest.raises(InvalidConfig, match="other settings"):
         read_trials(path, {"slo": "y"})
+
+
+def test_a_search_that_is_broken_off_says_what_is_known() -> None:
+    def until(last: float, capacity: float) -> Callable[[float], Trial]:
+        def attempt(level: float) -> Trial:
+            if level == last:
+                raise KeyboardInterrupt
+            return server(capacity)(level)
+
+        return attempt
+
+    both = search(until(12, 10), SearchSettings())
+    assert both.was_cut_short and both.best is not None and 8 <= both.best < 16 and len(both.trials) == 5
+    assert "cut short" in sentence(both, "concurrency")
+    passed = search(until(16, 37), SearchSettings())
+    assert (passed.best, passed.first_failing) == (8, None) and passed.confidence > 0.9
+    assert sentence(passed, "concurrency").startswith("Concurrency 8, the highest tried so far, is within")
+    failed = search(until(4, 1), SearchSettings(start=16))
+    assert (failed.best, failed.first_failing) == (None, 8) and failed.confidence > 0.9
+    assert not search(server(37), SearchSettings(most=16)).was_cut_short
+    with pytest.raises(KeyboardInterrupt):  # nothing is known yet
+        search(until(1, 37), SearchSettings())
+
+
+def test_a_search_that_is_terminated_prints_its_verdict(stub: Callable[..., str]) -> None:
+    url = stub(mode="schedule", ttft=0.001, itl=0.01, tokens=4)
+    command = [sys.executable, "-m", "tokenmill", "bench", "search", "--url", url, "--max-lag-ms", "9999"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        seen = [process.stdout.readline() for _ in range(3)]
+        process.terminate()
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    found = json.loads(output.splitlines()[-1])
+    assert found["was_cut_short"] and found["best"] >= 2 and len(found["trials"]) >= len(seen) - 1
 
 
 def record(sent: float, ttft: float, tpot: float = 0.01, error: str | None = None) -> Record:

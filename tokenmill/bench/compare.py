@@ -34,12 +34,12 @@ Turn = tuple[str, dict[str, int], dict[str, float | None]]  # engine, what was a
 class Engine:
     """One engine's process. Stopped between turns."""
 
-    def __init__(self, name: str, python: str, model: Path, threads: int, extra: str = "") -> None:
+    def __init__(self, name: str, python: str, model: Path, threads: int, more: Sequence[str] = ()) -> None:
         script = Path(__file__).parent / "peers" / PEERS.get(name, BINARY_PEER)
         self.name, self.version = name, ""
         self._errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  lives on
         self._process = subprocess.Popen(
-            [python, str(script), str(model), str(threads), *([extra] if extra else [])],
+            [python, str(script), str(model), str(threads), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -82,7 +82,14 @@ class Engine:
         self._process.wait()
         self._errors.seek(0)
         last = self._errors.read().strip().splitlines()[-1:] or ["no message"]
-        raise RequestFailed(f"{self.name} ended: {last[0][:300]}")
+        raise RequestFailed(f"{self.name} ended: {last[0][:300]}", hint=_remedy(last[0]))
+
+
+def _remedy(last_line: str) -> str | None:
+    """What helps against the commonest failure: a Python that lacks the peer."""
+    if not last_line.startswith("ModuleNotFoundError"):
+        return None
+    return "pip install 'tokenmill[peers]', name a Python that has it with --peer-python, or leave it out with --peers"
 
 
 @contextmanager
@@ -92,18 +99,19 @@ def engines(
     model: Path,
     threads: int,
     binary: Path | None = None,
-    activation_bits: str = "auto",
+    ours: Sequence[str] = (),
 ) -> Iterator[list[Engine]]:
-    """`binary`: a `llama-batched-bench` that takes part too; `activation_bits`: how this engine rounds."""
+    """`binary`: a `llama-batched-bench` that takes part too; `ours`: what this engine's script is told besides."""
     unknown = set(names) - set(PEERS)
     if unknown:
-        raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {', '.join(PEERS)}", param="peers")
+        known = ", ".join(peer for peer in PEERS if peer != OURS)
+        raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {known}", param="peers")
     with ExitStack() as stack:
         started = []
-        extras = {BINARY: str(binary), OURS: activation_bits}
+        more = {BINARY: (str(binary),), OURS: ours}
         for name in (BINARY, *names) if binary is not None else names:
             python = sys.executable if name in (OURS, BINARY) else peer_python
-            engine = Engine(name, python, model, threads, extras.get(name, ""))
+            engine = Engine(name, python, model, threads, more.get(name, ()))
             stack.callback(engine.close)
             engine.wait_ready()
             started.append(engine)

@@ -15,7 +15,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Verdict:
     confidence: float  # that the edge is within the resolution of this one
     likely: tuple[float, float]  # the edge lies here in 9 of 10 cases
     trials: list[Trial] = field(default_factory=list)
+    was_cut_short: bool = False  # someone broke it off before it was sure
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class SearchSettings:
             raise InvalidConfig(f"a confidence of {self.confidence:g}; it lies between 0 and 1", param="confidence")
         if self.most_trials < 1:
             raise InvalidConfig(f"{self.most_trials} trials; at least one is needed", param="trials")
+        if self.start > self.most:
+            raise InvalidConfig(f"the first level, {self.start:g}, lies above the highest, {self.most:g}", param="most")
+        if self.is_whole and not (self.start >= 1 and self.start == int(self.start)):
+            raise InvalidConfig(f"a concurrency of {self.start:g}; it is a whole number", param="start")
 
     @property
     def lowest(self) -> float:
@@ -127,16 +132,24 @@ def queue_grows(records: Sequence[Record], limit_s: float = math.inf) -> bool:
 
 
 def search(try_level: Try, settings: SearchSettings, known: Sequence[Trial] = ()) -> Verdict:
-    """Finds the edge. `known` trials of an earlier search are used before new ones are made."""
+    """Finds the edge. `known` trials of an earlier search are used before new ones are made. Interrupted, it says what
+    is believed by then."""
     log = _Log(try_level, settings, list(known))
+    try:
+        _find(log, settings)
+    except KeyboardInterrupt:
+        if not log.trials:
+            raise
+        return replace(log.verdict_so_far(log.belief()), was_cut_short=True)
+    return log.verdict(log.belief())
+
+
+def _find(log: _Log, settings: SearchSettings) -> None:
     low, high = _double(log, settings)
     if low is not None and high is not None:
         _halve(log, settings, low, high)
-    believed = log.belief()
-    while log.has_room and not log.is_done(believed):
+    while log.has_room and not log.is_done(believed := log.belief()):
         log.make(log.level_in_doubt(believed))
-        believed = log.belief()
-    return log.verdict(believed)
 
 
 def _double(log: _Log, settings: SearchSettings) -> tuple[float | None, float | None]:
@@ -217,6 +230,16 @@ class _Log:
             return Verdict(self._settings.most, None, confidence, likely, self.trials)
         above = best + 1 if self._settings.is_whole else best * (1 + self._settings.resolution)
         return Verdict(best, above, confidence, likely, self.trials)
+
+    def verdict_so_far(self, believed: Belief) -> Verdict:
+        """Where all trials ended alike nothing bounds the edge on one side: what is known is about their last level."""
+        highest, lowest = self._highest_passed(), self._lowest_failed()
+        if highest and math.isfinite(lowest):
+            return self.verdict(believed)
+        likely = self._settings.level(believed.quantile(0.05)), self._settings.level(believed.quantile(0.95))
+        if highest:
+            return Verdict(highest, None, believed.between(highest, math.inf), likely, self.trials)
+        return Verdict(None, lowest, believed.between(0.0, lowest), likely, self.trials)
 
     def belief(self) -> Belief:
         outcomes = [(trial.level, trial.passed) for trial in self.trials]

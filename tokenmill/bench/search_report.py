@@ -29,10 +29,12 @@ def sentence(verdict: Verdict, what: str) -> str:
     low, high = verdict.likely
     spread = f", likely between {low:g} and {high:g}" if low != high else ""
     sure = f"{verdict.confidence:.0%} sure from {len(verdict.trials)} trials{spread}"
+    sure += "; cut short" if verdict.was_cut_short else ""
     if verdict.best is None:
         return f"Not even {what} {verdict.first_failing:g} is within the limits ({sure})."
     if verdict.first_failing is None:
-        return f"{what.capitalize()} {verdict.best:g}, the highest asked for, is within the limits ({sure})."
+        highest = "tried so far" if verdict.was_cut_short else "asked for"
+        return f"{what.capitalize()} {verdict.best:g}, the highest {highest}, is within the limits ({sure})."
     return f"The largest {what} within the limits is {verdict.best:g}; {verdict.first_failing:g} is not ({sure})."
 
 

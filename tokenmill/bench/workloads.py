@@ -104,6 +104,8 @@ def _lengths(w: Workload, drawing: random.Random) -> Iterator[Session]:
         pairs = [(int(r["prompt_tokens"]), int(r["output_tokens"])) for r in csv.DictReader(_read_file(w).splitlines())]
     except (KeyError, ValueError, TypeError) as problem:
         raise InvalidConfig(f"{w.file}: no columns prompt_tokens and output_tokens: {problem}", param="file") from None
+    if not pairs:
+        raise InvalidConfig(f"{w.file} has no line behind its titles", param="file")
     while True:
         prompt, output = drawing.choice(pairs)
         prompt, output = min(prompt, w.max_input or prompt), min(output, w.max_output or output)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from tokenmill.cli import flags, session
+from tokenmill.cli.amounts import Count
 from tokenmill.cli.bench_offline import whole_numbers
 from tokenmill.cli.tables import number, print_json_line, print_rich_table
 from tokenmill.config import ActivationBits
@@ -24,8 +29,8 @@ def latency(
     *,
     batch_sizes: str = "1,4,16",
     input_lens: str = "32,128,512",
-    output_len: int = 16,
-    rounds: int = 3,
+    output_len: Annotated[int, Parameter(validator=Number(gte=2))] = 16,
+    rounds: Count = 3,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Time to the first token and per token, over batch sizes and prompt lengths.
@@ -45,10 +50,8 @@ def latency(
     from tokenmill.bench.lengths import Lengths
 
     batches, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(input_lens, "input-lens")
-    answer = Lengths(max(2, output_len), max(2, output_len))
-    workloads = [
-        bench.OfflineWorkload(Lengths(length, length), answer, batches, rounds=max(1, rounds)) for length in lengths
-    ]
+    answer = Lengths(output_len, output_len)
+    workloads = [bench.OfflineWorkload(Lengths(length, length), answer, batches, rounds=rounds) for length in lengths]
     largest = max(workloads, key=lambda workload: workload.longest)
     config = bench.config_for(engine.config(model), largest)
     session.fetch(config.model.model)
@@ -67,7 +70,7 @@ def startup(
     model: flags.ModelName = None,
     /,
     *,
-    rounds: int = 3,
+    rounds: Count = 3,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """From a cold process to the first token: import, load, first token; and to a server that answers.
@@ -82,9 +85,9 @@ def startup(
     config = engine.config(model)
     session.fetch(config.model.model)
     arguments = [config.model.model, *changed_flags(config)]
-    found = starts.measure_starts(config.model.model, changed_settings(config), max(1, rounds))
-    found |= starts.measure_runs(arguments, max(1, rounds))
-    found |= starts.measure_server_starts(arguments, max(1, rounds))
+    found = starts.measure_starts(config.model.model, changed_settings(config), rounds)
+    found |= starts.measure_runs(arguments, rounds)
+    found |= starts.measure_server_starts(arguments, rounds)
     stages = (*starts.STAGES, *starts.RUN_STAGES, *starts.SERVER_STAGES)
     rows = [[stage, number(found[stage], 3)] for stage in stages]
     print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), rows)
@@ -123,12 +126,12 @@ def compare(
     peers: str = "llama.cpp,openvino",
     peer_python: str = sys.executable,
     batched_bench: Path | None = None,
-    input_len: int = 128,
-    output_len: int = 32,
+    input_len: Count = 128,
+    output_len: Count = 32,
     concurrency: str = "1,4,16",
-    threads: int = 2,
+    threads: Count = 2,
     activation_bits: ActivationBits = "auto",
-    rounds: int = 5,
+    rounds: Count = 5,
 ) -> int:
     """The same GGUF file through this engine and its peers, taking turns.
 
@@ -162,11 +165,15 @@ def compare(
         raise InvalidConfig(f"{model} is no GGUF file, which all engines could read", param="model")
     counts = whole_numbers(concurrency, "concurrency")
     shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
-    names = [*[peer.strip() for peer in peers.split(",") if peer.strip()], bench.OURS]
+    named = list(dict.fromkeys(peer.strip() for peer in peers.split(",") if peer.strip()))
+    if bench.OURS in named:
+        raise InvalidConfig(f"{bench.OURS} takes part in any case; name the others", param="peers")
     if batched_bench is not None and not batched_bench.is_file():
         raise InvalidConfig(f"{batched_bench} is no file", param="batched_bench")
-    with bench.engines(names, peer_python, path, threads, batched_bench, activation_bits) as running:
-        turns = [_told(turn) for turn in bench.take_turns(running, shapes, max(1, rounds))]
+    most = {**shapes[-1], "concurrency": max(counts), "seed": 0}
+    ours = (activation_bits, json.dumps(most))
+    with bench.engines([*named, bench.OURS], peer_python, path, threads, batched_bench, ours) as running:
+        turns = [_told(turn) for turn in bench.take_turns(running, shapes, rounds)]
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
     _show_comparison(path, found, versions)

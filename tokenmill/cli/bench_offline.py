@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from tokenmill.cli import flags, session
+from tokenmill.cli.amounts import Count, CountOrZero
 from tokenmill.cli.tables import number, print_json_line, print_rich_table, share
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidConfig
@@ -20,8 +21,8 @@ def offline(
     input_len: str = "128",
     output_len: str = "32",
     concurrency: str = "1,4,16",
-    num_requests: int = 0,
-    rounds: int = 1,
+    num_requests: CountOrZero = 0,
+    rounds: Count = 1,
     bench_seed: int = 1,
     peaks: Annotated[bool, Parameter(negative="--no-peaks")] = True,
     engine: flags.EngineFlags = flags.ENGINE,
@@ -53,10 +54,10 @@ def offline(
     workload = bench.OfflineWorkload(
         Lengths.parse(input_len, "input-len"),
         Lengths.parse(output_len, "output-len"),
-        whole_numbers(concurrency, "concurrency"),
+        whole_numbers(concurrency, "concurrency", can_be_empty=num_requests > 0),
         num_requests,
         bench_seed,
-        max(1, rounds),
+        rounds,
     )
     config = bench.config_for(engine.config(model), workload)
     report = measure(config, workload, with_peaks=peaks)
@@ -65,9 +66,9 @@ def offline(
     return 0
 
 
-def whole_numbers(text: str, param: str) -> tuple[int, ...]:
+def whole_numbers(text: str, param: str, *, can_be_empty: bool = False) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
+        found = tuple(int(part) for part in text.split(",") if part.strip() or not can_be_empty)
     except ValueError:
         raise InvalidConfig(f"{param} must be a list like 1,4,16, not {text!r}", param=param) from None
     if any(value < 1 for value in found):

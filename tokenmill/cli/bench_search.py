@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from tokenmill.cli import load_flags
+from tokenmill.cli.amounts import Amount, AmountOrZero, Count
 from tokenmill.cli.bench_serve import ArrivalConfig
+from tokenmill.cli.dispatch import INTERRUPTED
 from tokenmill.cli.load_flags import RunConfig, WorkloadConfig, closed_load, settings_of
 from tokenmill.cli.tables import print_json_line, print_rich_table
 
@@ -26,20 +30,20 @@ class SearchConfig:
     """Limits: METRIC_STATISTIC=DURATION with ttft, tpot, itl, e2e and p50 to p99 or mean."""
     over: Literal["concurrency", "rate"] = "concurrency"
     """What is raised: concurrency (closed loop) or arrival rate (open loop)."""
-    start: float = 1.0
+    start: Amount = 1.0
     """First level tried."""
-    most: float = 4096
+    most: Amount = 4096
     """Highest level tried."""
     confidence: float = 0.9
     """The search ends when it is that sure of the edge, give or take 5 %."""
-    trials: int = 120
+    trials: Count = 120
     """It also ends after so many trials, and says how sure it is by then."""
-    noisy_s: float = 300.0
+    noisy_s: AmountOrZero = 300.0
     """Where trials contradict each other it lasts at least so many seconds: a machine that others share is slow or fast
     in phases, and an edge found within one of them is that phase's."""
-    waves: int = 4
+    waves: Count = 4
     """Requests a trial sends per client (concurrency)."""
-    trial_s: float = 20.0
+    trial_s: Amount = 20.0
     """Seconds that a trial sends requests (rate)."""
 
     @property
@@ -69,6 +73,8 @@ def search(
 ) -> int:
     """The largest load a server holds within limits on latency, with how sure that is.
 
+    Ctrl-C or SIGTERM ends it early, with what is known by then.
+
     Parameters
     ----------
     resume
@@ -90,17 +96,31 @@ def search(
             write_trials(resume, settings, trials)
         return trials[-1]
 
-    verdict = find(attempt, asked.settings(), known)
+    with ended_by(signal.SIGTERM):
+        verdict = find(attempt, asked.settings(), known)
     print_rich_table(f"{aim.model} at {aim.url}: {asked.slo}", curve_titles(verdict.trials), curve_rows(verdict.trials))
     print(sentence(verdict, asked.what))
     if measurement.html is not None:
         measurement.write_page(html_search(verdict, asked.what))
     print_json_line(
         {"benchmark": "search", "over": asked.over, "best": verdict.best, "first_failing": verdict.first_failing,
-         "confidence": verdict.confidence, "likely": verdict.likely, "settings": settings,
+         "confidence": verdict.confidence, "likely": verdict.likely, "was_cut_short": verdict.was_cut_short,
+         "settings": settings,
          "trials": [asdict(t) for t in verdict.trials]}
     )  # fmt: skip
+    if verdict.was_cut_short:
+        return INTERRUPTED
     return 0 if verdict.best is not None else 1
+
+
+@contextmanager
+def ended_by(number: signal.Signals) -> Iterator[None]:
+    """Meanwhile this signal ends things as Ctrl-C does: hours of trials are worth their verdict."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def trier(

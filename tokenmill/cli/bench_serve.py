@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from tokenmill.cli import load_flags
+from tokenmill.cli.amounts import Amount, AmountOrZero, Count
 from tokenmill.cli.load_flags import WorkloadConfig, closed_load, settings_of
 from tokenmill.cli.load_screen import show_run
 from tokenmill.cli.tables import print_json_line, print_rich_table
@@ -22,35 +23,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ArrivalConfig:
-    concurrency: int | None = None
+    concurrency: Count | None = None
     """Closed loop: so many clients, each waits for its answer before it asks again."""
-    rate: float | None = None
+    rate: Amount | None = None
     """Open loop: requests a second, whether the server keeps up or not."""
     arrivals: Literal["poisson", "gamma", "constant", "ramp"] = "poisson"
     """How open-loop requests are spread."""
-    burstiness: float = 0.5
+    burstiness: Amount = 0.5
     """Shape of gamma arrivals: below 1 in clusters, 1 as poisson."""
-    rate_end: float | None = None
+    rate_end: Amount | None = None
     """Rate at the end of a ramp."""
-    num_requests: int | None = None
+    num_requests: Count | None = None
     """Requests to send (default 100 without a duration or trace)."""
-    duration_s: float | None = None
+    duration_s: Amount | None = None
     """Send no more after so many seconds."""
     trace: Path | None = None
     """Replay recorded traffic: an Azure csv or Mooncake jsonl file."""
-    time_scale: float = 1.0
+    time_scale: Amount = 1.0
     """Stretch the trace: 2 is half as fast."""
-    length_scale: float = 1.0
+    length_scale: Amount = 1.0
     """Scale the trace's prompts and answers."""
-    trace_s: float | None = None
+    trace_s: Amount | None = None
     """Only the first so many recorded seconds."""
-    trace_share: float = 1.0
+    trace_share: Amount = 1.0
     """Keep this share of the recorded requests, drawn at random: for machines smaller than the recorded ones."""
 
     @property
     def count(self) -> int | None:
         is_bounded = self.num_requests is not None or self.duration_s is not None or self.trace is not None
         return self.num_requests if is_bounded else 100
+
+    def check(self) -> None:
+        """Who asks when is said in one way; a second one would be ignored."""
+        given = [flag for flag in ("concurrency", "rate", "trace") if getattr(self, flag) is not None]
+        if len(given) > 1:
+            raise InvalidConfig(f"--{given[0]} and --{given[1]} exclude each other", param=given[1])
 
     def load(self, work: Workload, asked: WorkloadConfig) -> ClosedLoop | OpenLoop:
         if self.trace is not None:
@@ -86,7 +93,7 @@ class ArrivalConfig:
 class ResultConfig:
     goodput: str = ""
     """Limits that a good request keeps: ttft=1s,tpot=100ms."""
-    usd_per_hour: float | None = None
+    usd_per_hour: AmountOrZero | None = None
     """Price of the server, for cost per token."""
     known_model: Path | None = None
     """config.json or GGUF file of the served model: MFU and MBU are reported too."""
@@ -131,6 +138,7 @@ def serve(
     from tokenmill.bench.result import result, write_result
 
     wanted.check()
+    arrival.check()
     work, aim = workload.sessions(), target.target()
     run = measurement.run(aim, arrival.load(work, workload), work)
     settings = settings_of(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from tokenmill.cli.amounts import Amount, Count, CountOrZero
 from tokenmill.errors import InvalidConfig, RequestFailed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class TargetConfig:
     """openai-chat, openai-completions, anthropic, ollama or tgi."""
     api_key: str | None = None
     """Key sent as the dialect wants it."""
-    timeout_s: float = 600.0
+    timeout_s: Amount = 600.0
     """A request that takes longer has failed."""
 
     def target(self) -> Target:
@@ -37,6 +38,8 @@ class TargetConfig:
 
     def _first_model(self) -> str:
         base = self.url.rstrip("/").removesuffix("/v1")
+        if not base.startswith(("http://", "https://")):
+            raise InvalidConfig(f"{self.url!r} is no address like http://127.0.0.1:8000", param="url")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         request = urllib.request.Request(f"{base}/v1/models", headers=headers)
         try:
@@ -54,19 +57,19 @@ class WorkloadConfig:
     """Prompt tokens: a number or LOW:HIGH."""
     output_len: str = "64"
     """Answer tokens: a number or LOW:HIGH."""
-    prefix_len: int = 256
+    prefix_len: Count = 256
     """Tokens of each shared prefix."""
-    num_prefixes: int = 4
+    num_prefixes: Count = 4
     """Different shared prefixes."""
-    turns: int = 4
+    turns: Count = 4
     """Turns of a conversation (multi-turn)."""
     file: Path | None = None
     """Text or csv of lengths for the workload."""
     schema: Path | None = None
     """JSON schema that answers must follow (schema)."""
-    max_input: int | None = None
+    max_input: Count | None = None
     """Cut longer prompts of a csv or trace."""
-    max_output: int | None = None
+    max_output: Count | None = None
     """Cut longer answers of a csv or trace."""
     bench_seed: int = 0
     """Seed of prompts, lengths and arrivals."""
@@ -84,7 +87,7 @@ class WorkloadConfig:
             num_prefixes=self.num_prefixes,
             turns=self.turns,
             file=self.file,
-            schema=json.loads(self.schema.read_text(encoding="utf-8")) if self.schema else None,
+            schema=_read_schema(self.schema) if self.schema else None,
             max_input=self.max_input,
             max_output=self.max_output,
             seed=self.bench_seed,
@@ -93,11 +96,21 @@ class WorkloadConfig:
         return work
 
 
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise InvalidConfig(f"{path} can't be read: {problem}", param="schema") from None
+    if not isinstance(found, dict):
+        raise InvalidConfig(f"{path} holds no JSON schema: an object is wanted", param="schema")
+    return found
+
+
 @dataclass(frozen=True)
 class RunConfig:
-    warmup: int = 2
+    warmup: CountOrZero = 2
     """Requests before the measurement."""
-    max_lag_ms: float = 20.0
+    max_lag_ms: Amount = 20.0
     """Refuse to report when the load generator lagged more than this (99th percentile)."""
     html: Path | None = None
     """Write a page with plots to this file."""
@@ -128,8 +141,6 @@ TARGET, WORKLOAD, RUN = TargetConfig(), WorkloadConfig(), RunConfig()
 def closed_load(work: Workload, concurrency: int, num_requests: int | None, duration_s: float | None) -> ClosedLoop:
     from tokenmill.bench.load import ClosedLoop
 
-    if concurrency < 1:
-        raise InvalidConfig("--concurrency must be at least 1", param="concurrency")
     return ClosedLoop(concurrency, work.sessions(), num_requests, duration_s)
 
 

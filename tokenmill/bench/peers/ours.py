@@ -1,4 +1,5 @@
-"""This engine under the same protocol as its peers; a third argument says how activations are rounded."""
+"""This engine under the same protocol as its peers; it is also told how to round activations and what is the most that
+will be asked, since it makes room once."""
 
 from __future__ import annotations
 
@@ -10,9 +11,6 @@ from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.offline import OfflineWorkload, config_for, measure_concurrency, open_measured
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
 
-MAX_TOKENS = 4096
-MAX_SEQUENCES = 64
-
 
 def workload(asked: dict[str, int]) -> OfflineWorkload:
     prompt, answer = (Lengths(asked[key], asked[key]) for key in ("input_len", "output_len"))
@@ -20,11 +18,9 @@ def workload(asked: dict[str, int]) -> OfflineWorkload:
 
 
 def main() -> None:
-    path, threads, bits = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    path, threads, bits, most = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     ops = OpsConfig(threads=threads, activation_bits=bits)  # type: ignore[arg-type]
-    config = EngineConfig(ModelConfig(model=path, max_context=MAX_TOKENS), ops=ops)
-    largest = {"input_len": MAX_TOKENS - 1, "output_len": 1, "concurrency": MAX_SEQUENCES, "seed": 0}
-    measured = open_measured(config_for(config, workload(largest)))
+    measured = open_measured(config_for(EngineConfig(ModelConfig(model=path), ops=ops), workload(most)))
     print(json.dumps({"ready": True, "version": f"tokenmill {tokenmill.__version__}"}), flush=True)
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)

@@ -1,0 +1,86 @@
+"""Numbers and files that make no sense are refused before anything is loaded or sent: one line, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenmill.bench import compare
+from tokenmill.bench.peers import ours
+from tokenmill.cli import main
+
+SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["offline", "--rounds", "0"], ["--rounds", "1"]),
+        (["offline", "--num-requests", "-1"], ["--num-requests"]),
+        (["offline", "--concurrency", ""], ["concurrency", "1,4,16"]),
+        (["offline", "--concurrency", "0,x"], ["concurrency", "0,x"]),
+        (["latency", "--batch-sizes", ""], ["batch-sizes"]),
+        (["latency", "--output-len", "1"], ["--output-len", "2"]),
+        (["startup", "--rounds", "0"], ["--rounds"]),
+        (["compare", "m.gguf", "--threads", "0"], ["--threads"]),
+        (["compare", "m.gguf", "--input-len", "0"], ["--input-len"]),
+        (["compare", "m.gguf", "--rounds", "-1"], ["--rounds"]),
+        (["serve", *SERVER, "--concurrency", "0"], ["--concurrency"]),
+        (["serve", *SERVER, "--num-requests", "0"], ["--num-requests"]),
+        (["serve", *SERVER, "--duration-s", "0"], ["--duration-s"]),
+        (["serve", *SERVER, "--warmup", "-1"], ["--warmup"]),
+        (["serve", *SERVER, "--num-prefixes", "0"], ["--num-prefixes"]),
+        (["serve", *SERVER, "--turns", "0"], ["--turns"]),
+        (["serve", *SERVER, "--rate", "1", "--concurrency", "2"], ["--concurrency and --rate exclude each other"]),
+        (["serve", "--url", "nonsense"], ["nonsense", "http://"]),
+        (["search", *SERVER, "--waves", "0"], ["--waves"]),
+        (["search", *SERVER, "--start", "10", "--most", "2"], ["10", "above the highest, 2"]),
+        (["search", *SERVER, "--start", "1.5"], ["1.5", "whole number"]),
+        (["search", *SERVER, "--over", "rate", "--trial-s", "0"], ["--trial-s"]),
+    ],
+)
+def test_wrong_numbers(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and not told.out
+    for word in words:
+        assert word in told.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "words"),
+    [("schema", "{x", "can't be read"), ("schema", "[]", "no JSON schema"), ("lengths", "a,b\n", "no line behind")],
+)
+def test_wrong_files(tmp_path: Path, flag: str, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "given"
+    path.write_text(text)
+    file = ["--schema" if flag == "schema" else "--file", str(path)]
+    assert main(["bench", "serve", *SERVER, "--workload", flag, *file]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, script = tmp_path / "m.gguf", tmp_path / "peer.py"
+    model.write_bytes(b"GGUF")
+    script.write_text("import no_such_engine")
+    monkeypatch.setitem(compare.PEERS, "openvino", str(script))
+    assert main(["bench", "compare", str(model), "--peers", "openvino"]) == 1
+    assert "tokenmill[peers]" in (told := capsys.readouterr().err) and "--peer-python" in told
+    assert main(["bench", "compare", str(model), "--peers", "openvino,tokenmill"]) == 2
+    assert "in any case" in capsys.readouterr().err
+
+
+def test_our_own_room_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences and longer prompts than any fixed limit."""
+    seen = []
+    monkeypatch.setattr(ours, "open_measured", seen.append)
+    monkeypatch.setattr(sys, "stdin", [])
+    most = {"input_len": 9000, "output_len": 8, "concurrency": 100, "seed": 0}
+    monkeypatch.setattr(sys, "argv", ["ours.py", "m.gguf", "2", "8", json.dumps(most)])
+    ours.main()
+    assert (seen[0].model.max_context, seen[0].scheduler.max_running) == (9009, 100)

@@ -195,6 +195,29 @@ def test_a_draft_whose_numbers_break_is_left_out(fixed_depth: None) -> None:
     assert core.stats().drafted_tokens == 0
 
 
+def test_an_engine_goes_on_without_a_draft_model_that_fails(
+    fixed_depth: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It guesses a few times, then every call raises; the requests it guessed for and later ones are answered."""
+    expected = run_core(drafted_core(ContextModel(VOCAB), None, mode="off"), stories(8))
+    draft, calls = ContextModel(VOCAB), iter(range(1000))
+    compute = draft.forward
+
+    def failing(*args: Any) -> Any:
+        if next(calls) >= 20:
+            raise MemoryError("no room for the draft model")
+        return compute(*args)
+
+    monkeypatch.setattr(draft, "forward", failing)
+    core = drafted_core(ContextModel(VOCAB), draft)
+    assert run_core(core, stories(8)) == expected
+    drafted = core.stats().drafted_tokens
+    assert drafted > 20 and next(calls) == 21  # it is not called again
+    assert run_core(core, stories(8)) == expected
+    assert core.stats().drafted_tokens == drafted
+    assert caplog.text.count("speculation failed and is off") == 1
+
+
 def test_a_draft_model_needs_the_same_vocabulary(stories_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(stories_dir, other)

@@ -1,18 +1,26 @@
-"""Which speculation an engine runs, and the draft model where one is asked for."""
+"""Which speculation an engine runs, and the draft model where one is asked for.
+
+Answers don't depend on guesses, so an engine whose guesses fail goes on without them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
+from tokenmill.speculate.ask import Ask
 from tokenmill.speculate.depth import Eager, Profitable
 from tokenmill.speculate.draft_model import DraftModel
 from tokenmill.speculate.guessing import Guessing
 from tokenmill.speculate.running_ahead import RunningAhead
 from tokenmill.speculate.step_cost import StepCost
+from tokenmill.speculate.trail import Trail
+
+log = logging.getLogger(__name__)
 
 DRAFT = "draft:"
 MODES = f"off, auto, ngram or {DRAFT}MODEL"
@@ -28,7 +36,32 @@ def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: Load
     mode = config.scheduler.speculate
     if mode == "off":
         return NO_DRAFTS
-    return Drafting(speculation(mode, config, load_draft), num_allowed, config.scheduler.num_tokens)
+    guessing = UntilItFails(speculation(mode, config, load_draft))
+    return Drafting(guessing, num_allowed, config.scheduler.num_tokens)
+
+
+class UntilItFails:
+    """A speculation until it raises anything; nothing from then on. What it held, a draft model too, is let go."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation: Speculation | None = speculation
+
+    def propose(self, asks: Sequence[Ask], num_rows: int, num_tokens: int) -> list[list[int]]:
+        if self._speculation is not None:
+            try:
+                return self._speculation.propose(asks, num_rows, num_tokens)
+            except Exception:
+                log.exception("speculation failed and is off from now on; answers stay the same, only slower")
+                self._speculation = None
+        return [[] for _ in asks]
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        if self._speculation is not None:
+            self._speculation.note_step(num_tokens, seconds)
+
+    def note_end(self, trail: Trail, tokens: Sequence[int], prompt_len: int) -> None:
+        if self._speculation is not None:
+            self._speculation.note_end(trail, tokens, prompt_len)
 
 
 def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:

@@ -42,6 +42,14 @@ def test_sizes_that_were_seen_keep_their_own_cost() -> None:
     assert cost.seconds(16) == pytest.approx(TILES(16) * 1.05, rel=0.15)
 
 
+@pytest.mark.parametrize("first", [1, 7, 16, 90, 300])
+def test_costs_asked_for_at_once_are_those_asked_for_singly(first: int) -> None:
+    cost = learned(TILES, [1, 4, 8, 12, 16, 30, 60, 200])
+    for more in (0, 1, 9, 120):
+        singly = [cost.seconds(first + count) for count in range(more + 1)]
+        assert cost.seconds_up_to(first, more) == pytest.approx(singly, rel=1e-12)
+
+
 def test_a_machine_that_changes_is_learned_again() -> None:
     cost = learned(SMALL_CPU, [1, 5])
     for _ in range(40):

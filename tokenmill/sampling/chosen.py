@@ -5,7 +5,6 @@ A model that can does so while it computes its logits, and never writes them dow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -27,9 +26,6 @@ class Chosen:
 
     def __getitem__(self, part: slice) -> Chosen:
         return Chosen(self.tokens[part])
-
-    def at(self, lines: Sequence[int]) -> Chosen:
-        return Chosen([self.tokens[line] for line in lines])
 
 
 HeadOutput = Tensor | Chosen

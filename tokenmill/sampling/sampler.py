@@ -31,7 +31,7 @@ from tokenmill.sampling.native_draws import NativeDraws, draw_knobs
 from tokenmill.sampling.rows import Rows, RowsInUse, RowState
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.stream import DRAW
-from tokenmill.sampling.verify import Attempt, next_lines
+from tokenmill.sampling.verify import Attempt, accepted_of, next_lines
 from tokenmill.types import NewRow, RowPlan, TokenLogprobs
 
 Alternatives = Callable[[Tensor, list[int], list[int], RowsInUse], list[TokenLogprobs]]
@@ -99,30 +99,28 @@ class Sampler:
         """
         if not any(plan.num_drafts for plan in rows):
             return [[one] for one in self.sample(logits, rows, masks)]
+        if isinstance(logits, Chosen):  # nothing is left to draw, and these rows remember nothing
+            self._check(logits, sum(1 + plan.num_drafts for plan in rows))
+            return accepted_of(rows, logits.tokens, self._told)
         attempts = [Attempt(plan, self._rows.state(plan.row)) for plan in rows]
         lines = [line for attempt in attempts for line in attempt.lines]
         self._check(logits, len(lines))
         while wave := next_lines(attempts):
             with torch.inference_mode():
-                part = logits if len(wave) == len(lines) else self._lines(logits, wave)
+                part = logits if len(wave) == len(lines) else logits[torch.tensor(wave, device=self._rows.device)]
                 drawn = iter(self._draw(part, [lines[number] for number in wave], masks))
             for attempt in attempts:
                 attempt.take(drawn)
         return [attempt.accepted for attempt in attempts]
 
-    def _lines(self, logits: HeadOutput, lines: list[int]) -> HeadOutput:
-        return logits.at(lines) if isinstance(logits, Chosen) else logits[torch.tensor(lines, device=self._rows.device)]
-
     def _check(self, logits: HeadOutput, num_lines: int) -> None:
         wanted = (num_lines,) if isinstance(logits, Chosen) else (num_lines, self._vocab_size)
         assert logits.shape == wanted, f"{tuple(logits.shape)} logits for {num_lines} lines"
 
-    def _draw(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
+    def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
         """One token a line, recorded nowhere."""
         if not rows:
             return []
-        if isinstance(logits, Chosen):
-            return self._taken(logits, rows)
         in_use = self._rows.gather(rows, masks)
         tokens, surprises = self._choose(logits, in_use)
         errors = [state.refusal or _ERRORS.get(token) for state, token in zip(in_use.states, tokens, strict=True)]
@@ -133,10 +131,11 @@ class Sampler:
         ]
 
     def _taken(self, chosen: Chosen, rows: list[RowPlan]) -> list[Drawn]:
-        return [
-            Drawn(token, error=self._rows.state(plan.row).refusal or _ERRORS.get(token))
-            for plan, token in zip(rows, chosen.tokens, strict=True)
-        ]
+        return [self._told(plan, token) for plan, token in zip(rows, chosen.tokens, strict=True)]
+
+    def _told(self, plan: RowPlan, token: int) -> Drawn:
+        """What a model chose for a row, or what is wrong with it."""
+        return Drawn(token, error=self._rows.state(plan.row).refusal or _ERRORS.get(token))
 
     def _choose(self, logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
         """A token, BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""

@@ -12,7 +12,7 @@ i + 1 follows when line i is settled: in waves, all rows of a wave together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -55,6 +55,26 @@ class Attempt:
         if one.error is None:
             self._state.record(one.token_id, one.mirostat_mu)
         self._is_open = place < len(self._drafts) and one.token_id == self._drafts[place] and one.error is None
+
+
+def accepted_of(
+    plans: Sequence[RowPlan], tokens: Sequence[int], told: Callable[[RowPlan, int], Drawn]
+) -> list[list[Drawn]]:
+    """The same for rows without memory whose lines are all drawn: `tokens`, one a line, of all plans in order."""
+    found: list[list[Drawn]] = []
+    first = 0
+    for plan in plans:
+        accepted = [told(plan, tokens[first])]
+        for place, draft in enumerate(plan.token_ids[len(plan.token_ids) - plan.num_drafts :], 1):
+            if tokens[first + place - 1] != draft:
+                break
+            following = told(plan, tokens[first + place])
+            if following.error is not None:
+                break  # the next step will meet it as its first draw
+            accepted.append(following)
+        found.append(accepted)
+        first += 1 + plan.num_drafts
+    return found
 
 
 def next_lines(attempts: Sequence[Attempt]) -> list[int]:

@@ -64,11 +64,12 @@ class Profitable:
         if not self._cost.is_known:
             return [0] * len(chances)
         surest = sorted((chance for one in chances for chance in one), reverse=True)
-        base = self._cost.seconds(num_tokens)
+        costs = self._cost.seconds_up_to(num_tokens, len(surest))
+        base = costs[0]
         best, least, gained = num_rows / base, 2.0, float(num_rows)
-        for count, chance in enumerate(surest, 1):
+        for chance, seconds in zip(surest, costs[1:], strict=True):
             gained += chance
-            found = gained / (base + CAUTION * (self._cost.seconds(num_tokens + count) - base))
+            found = gained / (base + CAUTION * (seconds - base))
             if found > best:
                 best, least = found, chance
         return [sum(chance >= least for chance in one) for one in chances]

@@ -11,6 +11,8 @@ seen (lately); it starts out steep, so that speculation has to earn its place.
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import count
 from math import log2
 
 LARGEST_SIZE = 256  # tokens; steps beyond are prompts, and say little about drafts
@@ -25,11 +27,11 @@ PRIOR_WEIGHT = 1.0
 class Size:
     """Steps of about one size."""
 
-    __slots__ = ("count", "last", "seconds", "tokens")
+    __slots__ = ("count", "last", "seconds", "tokens", "weight")
 
     def __init__(self, tokens: int, seconds: float) -> None:
         self.tokens, self.seconds = float(tokens), seconds
-        self.count, self.last = 1, 0
+        self.count, self.last, self.weight = 1, 0, 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
         if self.count > 2:
@@ -38,9 +40,9 @@ class Size:
         self.tokens += (tokens - self.tokens) / self.count
         self.seconds += (seconds - self.seconds) / self.count
 
-    def weight(self, now: int) -> float:
-        """In observations; old ones fade."""
-        return float(self.count * 0.5 ** ((now - self.last) / HALF_LIFE_STEPS))
+    def fade(self, now: int) -> None:
+        """What it weighs, in observations; old ones fade."""
+        self.weight = self.count * 0.5 ** ((now - self.last) / HALF_LIFE_STEPS)
 
 
 class StepCost:
@@ -72,21 +74,37 @@ class StepCost:
         self._line = self._fitted(size)
 
     def seconds(self, tokens: int) -> float:
-        line = self._line[0] + self._line[1] * tokens
-        size = self._sizes.get(_size_class(tokens))
+        base, slope = self._line
+        return base + slope * tokens + self._aside(_size_class(tokens))
+
+    def seconds_up_to(self, tokens: int, more: int) -> list[float]:
+        """Of `tokens`, `tokens` + 1 … `tokens` + `more`, at once."""
+        base, slope = self._line
+        found: list[float] = []
+        while len(found) <= more:
+            kind = _size_class(tokens + len(found))
+            level = base + self._aside(kind)
+            sizes = range(tokens + len(found), min(_class_end(kind), tokens + more + 1))
+            found += [level + slope * size for size in sizes]
+        return found
+
+    def _aside(self, kind: int) -> float:
+        """How far sizes of a class lie beside the line."""
+        size = self._sizes.get(kind)
         if size is None:
-            return line
-        weight = size.weight(self._num_steps)
-        own = size.seconds + self._line[1] * (tokens - size.tokens)
-        return (own * weight + line * LINE_WEIGHT) / (weight + LINE_WEIGHT)
+            return 0.0
+        own = size.seconds - self._line[0] - self._line[1] * size.tokens
+        return own * size.weight / (size.weight + LINE_WEIGHT)
 
     def _fitted(self, newest: Size) -> tuple[float, float]:
         """Least squares of relative errors over the sizes, through a prior slope; never falling.
 
         minimise  Σ w (base + slope · tokens - seconds)²  +  w₀ (slope - first)² · spread
         """
+        for size in self._sizes.values():
+            size.fade(self._num_steps)
         total = tokens = seconds = 0.0
-        weighed = [(size, self._weight_in_fit(size)) for size in self._sizes.values()]
+        weighed = [(size, _weight_in_fit(size)) for size in self._sizes.values()]
         for size, weight in weighed:
             total += weight
             tokens += weight * size.tokens
@@ -102,10 +120,18 @@ class StepCost:
         slope = max(product / square, 0.0)
         return mean_seconds - slope * mean_tokens, slope
 
-    def _weight_in_fit(self, size: Size) -> float:
-        far = max(1.0, size.tokens / (2 * EXACT_SIZES))
-        return size.weight(self._num_steps) / (size.seconds * far) ** 2
+
+def _weight_in_fit(size: Size) -> float:
+    far = max(1.0, size.tokens / (2 * EXACT_SIZES))
+    return size.weight / (size.seconds * far) ** 2
 
 
+@cache
 def _size_class(tokens: int) -> int:
     return tokens if tokens <= EXACT_SIZES else EXACT_SIZES + int(4 * log2(tokens / EXACT_SIZES))
+
+
+@cache
+def _class_end(kind: int) -> int:
+    """The first number of tokens beyond a class."""
+    return next(tokens for tokens in count(1) if _size_class(tokens) > kind)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tokenmill.speculate.acceptance import RightGuesses, Skill
 from tokenmill.speculate.lookback import LookBack
 
 
+class Place(NamedTuple):
+    """Where a proposal was read."""
+
+    answers: Sequence[int] | None  # the recent answers it stands in; None: the sequence itself
+    start: int
+
+
 class Trail:
-    __slots__ = ("index", "length", "num_seen", "proposal", "salt", "skill")
+    __slots__ = ("index", "length", "num_seen", "place", "proposal", "salt", "skill")
 
     def __init__(self, salt: str = "") -> None:
         self.salt = salt
@@ -18,19 +26,22 @@ class Trail:
         self.proposal: list[int] = []  # the last one
         self.length = 0  # of the agreement it stands behind
         self.num_seen = 0  # tokens of the sequence when it was made
+        self.place: Place | None = None  # where it was read
 
-    def propose(self, proposal: list[int], length: int, num_seen: int) -> None:
-        self.proposal, self.length, self.num_seen = proposal, length, num_seen
+    def propose(self, proposal: list[int], length: int, num_seen: int, place: Place | None = None) -> None:
+        self.proposal, self.length, self.num_seen, self.place = proposal, length, num_seen, place
 
-    def learn(self, tokens: list[int], guesses: RightGuesses, kind_of: Callable[[int], int]) -> None:
+    def learn(self, tokens: list[int], guesses: RightGuesses, kind_of: Callable[[int], int]) -> int:
         """Compares the last proposal with what came, up to the first wrong guess; behind that nothing is known.
 
-        `kind_of`: the kind of guess that stands behind so many agreeing tokens.
+        `kind_of`: the kind of guess that stands behind so many agreeing tokens. How many were right.
         """
-        for place, guess in enumerate(self.proposal[: len(tokens) - self.num_seen]):
-            kind = kind_of(self.length + place)
-            is_right = guess == tokens[self.num_seen + place]
+        num_right = 0
+        for guess, token in zip(self.proposal, tokens[self.num_seen :], strict=False):
+            kind, is_right = kind_of(self.length + num_right), guess == token
             self.skill.learn(guesses.rate(kind), is_right)
             guesses.learn(kind, is_right)
             if not is_right:
                 break
+            num_right += 1
+        return num_right

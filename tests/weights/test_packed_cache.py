@@ -7,17 +7,21 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tokenmill.weights.packed_cache as packed_cache
+import tokenmill.weights.packed_file as packed_file
 from tokenmill.engine.llm import LLM
 from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import aligned_bytes, layout_digest
 from tokenmill.params import SamplingParams
+from tokenmill.weights import file_identity
 from tokenmill.weights.packed_cache import PackedCache, Source, open_cache, prune, source_of
 from tokenmill.weights.packed_file import HEADER_BYTES, PackedFile, PackedWriter, Unusable
 
@@ -71,23 +75,64 @@ def test_what_was_written_is_found_again(checkpoint: Path, folder: Path) -> None
     assert not found.flags.writeable and found.ctypes.data % 64 == 0
     assert cache.find("three") is None
     assert cache.reserve("three", "F32", 1, 1, 1, 64) is None  # complete files are never added to
-    assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o400 and folder.stat().st_mode & 0o777 == 0o700
+
+
+def rewrite(path: Path) -> None:
+    """Other bytes in the same place, of the same size and age."""
+    found = path.stat()
+    path.write_bytes(b"WEIGHTS" * 100)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda c: os.utime(c, ns=(1, 1)),
-        lambda c: c.write_bytes(b"other bytes"),
-        lambda c: (shutil.copy2(c, c.with_suffix(".new")), os.replace(c.with_suffix(".new"), c)),
-    ],
-    ids=["touched", "rewritten", "replaced by a copy of the same age"],
+    [lambda c: os.utime(c, ns=(1, 1)), lambda c: c.write_bytes(b"other bytes"), rewrite],
+    ids=["touched", "rewritten", "rewritten and put back in time"],
 )
-def test_another_file_is_another_source(checkpoint: Path, folder: Path, change: object) -> None:
+def test_another_file_is_another_source(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> None:
     written(checkpoint, folder)
-    assert callable(change)
     change(checkpoint)
     assert not open_cache(source(checkpoint), folder).is_hit
+
+
+def test_the_same_file_elsewhere_is_the_same_source(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    written(checkpoint, folder)
+    copied = Path(shutil.copy2(checkpoint, tmp_path / "copied.gguf"))
+    moved = checkpoint.rename(tmp_path / "moved.gguf")
+    assert open_cache(source(copied), folder).is_hit and open_cache(source(moved), folder).is_hit
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 20_000, 5 << 20, (7 << 30) + 13])
+def test_samples_reach_from_the_start_to_the_end(num_bytes: int) -> None:
+    taken = file_identity.samples(num_bytes)
+    assert taken[0][0] == 0 and all(0 <= start <= num_bytes for start, _ in taken)
+    assert max(start + length for start, length in taken) >= num_bytes
+    gaps = [after - before for (before, _), (after, _) in pairwise(taken)]
+    assert max(gaps) <= num_bytes / 64 + 1 and sum(length for _, length in taken) <= 2 << 20
+
+
+def test_packed_weights_are_found_before_they_are_on_the_disk(
+    checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may end before: the next one finds them and sees to it. A later boot does not believe it."""
+    with monkeypatch.context() as killed:
+        killed.setattr(packed_cache, "settle", lambda _: None)
+        path = written(checkpoint, folder)
+    assert path.stat().st_mode & 0o777 == 0o600
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    for other in (boot, tmp_path / "unknown"):
+        with monkeypatch.context() as rebooted:
+            rebooted.setattr(packed_file, "BOOT_ID", other)
+            with pytest.raises(Unusable, match="went down"):
+                PackedFile(path)
+    cache = open_cache(source(checkpoint), folder)
+    assert cache.is_hit
+    (cache.finish() or pytest.fail("nobody sees to it")).join()
+    monkeypatch.setattr(packed_file, "BOOT_ID", boot)
+    cache = open_cache(source(checkpoint), folder)
+    assert cache.is_hit and cache.finish() is None
 
 
 def test_another_layout_or_recipe_is_another_source(checkpoint: Path, folder: Path) -> None:
@@ -99,6 +144,7 @@ def test_another_layout_or_recipe_is_another_source(checkpoint: Path, folder: Pa
 
 def test_every_damaged_byte_of_header_and_index_is_noticed(checkpoint: Path, folder: Path) -> None:
     path = written(checkpoint, folder)
+    path.chmod(0o600)
     whole = path.read_bytes()
     header = len(whole[:HEADER_BYTES].rstrip(b"\0"))
     index = range(HEADER_BYTES + 2 * 20480, len(whole))
@@ -112,6 +158,7 @@ def test_every_damaged_byte_of_header_and_index_is_noticed(checkpoint: Path, fol
 @pytest.mark.parametrize("length", [0, 10, 60, 5000, HEADER_BYTES, HEADER_BYTES + 30000, -1])
 def test_a_cut_file_is_made_anew(checkpoint: Path, folder: Path, length: int) -> None:
     path = written(checkpoint, folder)
+    path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:length])
     cache = open_cache(source(checkpoint), folder)
     assert not cache.is_hit
@@ -177,7 +224,7 @@ def test_the_longest_unused_go_first(tmp_path: Path, folder: Path) -> None:
     paths = []
     for number in range(3):
         checkpoint = tmp_path / f"{number}.gguf"
-        checkpoint.write_bytes(b"x")
+        checkpoint.write_bytes(b"%d" % number)
         before = set(folder.iterdir()) if folder.exists() else set()
         fill(open_cache(source(checkpoint), folder))
         paths += set(folder.iterdir()) - before
@@ -245,13 +292,5 @@ def test_a_second_start_answers_the_same_without_packing(
     expected = answer(packed_cache=False)
     assert not (tmp_path / "packed").exists()
     assert answer() == expected
-    _wait_for_file(tmp_path / "packed")
     monkeypatch.setattr(packed_cache, "_new_file", lambda *_: pytest.fail("packed again"))
     assert answer() == expected
-
-
-def _wait_for_file(folder: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not [path for path in folder.iterdir() if path.suffix != ".tmp"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

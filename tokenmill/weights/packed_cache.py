@@ -3,9 +3,9 @@
     $TOKENMILL_HOME/packed/<digest>      digest of: the checkpoint's files, how their tensors are put together, how the
                                          kernels lay out memory, what is quantised on loading, this version
 
-A checkpoint file is known by its path, place on the disk, size and time of change: reading it whole to digest it would
-cost more than packing. Files are private, written aside and renamed; damaged, stale and superfluous ones go when the
-next one is written, and when a model is removed from the store.
+A checkpoint file is known by its size, time of change and samples of its content (`file_identity`): to digest it whole
+would cost more than packing. Files are private, written aside and renamed; damaged, stale and superfluous ones go when
+the next one is written, and when a model is removed from the store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ import msgspec
 
 from tokenmill.store.layout import store_root
 from tokenmill.version import VERSION
-from tokenmill.weights.packed_file import Bytes, PackedFile, PackedWriter, Section, Unusable, read_record
+from tokenmill.weights.file_identity import FileIdentity, identity
+from tokenmill.weights.packed_file import (
+    Bytes,
+    PackedFile,
+    PackedWriter,
+    Section,
+    Unusable,
+    read_record,
+    require_written_out,
+    settle,
+)
 
 MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second
 MAX_TOTAL_BYTES = 64 << 30
@@ -32,14 +42,6 @@ MAX_DISK_SHARE = 0.5  # of what is free, that a new file may take
 ABANDONED_S = 3600.0  # a file that was not finished in an hour never will be
 
 log = logging.getLogger(__name__)
-
-
-class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
-    path: str
-    device: int
-    inode: int
-    num_bytes: int
-    changed_ns: int
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,11 +52,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     layout: str  # digest of the kernels' own packing
     recipe: str  # digest of how tensors are put together, and of what is quantised
 
-
-def identity(path: Path) -> FileIdentity:
-    place = path.resolve()
-    found = place.stat()
-    return FileIdentity(str(place), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    @property
+    def digest(self) -> str:
+        parts = ([file.what for file in self.files], self.version, self.layout, self.recipe)
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def source_of(files: Sequence[Path], layout: str, recipe: str) -> Source:
@@ -86,13 +87,21 @@ class PackedCache:
             return None
 
     def finish(self) -> threading.Thread | None:
-        """All weights are packed. Getting them onto the disk takes seconds, which nobody needs to wait for."""
-        if self._writing is None:
+        """All weights are packed: from now on every start finds them. Getting them onto the disk takes seconds, which
+        nobody needs to wait for; whoever starts next goes on with it if this process ends first."""
+        try:
+            if self._writing is not None:
+                self._writing.finish()
+        except OSError as problem:
+            log.warning("packed weights are not kept: %s", problem.strerror or problem)
+            self._give_up()
+        unsettled = self._writing or self._reading
+        self._writing = None
+        if unsettled is None or unsettled.is_settled:
             return None
-        writer, self._writing = self._writing, None
-        syncing = threading.Thread(target=_finish, args=(writer,), name="packed-weights", daemon=True)
-        syncing.start()
-        return syncing
+        settling = threading.Thread(target=_settle, args=(unsettled.path,), name="packed-weights", daemon=True)
+        settling.start()
+        return settling
 
     def _give_up(self) -> None:
         if self._writing is not None:
@@ -107,7 +116,7 @@ def is_worth_keeping(files: Sequence[Path]) -> bool:
 def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
     """What is there for this source; otherwise a new file, if there is room for one."""
     folder = folder or packed_folder()
-    path = folder / hashlib.sha256(msgspec.json.encode(source)).hexdigest()
+    path = folder / source.digest
     if path.exists():
         try:
             found = PackedFile(path)
@@ -137,12 +146,9 @@ def _new_file(path: Path, source: Source) -> PackedWriter | None:
         return None
 
 
-def _finish(writer: PackedWriter) -> None:
-    try:
-        writer.finish()
-    except OSError as problem:
-        log.warning("packed weights are not kept: %s", problem.strerror or problem)
-        writer.abandon()
+def _settle(path: Path) -> None:
+    with suppress(OSError):  # it was removed meanwhile, or the disk is broken: the next boot makes it anew
+        settle(path)
 
 
 # ── what goes ──────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +180,9 @@ def _is_useless(path: Path, found: os.stat_result) -> bool:
         return time.time() - found.st_mtime > ABANDONED_S
     try:
         with path.open("rb") as file:
-            source = msgspec.json.decode(read_record(file).source, type=Source)
+            record = read_record(file)
+        require_written_out(record, found.st_mode)
+        source = msgspec.json.decode(record.source, type=Source)
         return source.version != VERSION or any(identity(Path(f.path)) != f for f in source.files)
     except (Unusable, OSError, msgspec.DecodeError):
         return True

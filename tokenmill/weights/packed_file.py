@@ -4,9 +4,11 @@
     256 KiB  matrices of one weight after another, each weight at a multiple of 4096
     ...      index: name, kind, shape, offset of every weight; its digest is in the header
 
-A file is written aside under a name of its own, completed, synced, and renamed into place; nobody changes it after
-that. A reader believes the header only if its digest fits, the index only if the header's digest of it fits, and both
-only in a file that belongs to this user and that nobody else may write. Whatever is wrong is one `Unusable`.
+A file is written aside under a name of its own, completed and renamed into place; nobody changes it after that. It is
+then written out to the disk, which may take longer than the process lives, and made read-only as a sign that it is
+(`settle`): one that is not is good until the machine goes down. A reader believes the header only if its digest fits,
+the index only if the header's digest of it fits, and both only in a file that belongs to this user and that nobody else
+may write. Whatever is wrong is one `Unusable`.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = b"TOKENMILL PACKED"
-FORMAT = 1
+FORMAT = 2
 PAGE = 4096
 HEADER_BYTES = 256 << 10
 MAX_INDEX_BYTES = 64 << 20
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PREFIX = struct.Struct("<16sI32s")  # magic, bytes of the record, its digest
 
 Bytes = NDArray[np.uint8]
@@ -50,6 +53,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int
     source: str  # what the weights were packed from, as `packed_cache` writes it
+    boot: str  # since when the machine had been up; empty where that is not known
     index_offset: int
     index_bytes: int
     index_digest: str
@@ -63,10 +67,13 @@ class PackedFile:
     """A complete file, mapped."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         with _opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            self.is_settled = not found.st_mode & stat.S_IWUSR
             record = read_record(file)
-            self._index = _read_index(file, record, size)
+            require_written_out(record, found.st_mode)
+            self._index = _read_index(file, record, found.st_size)
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self._map.madvise(mmap.MADV_WILLNEED)  # from a cold disk in large pieces, not page by page
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
@@ -81,8 +88,10 @@ class PackedFile:
 class PackedWriter:
     """A file under way: `reserve` gives memory to pack into, which is the file's own; `finish` puts it in its place."""
 
+    is_settled = False
+
     def __init__(self, path: Path, source: str) -> None:
-        self._path, self._source = path, source
+        self.path, self._source = path, source
         self._aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._file = os.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._index: dict[str, Section] = {}
@@ -105,6 +114,7 @@ class PackedWriter:
             Record(
                 format=FORMAT,
                 source=self._source,
+                boot=boot_id(),
                 index_offset=self._end,
                 index_bytes=len(index),
                 index_digest=hashlib.sha256(index).hexdigest(),
@@ -114,9 +124,8 @@ class PackedWriter:
         if len(header) > HEADER_BYTES:
             raise OSError("the checkpoint has more files than a header can name")
         os.pwrite(self._file, header, 0)
-        os.fsync(self._file)
+        os.replace(self._aside, self.path)
         os.close(self._file)
-        os.replace(self._aside, self._path)
 
     def abandon(self) -> None:
         """What was packed stays usable by this process; the file goes with it."""
@@ -143,6 +152,30 @@ def read_record(file: Any) -> Record:
     if record.format != FORMAT:
         raise Unusable(f"it has format {record.format}, not {FORMAT}")
     return record
+
+
+def require_written_out(record: Record, mode: int) -> None:
+    """Of a file that nobody saw written out, pages may be missing once the machine has gone down."""
+    if mode & stat.S_IWUSR and record.boot != (boot_id() or None):
+        raise Unusable("the machine went down before it was written out")
+
+
+def settle(path: Path) -> None:
+    """Wait until all of it is on the disk, then say so in its mode, which changes at once or not at all."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.fchmod(file, stat.S_IRUSR)
+    finally:
+        os.close(file)
+
+
+def boot_id() -> str:
+    """Another one each time the machine starts."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _opened(path: Path) -> Any:

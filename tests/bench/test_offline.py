@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tokenmill.bench import offline
 from tokenmill.bench.engine_steps import drive, model_clock, random_requests
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.offline import OfflineWorkload as Workload
 from tokenmill.bench.offline import measure_throughput, open_measured
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
+from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
+from tokenmill.runner.memory import gpu_weight_parts
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,3 +92,19 @@ def test_wrong_lengths_are_refused() -> None:
     for text in ("0", "9:3", "many", "-1"):
         with pytest.raises(InvalidConfig):
             Lengths.parse(text, "input-len")
+
+
+def test_weights_that_a_gpu_quantises_count_as_many_bytes_as_it_reads(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a bandwidth twice the memory's own would be reported."""
+    llm = LLM(EngineConfig(ModelConfig(model=str(config_file), load_format="dummy"), ops=OpsConfig(threads=1)))
+    monkeypatch.setattr(offline, "on_gpu", lambda _: True)
+    found = {}
+    for quantization in ("none", "fp8", "int4"):
+        llm.config = replace(llm.config, model=replace(llm.config.model, quantization=quantization))
+        found[quantization] = offline.stored_weights(llm, object())
+    wide = replace(llm.front.spec, hidden_size=256)
+    assert [dtype for _, dtype in found.values()] == ["bfloat16", "fp8", "int4"]
+    assert found["fp8"][0] == gpu_weight_parts(llm.front.spec, 2, "fp8")
+    assert gpu_weight_parts(wide, 2, "fp8").rest < 0.6 * gpu_weight_parts(wide, 2).rest

@@ -13,6 +13,7 @@ from tokenmill.runner.memory import (
     RunnerLimits,
     blocks_for_context,
     gpu_weight_bytes,
+    gpu_weight_parts,
     num_blocks_that_fit,
     runner_bytes,
 )
@@ -92,3 +93,5 @@ def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
 @pytest.mark.parametrize(("quantization", "gb"), [("none", 16.06), ("fp8", 9.08), ("int4", 5.65)])
 def test_weights_as_the_gpu_keeps_them(quantization: str, gb: float) -> None:
     assert gpu_weight_bytes(LLAMA, 2, quantization) / 1e9 == pytest.approx(gb, rel=0.01)
+    parts = gpu_weight_parts(LLAMA, 2, quantization)
+    assert parts.embedding == 2 * 128_256 * 4096 and parts.experts == 0 and parts.rest > 4e9

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import decode_flops, kv_bytes, prefill_flops
+from tokenmill.arch.cost import bytes_per_value, decode_flops, kv_bytes, prefill_flops
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
@@ -29,6 +29,7 @@ from tokenmill.config.engine import GPU_LIMITS
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import probe_machine
+from tokenmill.runner.memory import gpu_weight_parts
 
 WARMUP_TOKENS = 4
 
@@ -95,16 +96,21 @@ def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
     if is_native and config.quantization == "int8":
         return weight_parts(spec, "Q8_0", vector_dtype="float32"), "int8"
     dtype = compute_dtype(llm)
+    if on_gpu(llm) and config.quantization != "none":
+        return gpu_weight_parts(spec, int(bytes_per_value(dtype)), config.quantization), config.quantization
     return weight_parts(spec, dtype), dtype
 
 
 def compute_dtype(llm: LLM) -> str:
-    runner: Any = llm.core.runner
     asked = llm.config.model.dtype
     if asked != "auto":
         return asked
-    on_gpu = runner.storage.device.type == "cuda"
-    return (llm.front.spec.dtype if llm.front.spec.dtype in ("float16",) else "bfloat16") if on_gpu else "float32"
+    return (llm.front.spec.dtype if llm.front.spec.dtype in ("float16",) else "bfloat16") if on_gpu(llm) else "float32"
+
+
+def on_gpu(llm: LLM) -> bool:
+    runner: Any = llm.core.runner
+    return bool(runner.storage.device.type == "cuda")
 
 
 def main_type(path: Path) -> str:

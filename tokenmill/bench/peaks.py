@@ -32,7 +32,8 @@ def machine_peaks(device: str, dtype: str, threads: int | None) -> Peaks | None:
     listed = listed_device(machine)
     if listed is None:
         return None
-    kind: PeakDType = "fp32" if dtype == "float32" else "bf16"
+    kinds: dict[str, PeakDType] = {"float32": "fp32", "fp8": "fp8"}  # 4-bit matrices are expanded for many rows
+    kind = kinds.get(dtype, "bf16")
     return Peaks(listed.name, "listed", listed.bandwidth_bytes_s, listed.flops_for(kind), kind)
 
 

@@ -15,6 +15,7 @@ from math import ceil, prod
 
 from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 
@@ -96,8 +97,15 @@ def _table_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 
 
 def gpu_weight_bytes(spec: ModelSpec, value_bytes: int, quantization: str = "none") -> int:
+    return gpu_weight_parts(spec, value_bytes, quantization).total
+
+
+def gpu_weight_parts(spec: ModelSpec, value_bytes: int, quantization: str = "none") -> WeightParts:
     """As the Triton kernels keep them: vectors in float32, matrices as computed or quantised while they load."""
-    return sum(_kept_bytes(tensor, value_bytes, quantization) for tensor in tensors_of(spec).values())
+    kept = {name: _kept_bytes(tensor, value_bytes, quantization) for name, tensor in tensors_of(spec).items()}
+    embedding = kept["embed.weight"]
+    experts = sum(num_bytes for name, num_bytes in kept.items() if ".experts." in name)
+    return WeightParts(embedding, experts, sum(kept.values()) - embedding - experts)
 
 
 def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str) -> int:

@@ -73,11 +73,6 @@ class Plan:
     price: Price | None
 
     @property
-    def at_batch(self) -> Load:
-        q = self.question
-        return steady_load(self.roofline, q.batch, q.input_len, q.output_len)
-
-    @property
     def tpot_s(self) -> float:
         q = self.question
         return self.roofline.decode_s(q.batch, q.input_len + q.output_len // 2)

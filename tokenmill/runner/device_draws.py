@@ -26,12 +26,6 @@ from tokenmill.types import NewRow
 HANDLED = frozenset(("penalties", "bias", "banned", "min_tokens", "temperature", "top_k", "top_p", "min_p"))
 MAX_EDITS = 512  # of one row
 FOREVER = 2**31 - 1
-BYTES_PER_EDIT = 12
-
-
-def draws_bytes(vocab_size: int, max_rows: int) -> int:
-    """What the tables above take."""
-    return max_rows * (8 * int(NUM_KNOBS.value) + 2 * vocab_size + 4 + BYTES_PER_EDIT * MAX_EDITS)
 
 
 def edits_of(new: NewRow) -> dict[int, tuple[float, int]] | None:

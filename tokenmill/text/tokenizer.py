@@ -90,13 +90,6 @@ class Tokenizer:
         ids: list[int] = self._reader(parse_special).encode(_sound(text), add_special_tokens=add_special_tokens).ids
         return self._framed(ids) if add_special_tokens else ids
 
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special: bool = True
-    ) -> list[list[int]]:
-        reader = self._reader(parse_special)
-        encodings = reader.encode_batch_fast([_sound(text) for text in texts], add_special_tokens=add_special_tokens)
-        return [self._framed(encoding.ids) if add_special_tokens else encoding.ids for encoding in encodings]
-
     def _framed(self, ids: list[int]) -> list[int]:
         return [*self.traits.prefix_ids, *ids, *self.traits.suffix_ids]
 

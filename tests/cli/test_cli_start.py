@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,11 @@ from tokenmill.ops.cpu.availability import is_available, load_library
 
 __all__ = ["environment"]
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
 HEAVY = "{'torch', 'numpy', 'tokenizers', 'cyclopts', 'rich', 'asyncio'}"
 
 
@@ -89,17 +95,39 @@ def test_collecting_goes_on_after_an_import() -> None:
 
 
 def test_torch_without_meta_kernels_computes_and_gets_them_when_asked(environment: dict[str, str]) -> None:
-    code = """
-from tokenmill.engine.torch_import import without_meta_kernels
+    code = f"""
+from tokenmill.engine.torch_import import import_meta_kernels, without_meta_kernels
 with without_meta_kernels():
     import torch
-assert not {"torch._decomp", "torch._meta_registrations"} & set(sys.modules)
+assert not {{"torch._decomp", "torch._meta_registrations"}} & set(sys.modules)
 assert not hasattr(torch, "_meta_registrations")
 assert torch.eye(3).softmax(-1).topk(1).indices.flatten().tolist() == [0, 1, 2]
-import torch._meta_registrations
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.weights.dummy import dummy_weights
+assert dummy_weights(spec_from_hf({LLAMA})).get("layers.0.q.weight").data.std() > 0
+import_meta_kernels()
 assert torch.linalg.cross(torch.ones(2, 3, device="meta"), torch.ones(2, 3, device="meta")).shape == (2, 3)
 assert hasattr(torch._meta_registrations, "register_meta")
 with without_meta_kernels():
     assert torch._meta_registrations is sys.modules["torch._meta_registrations"]
+"""
+    seconds_of(environment, f"exec({code!r})")
+
+
+def test_who_opens_a_model_has_all_of_torch_afterwards(environment: dict[str, str], tmp_path: Path) -> None:
+    """Even where that fails, after torch was imported without its kernels for tensors without memory."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = f"""
+from tokenmill import LLM
+from tokenmill.errors import TokenmillError
+try:
+    LLM({str(tmp_path)!r}, load_format="dummy", device="cpu", quantization="fp8")
+except TokenmillError:
+    assert "torch" in sys.modules
+else:
+    raise AssertionError("fp8 is for GPUs")
+import torch
+assert torch.linalg.cross(torch.ones(2, 3, device="meta"), torch.ones(2, 3, device="meta")).shape == (2, 3)
+assert hasattr(torch._meta_registrations, "register_meta")
 """
     seconds_of(environment, f"exec({code!r})")

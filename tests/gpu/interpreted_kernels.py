@@ -258,7 +258,9 @@ def check_compiling() -> None:
     with patch("torch.cuda.graph_pool_handle"):  # graphs themselves only a GPU can capture
         graphs = DecodeGraphs(model, storage, DeviceDraws(90, 6, storage.device), 6, 13, 200)
     warm_up = WarmUp(model, storage, graphs, 6, 200)
-    warm_up.compile_first(64)
+    errands: list[str] = []
+    warm_up.compile_first(64, lambda: errands.append("done"))
+    assert errands == ["done"]
     warm_up.compile_rest()
     assert not storage.keys.any(), "a kernel ran"
 

@@ -61,8 +61,9 @@ class Compiled:
         pass
 
 
-def asked_at_once(ask: Callable[[], None]) -> Compiled:
-    ask()
+def asked_at_once(*asks: Callable[[], None]) -> Compiled:
+    for ask in asks:
+        ask()
     return Compiled()
 
 
@@ -106,7 +107,7 @@ def forms(work: Callable[[], object]) -> set[Any]:
 @pytest.mark.parametrize(("config", "quantization"), [(QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int4")])
 def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str) -> None:
     warm_up = warm_up_for(config, quantization)
-    at_start = forms(lambda: warm_up.compile_first(BUDGET))
+    at_start = forms(lambda: warm_up.compile_first(BUDGET, list))
     # One request after another, prompts or what of them is not cached: right after a start.
     for length in (16, 100, 128):
         assert not forms(lambda length=length: warm_up._rehearse([(64, length)])) - at_start

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,14 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 KV_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
+def no_errand() -> None:
+    pass
+
+
+def build_core(config: EngineConfig, model_path: Path, meanwhile: Callable[[], None] = no_errand) -> EngineCore:
+    """`meanwhile` is called where a start waits for compilers, if it does."""
     started = time.monotonic()
+    compilers_ahead(config)
     spec = read_spec(model_path)
     layout = KVLayout.from_spec(spec)
     facts = machine_facts(config, spec, model_path)
@@ -81,7 +88,7 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
         lambda draft: build_draft(draft, settled.model.max_context, model_path, spec),
     )
     if storage.device.type == "cuda":
-        run_largest_step(core.runner, settled)
+        run_largest_step(core.runner, settled, meanwhile)
     core.info = msgspec.structs.replace(
         core.info,
         reasons=[*resolved.reasons, *op_reasons],
@@ -91,16 +98,25 @@ def build_core(config: EngineConfig, model_path: Path) -> EngineCore:
     return core
 
 
+def compilers_ahead(config: EngineConfig) -> None:
+    """Triton gets ready while the device is opened and weights are loaded."""
+    is_wanted = config.ops.device != "cpu" and config.ops.backend in ("auto", "triton")
+    if is_wanted and torch.cuda.is_available() and find_spec("triton") is not None:
+        from tokenmill.ops.triton.ahead import begin  # imports Triton: once, in one thread
+
+        begin()
+
+
 def tell_what_is_lost(asked: EngineConfig, settled: EngineConfig, reason: str | None) -> None:
     """Torch's reference serves everything, slowly: nobody should find that out by waiting."""
     if settled.ops.backend == "reference" and asked.ops.backend == "auto":
         log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
 
 
-def run_largest_step(runner: Any, config: EngineConfig) -> None:
+def run_largest_step(runner: Any, config: EngineConfig, meanwhile: Callable[[], None]) -> None:
     """What does not fit must fail now, with a word of advice, and not under load."""
     try:
-        runner.run_largest_step(config.scheduler.num_tokens)
+        runner.run_largest_step(config.scheduler.num_tokens, meanwhile)
     except torch.cuda.OutOfMemoryError as error:
         raise InvalidConfig(
             "the largest step does not fit beside the weights and the KV cache",

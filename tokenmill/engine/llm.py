@@ -14,12 +14,13 @@ from typing import Any, cast
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.collector import seldom_full
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.device_ahead import device_ahead
 from tokenmill.engine.front import Front, load_front
 from tokenmill.engine.intake import ClientRequest
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
-from tokenmill.engine.torch_import import libraries_ahead, uncollected
+from tokenmill.engine.torch_import import import_meta_kernels, libraries_ahead, uncollected, without_meta_kernels
 from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Message, Pooling, PromptRequest, Request, SequenceOutput
@@ -36,9 +37,12 @@ class LLM:
         self.config = with_settings(config, {"max_waiting": sys.maxsize, **settings})
         with libraries_ahead():
             self._front: Front = load_front(self.config)
-        with uncollected():
+        with uncollected(), without_meta_kernels(), device_ahead(self.config.ops.device):
             from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
-        self._core: EngineCore = build_core(self.config, self._front.model_path)
+        try:
+            self._core: EngineCore = build_core(self.config, self._front.model_path, import_meta_kernels)
+        finally:
+            import_meta_kernels()
         self._core.use_spare_time()  # compilers that work beside the first requests
         self._intake = self._front.intake(self._core.info.max_context)
         self._outlets: dict[str, Outlet] = {}

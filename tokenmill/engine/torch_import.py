@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -62,7 +63,8 @@ def uncollected() -> Iterator[None]:
 @contextmanager
 def without_meta_kernels() -> Iterator[None]:
     """Inside, torch is imported without its kernels for tensors without memory; whoever imports their module later gets
-    them. For processes of our own only: others may have tensors on "meta" and not know that anything is missing."""
+    them. In a process of our own nobody does. Others may have tensors on "meta" and not know that anything is missing:
+    there `import_meta_kernels` must follow, while the start waits for something else, or at its end."""
     name = f"torch.{META_KERNELS}"
     if "torch" in sys.modules:
         yield
@@ -73,3 +75,8 @@ def without_meta_kernels() -> Iterator[None]:
     finally:
         del sys.modules[name]
         vars(sys.modules.get("torch", ModuleType("torch"))).pop(META_KERNELS, None)
+
+
+def import_meta_kernels() -> None:
+    with uncollected():
+        import_module(f"torch.{META_KERNELS}")

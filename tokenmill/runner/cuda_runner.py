@@ -116,9 +116,10 @@ class CudaRunner:
     def storage(self) -> KVStorage:
         return self._storage
 
-    def run_largest_step(self, token_budget: int) -> None:
-        """Takes all the memory that steps will ever take. Nothing may be running yet."""
-        self._warm_up.compile_first(token_budget)
+    def run_largest_step(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
+        """Takes all the memory that steps will ever take. Nothing may be running yet. `meanwhile` is called while
+        kernels are compiled."""
+        self._warm_up.compile_first(token_budget, meanwhile)
         self.run_widest_step(token_budget)
         self.capture_largest()
 

@@ -26,7 +26,8 @@ from tokenmill.runner.memory import graph_sizes
 from tokenmill.types import RowPlan
 
 SHORT, MIDDLE = 40, 640  # tokens of prompts
-FEW = (100, SHORT, 24, 12)  # some whose products may have kernels of their own; the last are ends that were not cached
+FEW = (24, 12)  # ends of prompts that were not cached, whose products have kernels of their own
+SOME = (100, SHORT)
 FEW_ROWS = 64  # up to so many, decoding steps of different sizes have kernels of their own
 Chunk = tuple[int, int]  # first position and number of a row's tokens
 
@@ -40,8 +41,10 @@ class WarmUp:
         self._max_context = max_context
 
     @torch.inference_mode()
-    def compile_first(self, token_budget: int) -> None:
-        compile_beside(lambda: self._ask_for_first(token_budget)).join()
+    def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
+        compiling = compile_beside(self._ask_for_few, partial(self._ask_for_many, token_budget))
+        meanwhile()
+        compiling.join()
 
     @torch.inference_mode()
     def compile_rest(self) -> None:
@@ -76,13 +79,19 @@ class WarmUp:
             lengths[row], left = 1 + more, left - more
         return [(1 if length > 1 else 0, length) for length in reversed(lengths)]
 
-    def _ask_for_first(self, token_budget: int) -> None:
-        self._compute(self._batch(self._widest(token_budget)))
-        for size in (1, self._max_rows):
-            self._compute(self._decoding(size))
-        self._graphs.ask_for_kernels()
+    def _ask_for_few(self) -> None:
+        """What takes longest to compile comes first."""
+        self._compute(self._decoding(1))
         for length in FEW:
-            self._compute(self._batch([(0, min(length, self._max_context - 1))]))
+            self._compute(self._prompt(length))
+        self._graphs.ask_for_kernels()
+
+    def _ask_for_many(self, token_budget: int) -> None:
+        """Loads the library of large products besides."""
+        self._compute(self._batch(self._widest(token_budget)))
+        self._compute(self._decoding(self._max_rows))
+        for length in SOME:
+            self._compute(self._prompt(length))
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
@@ -91,6 +100,9 @@ class WarmUp:
             self._compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._compute(self._decoding(size))
+
+    def _prompt(self, num_tokens: int) -> ForwardBatch:
+        return self._batch([(0, min(num_tokens, self._max_context - 1))])
 
     def _decoding(self, num_rows: int) -> ForwardBatch:
         """As in a graph, which has kernels for the longest context."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
@@ -69,7 +70,16 @@ def dummy_weights(
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
+    _make_generators_possible()
     return DummyWeights(tensors_of(spec), seed, dtype, quant, device or torch.device("cpu"))
+
+
+def _make_generators_possible() -> None:
+    """From torch 2.13 on they need a module that torch may have been imported without, to start sooner."""
+    try:
+        torch.Generator()
+    except RuntimeError:
+        import_module("torch._prims")
 
 
 def _seed(seed: int, name: str) -> int:

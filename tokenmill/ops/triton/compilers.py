@@ -17,26 +17,33 @@ from typing import Any
 
 from triton.runtime.driver import driver
 
-MAX_WORKERS = 12
+MAX_WORKERS = 16
 PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.01
 
 
 def start_workers(kernels: Sequence[Callable[[], Any]]) -> list[int]:
-    """Process ids; `kernels`: what compiles each of them"""
-    num_workers = min(len(kernels), MAX_WORKERS, len(os.sched_getaffinity(0)))
-    return [_start_worker(kernels[first::num_workers]) for first in range(num_workers)]
+    """Process ids; `kernels`: what compiles each of them. Some take ten times as long as others, so whoever is free
+    takes the next one: their numbers lie in a pipe, two bytes each."""
+    taken, given = os.pipe()
+    try:
+        os.write(given, b"".join(number.to_bytes(2) for number in range(len(kernels))))
+        os.close(given)
+        num_workers = min(len(kernels), MAX_WORKERS, len(os.sched_getaffinity(0)))
+        return [_start_worker(kernels, taken) for _ in range(num_workers)]
+    finally:
+        os.close(taken)
 
 
-def _start_worker(kernels: Sequence[Callable[[], Any]]) -> int:
+def _start_worker(kernels: Sequence[Callable[[], Any]], numbers: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: none that a compiler needs
         worker = os.fork()
     if worker == 0:
         try:
             gc.disable()  # nothing of the device may be freed here
-            for compiled in kernels:
-                made = compiled()
+            while number := os.read(numbers, 2):
+                made = kernels[int.from_bytes(number)]()
                 driver.active.launcher_cls(made.src, made.metadata)
         finally:
             os._exit(0)

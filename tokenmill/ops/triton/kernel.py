@@ -19,6 +19,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tokenmill.ops.triton import ahead
 from tokenmill.ops.triton.compilers import start_workers, wait_for
 
 _asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
@@ -94,15 +95,22 @@ class _Asked(Executor):
 
     def __init__(self) -> None:
         self.kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._workers: list[int] = []
+        self._num_begun = 0
 
     def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.kernels.append((future, partial(compiled, *args, **options)))
         return future
 
-    def compile(self) -> None:
+    def begin(self) -> None:
+        """What was asked for since the last time is compiled elsewhere, from now on."""
+        self._workers += start_workers([compiled for _, compiled in self.kernels[self._num_begun :]])
+        self._num_begun = len(self.kernels)
+
+    def finish(self) -> None:
         """Elsewhere first; then here, where they are found on disk. What failed there fails here."""
-        wait_for(start_workers([compiled for _, compiled in self.kernels]))
+        wait_for(self._workers)
         for future, compiled in self.kernels:
             try:
                 made = compiled()
@@ -112,21 +120,23 @@ class _Asked(Executor):
                 future.set_exception(error)
 
 
-def compile_beside(ask: Callable[[], None]) -> threading.Thread:
-    """Calls `ask`, in which no kernel of ours runs (what they would have written is undefined, so nothing there may
-    look anything up by it); the thread that comes back ends when all of them are made."""
+def compile_beside(*asks: Callable[[], None]) -> threading.Thread:
+    """Calls `asks`, in which no kernel of ours runs (what they would have written is undefined, so nothing there may
+    look anything up by it). What one of them asks for is being made while the next one is called; the thread that
+    comes back ends when all of it is."""
+    ahead.finish()
     asked = _Asked()
     mode = AsyncCompileMode(asked)
 
-    def asking() -> None:
-        _asked.set(set())
-        mode.__enter__()
-        ask()
-
-    copy_context().run(asking)
+    context = copy_context()
+    context.run(_asked.set, set())
+    context.run(mode.__enter__)
+    for ask in asks:
+        context.run(ask)
+        asked.begin()  # by copies of this process, made while nobody is in the middle of an import
 
     def finish() -> None:
-        asked.compile()
+        asked.finish()
         mode.__exit__(None, None, None)
 
     finishing = threading.Thread(target=finish, name="compilers", daemon=True)

@@ -1,0 +1,60 @@
+"""Kernels are compiled by copies of the process: each of them once, by whoever is free, even if one comes to grief."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tokenmill.ops.triton import ahead, compilers
+from tokenmill.ops.triton.compilers import start_workers, wait_for
+
+SLOW_S = 0.3
+
+
+def compiled(folder: Path, number: int) -> SimpleNamespace:
+    if number == 1:
+        raise ValueError("no kernel")
+    time.sleep(SLOW_S if number == 0 else 0.0)
+    with (folder / str(number)).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return SimpleNamespace(src=None, metadata=None)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_who_is_free_takes_the_next_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    active = SimpleNamespace(launcher_cls=lambda src, metadata: None)
+    monkeypatch.setattr(compilers, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    kernels: list[Callable[[], SimpleNamespace]] = [partial(compiled, tmp_path, number) for number in range(9)]
+    workers = start_workers(kernels)
+    wait_for(workers)
+    assert len(set(workers)) == 3
+    made_by = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
+    assert set(made_by) == {str(number) for number in range(9) if number != 1}
+    assert all(len(makers) == 1 for makers in made_by.values())
+    # The first one's maker was busy with it while the third one made all the others; the second's had ended.
+    assert made_by["0"] not in [makers for name, makers in made_by.items() if name != "0"]
+
+
+def test_what_failed_ahead_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> str:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(ahead, "triton_key", lambda: "key")
+    monkeypatch.setattr(ahead, "_driver_key", no_driver)
+    ahead.begin.cache_clear()
+    try:
+        ahead.finish()
+        key, driver_key = (part.exception() for part in ahead.begin())
+        assert key is None
+        assert isinstance(driver_key, RuntimeError)
+    finally:
+        ahead.begin.cache_clear()

@@ -34,7 +34,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver(num_devices=1)
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
     return driver
 
 
@@ -57,6 +57,6 @@ def test_no_driver_and_no_device_are_no_errors(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "DRIVER", "libcuda-that-is-not-here.so")
     assert not open_first_device()
     driver = Driver(num_devices=0)
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
     assert not open_first_device()
     assert driver.calls == ["init", "get"]

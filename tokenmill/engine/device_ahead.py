@@ -37,11 +37,9 @@ def open_first_device() -> bool:
     except OSError:
         return False
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    return (
-        driver.cuInit(0) == 0
-        and driver.cuDeviceGet(ctypes.byref(device), FIRST) == 0
-        and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
-    )
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), FIRST) != 0:
+        return False
+    return bool(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0)
 
 
 def _has_torch_for_gpus() -> bool:

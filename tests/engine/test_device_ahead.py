@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -39,12 +40,27 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("device", "torch_has_gpus", "is_opened"),
-    [("cuda", True, True), ("auto", True, True), ("cpu", True, False), ("auto", False, False)],
+    ("device", "torch_has_gpus", "is_new", "is_opened"),
+    [
+        ("cuda", True, True, True),
+        ("auto", True, True, True),
+        ("cpu", True, True, False),
+        ("auto", False, True, False),
+        ("cuda", True, False, False),
+    ],
 )
 def test_the_device_is_opened_where_it_will_be_used(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, device: str, torch_has_gpus: bool, is_opened: bool
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    torch_has_gpus: bool,
+    is_new: bool,
+    is_opened: bool,
 ) -> None:
+    if is_new:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "torch", sys)
     monkeypatch.setattr(module, "_has_torch_for_gpus", lambda: torch_has_gpus)
     num_threads = threading.active_count()
     with pytest.raises(ImportError), device_ahead(device):

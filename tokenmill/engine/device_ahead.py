@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ TORCH_FOR_GPUS = Path("lib/libtorch_cuda.so")
 
 @contextmanager
 def device_ahead(device: str) -> Iterator[None]:
-    """Inside, torch is imported. `device`: as in the config; nothing is opened for a torch that can't use it."""
-    if device == "cpu" or not _has_torch_for_gpus():
+    """Inside, torch is imported. `device`: as in the config. Nothing is opened for a torch that can't use it, nor for
+    one that was imported before: another device may have been chosen with it."""
+    if device == "cpu" or "torch" in sys.modules or not _has_torch_for_gpus():
         yield
         return
     thread = threading.Thread(target=open_first_device, name="device-ahead")

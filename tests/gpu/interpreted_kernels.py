@@ -20,9 +20,11 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
+from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
+from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.triton import large_products, quantized, skinny, strips, words
+from tokenmill.ops.triton import eight_bits, large_products, quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
@@ -179,12 +181,25 @@ def check_products() -> None:
             same(quantized.fp8_linear(x, eight, None), x @ quantized.expanded(eight).T, tolerance=0.01)
 
 
-def check_kept_blocks() -> None:
-    """A file's Q4_0 blocks are multiplied as they are, by as many rows as may come."""
-    raws = [quantize(torch.randn(24, 256), "Q4_0", name) for name in "ab"]
-    packed = build_ops("int4").pack_linear(raws, None, dequantize)
+def check_bytes() -> None:
+    """Whole strides and others, strips that are split and not, few rows and many."""
+    for num_out, num_in in ((48, 256), (72, 384), (40, 96)):
+        matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
+        packed = eight_bits.to_int8(matrix, rows_at_once=32)
+        expanded = dequantize(RawTensor("", matrix.shape, quantized_q8(matrix), "Q8_0"))
+        same(eight_bits.expand_bytes(packed, torch.float32), expanded)
+        same(expanded, matrix, tolerance=0.006)
+        for rows in (1, 3, 16, 40):
+            x = torch.randn(rows, num_in)
+            same(eight_bits.byte_linear(x, packed, bias), x @ expanded.T + bias)
+
+
+def check_kept_blocks(quantization: str, quant: str) -> None:
+    """A file's blocks are multiplied as they are, by as many rows as may come."""
+    raws = [quantize(torch.randn(24, 256), quant, name) for name in "ab"]
+    packed = build_ops(quantization).pack_linear(raws, None, dequantize)
     matrix = torch.cat([dequantize(raw) for raw in raws])
-    same(quantized.expanded(packed.packed).float(), matrix, tolerance=1e-3)
+    assert not isinstance(packed.packed, torch.Tensor)
     for rows in (0, 1, 9, 130):
         x = torch.randn(rows, 256)
         same(OPS.linear(x, packed), x @ matrix.T, tolerance=1e-4)
@@ -278,7 +293,9 @@ def main() -> None:
     check_fresh_attention(4, 2, 20, 20, AttentionArgs(0.3))
     check_fresh_attention(2, 1, 16, 0, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
     check_products()
-    check_kept_blocks()
+    check_bytes()
+    check_kept_blocks("int4", "Q4_0")
+    check_kept_blocks("int8", "Q8_0")
     check_experts()
     check_few_tokens_experts(1, 9, renormalize=True)
     check_few_tokens_experts(3, 4, renormalize=False)

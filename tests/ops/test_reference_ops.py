@@ -115,3 +115,10 @@ def test_the_first_backend_that_can_is_chosen_and_refusals_are_remembered(monkey
 def test_a_backend_that_cannot_is_not_replaced_silently() -> None:
     with pytest.raises(InvalidConfig, match="float8_e5m2 for the KV cache"):
         choose_ops(wanted(kv_dtype=torch.float8_e5m2, backend="reference"))
+
+
+def test_of_equal_experts_the_first_are_taken() -> None:
+    """As by every kernel: which ones `topk` takes is left to it."""
+    logits = torch.tensor([[0.0, 1.0, 5.0, 1.0, 1.0], [2.0] * 5]).repeat(3, 1)
+    _, ids = OPS.route(logits, 3, renormalize=True)
+    assert ids.tolist() == [[2, 1, 3], [0, 1, 2]] * 3

@@ -104,7 +104,10 @@ def forms(work: Callable[[], object]) -> set[Any]:
     return found
 
 
-@pytest.mark.parametrize(("config", "quantization"), [(QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int4")])
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [(QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int8"), (LLAMA, "int4")],
+)
 def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str) -> None:
     warm_up = warm_up_for(config, quantization)
     at_start = forms(lambda: warm_up.compile_first(BUDGET, list))

@@ -38,8 +38,9 @@ class ModelConfig:
     max_context: int | None = None
     """Longest prompt plus answer in tokens; the model's own limit by default."""
     quantization: Literal["none", "int8", "fp8", "int4"] = "none"
-    """Quantise unquantised weights while loading: int8 on a CPU, fp8 or int4 on a GPU. With int4, weights that a file
-    holds in 4 bits and groups of 32 (Q4_0, symmetric GPTQ and AWQ) are computed with as they are."""
+    """Quantise unquantised weights while loading: int8 anywhere, fp8 or int4 on a GPU. There, with int4, weights that a
+    file holds in 4 bits and groups of 32 (Q4_0, symmetric GPTQ and AWQ) are computed with as they are, and with int8
+    those of Q8_0."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""
     packed_cache: bool = True

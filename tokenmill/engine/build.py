@@ -53,7 +53,7 @@ from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weigh
 log = logging.getLogger(__name__)
 
 # What each backend can make of plain weights while it loads them.
-QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int4"), "reference": ("none",)}
+QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int8", "int4"), "reference": ("none",)}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -28,6 +28,7 @@ WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for s
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
 ROW_KNOBS, ROW_EDITS, EDIT_BYTES = 8, 512, 12  # see `device_draws`
 KEPT_WHOLE = ("head.weight", "router.weight")  # not quantised while they load
+BLOCK_COLUMNS = 32  # of an 8-bit matrix share a scale of two bytes
 GROUP_COLUMNS = 128  # of a 4-bit matrix share a scale; a matrix that they do not divide is not quantised
 
 
@@ -117,6 +118,8 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str) -> int:
         return value_bytes * size
     if quantization == "fp8":
         return size + 4 * tensor.shape[0]
+    if quantization == "int8":
+        return size + size // BLOCK_COLUMNS * 2
     return size // 2 + size // GROUP_COLUMNS * value_bytes
 
 

@@ -19,7 +19,9 @@ def pack_experts(gate: RawTensor, up: RawTensor, down: RawTensor, dense: Dense) 
 
 
 def route(logits: torch.Tensor, num_active: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, ids = torch.softmax(logits.float(), dim=-1).topk(num_active, dim=-1)
+    """Of equal logits the first count: `topk` would take any."""
+    weights, ids = torch.softmax(logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
+    weights, ids = weights[..., :num_active], ids[..., :num_active]
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids

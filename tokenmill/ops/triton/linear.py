@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -10,6 +10,7 @@ from torch.nn import functional
 from tokenmill.ops.interface import Dense, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton import strips
+from tokenmill.ops.triton.eight_bits import ByteMatrix, byte_linear, kept_int8, to_int8
 from tokenmill.ops.triton.quantized import (
     GROUP_SIZE,
     Fp8Matrix,
@@ -32,23 +33,36 @@ class PackLinear:
         self._quantization = quantization
 
     def __call__(self, parts: Sequence[RawTensor], bias: torch.Tensor | None, dense: Dense) -> LinearWeight:
-        if self._quantization == "int4" and all(_stays(part) for part in parts):
+        keep = KEPT_AS_THEY_ARE.get(self._quantization)
+        if keep is not None and all(_stays(part, keep[0]) for part in parts):
             device = dense(RawTensor("", (0,), torch.empty(0))).device
-            kept = kept_int4(torch.cat([part.data.to(device) for part in parts]))
-            return LinearWeight(len(kept.words), parts[0].shape[1], kept, bias)
+            blocks = torch.cat([part.data.to(device) for part in parts])
+            return LinearWeight(len(blocks), parts[0].shape[1], keep[1](blocks), bias)
         matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
         rows, columns = matrix.shape
         return LinearWeight(rows, columns, self._packed(matrix, parts[0].name), bias)
 
-    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix:
+    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix | ByteMatrix:
         if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
             return matrix
-        return to_fp8(matrix) if self._quantization == "fp8" else to_int4(matrix)
+        return QUANTISERS[self._quantization](matrix)
 
 
-def _stays(part: RawTensor) -> bool:
-    """Has 4 bits already, and is not kept whole."""
-    return part.quant == "Q4_0" and not part.name.endswith(KEPT_WHOLE) and part.shape[-1] % GROUP_SIZE == 0
+QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | WordMatrix | ByteMatrix]] = {
+    "fp8": to_fp8,
+    "int4": to_int4,
+    "int8": to_int8,
+}
+# What a file holds in blocks of the same kind already is not rounded again.
+KEPT_AS_THEY_ARE: dict[str, tuple[str, Callable[[torch.Tensor], WordMatrix | ByteMatrix]]] = {
+    "int4": ("Q4_0", kept_int4),
+    "int8": ("Q8_0", kept_int8),
+}
+
+
+def _stays(part: RawTensor, quant: str) -> bool:
+    """Has these blocks, and is not kept whole."""
+    return part.quant == quant and not part.name.endswith(KEPT_WHOLE) and part.shape[-1] % GROUP_SIZE == 0
 
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -57,6 +71,8 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return x.new_empty(0, weight.rows)
     if isinstance(matrix, WordMatrix):
         return word_linear(x, matrix, weight.bias)
+    if isinstance(matrix, ByteMatrix):
+        return byte_linear(x, matrix, weight.bias)
     if isinstance(matrix, Fp8Matrix):
         return fp8_linear(x, matrix, weight.bias)
     if len(x) == 1 and matrix.dtype != torch.float32:

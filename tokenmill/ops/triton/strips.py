@@ -72,7 +72,7 @@ def join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _store(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr):
+def store_strip(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr):
     is_line = lines < num_out
     if HAS_BIAS:
         sums += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
@@ -116,7 +116,7 @@ def _strips(
     if SPLITS > 1:
         sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
     if is_last:
-        _store(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
+        store_strip(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
 
 
 @kernel_for_any("num_rows")
@@ -150,7 +150,7 @@ def _expanding_strips(
     if SPLITS > 1:
         sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
     if is_last:
-        _store(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
+        store_strip(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
 
 
 def cut_for(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> Cut | None:
@@ -181,17 +181,17 @@ def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
 def strip_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: Cut) -> torch.Tensor:
     """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
     assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
-    return _launch(_strips, x, weight, bias, None, cut, 16)
+    return launch_strips(_strips, x, weight, bias, None, cut, 16)
 
 
 def expanding_strip_linear(
     x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, cut: Cut
 ) -> torch.Tensor:
     """words int32 [num_out, words] in spans of `cut.stride`, scales [num_out, groups]"""
-    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, x.shape[1] // scales.shape[1], has_ptx())
+    return launch_strips(_expanding_strips, x, words, bias, scales, cut, 8, x.shape[1] // scales.shape[1], has_ptx())
 
 
-def _launch(
+def launch_strips(
     kernel: Kernel,
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from tokenmill.cli import doctor
+from tokenmill.ops.cpu import is_available
+
 SCRIPT = Path(__file__).with_name("scripted_cli.py")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -330,6 +333,18 @@ def test_doctor_of_a_fresh_machine(environment: dict[str, str]) -> None:
     for title in ("Hardware", "Packages", "Store", "Chosen for this machine", "To fix"):
         assert f"\n{title}\n" in done.stdout
     assert "no model here yet" in done.stdout
+    assert is_available()[1] in done.stdout and (not is_available()[0]) == ("many times slower" in done.stdout)
+
+
+def test_doctor_says_what_is_lost_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOKENMILL_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "is_available", lambda: (False, "the native kernels were not built"))
+    assert doctor.command() == 0
+    shown = capsys.readouterr().out
+    assert "the native kernels were not built" in shown.partition("Packages")[0]
+    assert "many times slower" in shown.partition("To fix")[2]
 
 
 def test_doctor_names_a_damaged_model(environment: dict[str, str]) -> None:

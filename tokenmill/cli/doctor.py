@@ -14,6 +14,7 @@ from tokenmill.errors import TokenmillError
 from tokenmill.hardware.gpu import driver_version
 from tokenmill.hardware.machine import Machine, probe_machine
 from tokenmill.hardware.peaks import find_device
+from tokenmill.ops.cpu import is_available
 from tokenmill.store import DEFAULT_MODEL, Manifest, Store
 
 PACKAGES = (
@@ -58,6 +59,7 @@ def hardware_rows(machine: Machine) -> list[Row]:
         ("cpu", cpu.name),
         ("cores", f"{cpu.usable_cores} usable of {cpu.physical_cores} physical, {cpu.logical_cores} logical{limit}"),
         ("instructions", " ".join(cpu.instruction_sets) or "none known"),
+        ("kernels", is_available()[1]),
         ("caches", caches or "unknown"),
         ("memory", f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}{grouped}"),
     ]
@@ -110,7 +112,9 @@ def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[l
         must.append("torch is not installed: pip install torch")
     if not _is_writable(store):
         must.append(f"the store {store.root} can't be written: set TOKENMILL_HOME")
+    has_kernels, why_not = is_available()
     advice: list[tuple[bool, Callable[[], str]]] = [
+        (not has_kernels, lambda: f"{why_not}: CPUs compute with torch, many times slower"),
         (not manifests, lambda: f"no model here yet: tokenmill pull fetches {DEFAULT_MODEL} (98 MB)"),
         (machine.memory.available_bytes < LOW_MEMORY_BYTES, lambda: "less than 2 GiB of memory available"),
         (_free_disk(store) < LOW_DISK_BYTES, lambda: f"only {size(_free_disk(store))} free on the store's disk"),

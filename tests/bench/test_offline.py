@@ -6,9 +6,15 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from tokenmill.arch.cost import num_parameters
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.tensors import tensors_of
 from tokenmill.bench import offline
 from tokenmill.bench.engine_steps import drive, model_clock, random_requests
 from tokenmill.bench.lengths import Lengths
@@ -16,8 +22,10 @@ from tokenmill.bench.offline import OfflineWorkload as Workload
 from tokenmill.bench.offline import measure_throughput, open_measured
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
+from tokenmill.engine.build import expected_weight_bytes
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
+from tokenmill.ops.cpu import is_available
 from tokenmill.runner.memory import gpu_weight_parts
 
 TINY = {
@@ -108,3 +116,35 @@ def test_weights_that_a_gpu_quantises_count_as_many_bytes_as_it_reads(
     assert [dtype for _, dtype in found.values()] == ["bfloat16", "fp8", "int4"]
     assert found["fp8"][0] == gpu_weight_parts(llm.front.spec, 2, "fp8")
     assert gpu_weight_parts(wide, 2, "fp8").rest < 0.6 * gpu_weight_parts(wide, 2).rest
+
+
+FILE = "model.safetensors"
+HF_NAMES = {
+    **{part: f"self_attn.{part}_proj" for part in "qkvo"},
+    **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+
+
+def hf_name(name: str) -> str:
+    if not name.startswith("layers."):
+        return "model." + {"embed.weight": "embed_tokens.weight", "final_norm.weight": "norm.weight"}[name]
+    _, layer, part, kind = name.split(".")
+    return f"model.layers.{layer}.{HF_NAMES[part]}.{kind}"
+
+
+@pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+@pytest.mark.parametrize(("quantization", "dtype", "value_bytes"), [("none", "bfloat16", 2), ("int8", "int8", 34 / 32)])
+def test_weights_that_a_cpu_keeps_as_they_are_stored_count_as_such(
+    tmp_path: Path, quantization: Literal["none", "int8"], dtype: str, value_bytes: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "torch_dtype": "bfloat16"}))
+    spec = read_spec(tmp_path)
+    save_file({hf_name(t.name): torch.zeros(t.shape).bfloat16() for t in tensors_of(spec).values()}, tmp_path / FILE)
+    llm = LLM(EngineConfig(ModelConfig(model=str(tmp_path), quantization=quantization), ops=OpsConfig(threads=1)))
+    parts, found = offline.stored_weights(llm, llm.core.runner.model)  # type: ignore[attr-defined]
+    assert found == dtype
+    assert parts.total == pytest.approx(num_parameters(spec) * value_bytes, rel=0.02)
+    expected = expected_weight_bytes(llm.config, spec, tmp_path, has_cuda=False, is_native=True)
+    assert expected == pytest.approx(parts.total, rel=0.03)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tokenmill.errors import DamagedFile, ModelError
-from tokenmill.weights.locate import locate
+from tokenmill.weights.locate import locate, stored_bytes
 from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
 
 
@@ -28,6 +28,16 @@ def test_formats(tmp_path: Path) -> None:
     unnamed = tmp_path / "blob"
     unnamed.write_bytes(b"GGUF....")
     assert locate(unnamed).format == "gguf"
+
+
+def test_bytes_of_all_files_that_hold_weights(tmp_path: Path) -> None:
+    parts = [f"m[1]-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    touch(tmp_path, *parts, "m[1]-00001-of-00009.txt", "other-00002-of-00003.gguf")
+    assert stored_bytes(tmp_path / parts[0]) == 3
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    touch(folder, "config.json", "model.safetensors", "tokenizer.json")
+    assert stored_bytes(folder) == 1
 
 
 def test_directory_with_one_gguf(tmp_path: Path) -> None:

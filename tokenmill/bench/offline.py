@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import bytes_per_value, decode_flops, kv_bytes, prefill_flops
+from tokenmill.arch.cost import DTYPE_BYTES, bytes_per_value, decode_flops, kv_bytes, prefill_flops
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
@@ -96,6 +96,8 @@ def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
     if is_native and config.quantization == "int8":
         return weight_parts(spec, "Q8_0", vector_dtype="float32"), "int8"
     dtype = compute_dtype(llm)
+    if is_native and config.load_format != "dummy" and spec.dtype in DTYPE_BYTES:
+        dtype = spec.dtype  # kept as the file has it, whatever it is computed in
     if on_gpu(llm) and config.quantization != "none":
         return gpu_weight_parts(spec, int(bytes_per_value(dtype)), config.quantization), config.quantization
     return weight_parts(spec, dtype), dtype

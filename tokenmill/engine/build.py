@@ -17,6 +17,7 @@ import torch
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.traffic import weight_parts
 from tokenmill.config import EngineConfig, SchedulerConfig
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary, nothing_left
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
@@ -46,7 +47,7 @@ from tokenmill.speculate.draft_model import DraftModel
 from tokenmill.store import resolve_model
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
-from tokenmill.weights.locate import locate
+from tokenmill.weights.locate import locate, stored_bytes
 from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
 from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
@@ -346,9 +347,12 @@ def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineF
 
 
 def expected_weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path, *, has_cuda: bool, is_native: bool) -> int:
-    """Native kernels keep a file's precision; the reference expands everything to the compute dtype."""
-    if is_native and path.suffix == ".gguf" and config.model.load_format != "dummy":
-        return path.stat().st_size
+    """Native kernels keep a file's precision, or round to blocks of 8 bits; the reference expands everything to the
+    compute dtype."""
+    if is_native:
+        stored = num_parameters(spec) * 4 if config.model.load_format == "dummy" else stored_bytes(path)
+        rounded = weight_parts(spec, "Q8_0", vector_dtype="float32").total
+        return min(stored, rounded) if config.model.quantization == "int8" else stored
     value_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
     if has_cuda:
         return gpu_weight_bytes(spec, value_bytes, config.model.quantization)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from tokenmill.errors import DamagedFile, ModelError
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_INDEX_BYTES = 256 << 20
+FIRST_PART = "-00001-of-"  # of a GGUF file in several
 _INDEX = "model.safetensors.index.json"
 
 Format = Literal["safetensors", "gguf"]
@@ -40,6 +42,15 @@ def locate(path: Path | str) -> Location:
     raise ModelError(f"{path} is neither a .gguf nor a .safetensors file")
 
 
+def stored_bytes(path: Path) -> int:
+    """Of all files that hold the weights, all parts of a GGUF file included."""
+    files = set(locate(path).files)
+    for first in [file for file in files if FIRST_PART in file.name]:
+        stem, _, rest = first.name.partition(FIRST_PART)
+        files |= set(first.parent.glob(f"{escape(stem)}-*-of-{escape(rest)}"))
+    return sum(file.stat().st_size for file in files)
+
+
 def _has_gguf_magic(path: Path) -> bool:
     try:
         with path.open("rb") as file:
@@ -53,7 +64,7 @@ def _in_directory(directory: Path) -> Location:
     if (directory / "config.json").is_file():
         return Location("safetensors", _safetensors(directory, files))
     ggufs = [file for file in files if file.suffix == ".gguf"]
-    if len(ggufs) == 1 or (ggufs and "-00001-of-" in ggufs[0].name):
+    if len(ggufs) == 1 or (ggufs and FIRST_PART in ggufs[0].name):
         return Location("gguf", (ggufs[0],))
     raise _nothing_usable(directory, files, ggufs)
 

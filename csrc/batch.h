@@ -30,6 +30,7 @@ class NarrowedBatch {
   BatchView view;
 
  private:
+  std::vector<int64_t> positions_;
   std::vector<int32_t> starts_, contexts_, tables_;
 };
 

@@ -86,6 +86,7 @@ class Decoder {
   bool is_decode(const Layer& layer, const BatchView& batch) const;
   bool pays_to_split(const Layer& layer, const BatchView& batch) const;
   void attend_placed(const Layer& layer, const BatchView& batch);
+  void turn(const Layer& layer, const Vector& norm, int64_t position, float* head) const;
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
   void attend_all(const Layer& layer, const BatchView& batch);
   void attend_singles(const Layer& layer, const BatchView& batch, int segments);

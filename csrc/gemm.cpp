@@ -2,16 +2,13 @@
 #include "gemm.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
-#include <numeric>
 
 namespace tokenmill {
 namespace {
 
 constexpr int kPair = 2 * kPanel;
-constexpr int kMostTileRows = 16;  // of any instruction set
 
 size_t scratch_alignment(uint8_t* p) { return (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64; }
 
@@ -34,41 +31,6 @@ void Activations::prepare(int rows, int cols, const Kernels& kernels, const Form
   quant_.fine_at = fine ? bytes : 0;
   if (fine) grow(lists_, static_cast<size_t>(quant_.tiles()) * (quant_.blocks + 1));
   quant_.lists = lists_.data();
-}
-
-// The scale above which a block of a row keeps its remainders.
-void Activations::limits(int t, float* of_row) const {
-  const int count = quant_.rows_in(t);
-  std::fill_n(of_row, count, 0.0f);
-  for (int b = 0; b < quant_.blocks; ++b) {
-    const auto* scale = reinterpret_cast<const float*>(quant_.record(t, b));
-    for (int m = 0; m < count; ++m) of_row[m] += scale[m] * scale[m];
-  }
-  for (int m = 0; m < count; ++m)
-    of_row[m] = form_.fine_above * std::sqrt(of_row[m] / static_cast<float>(quant_.blocks));
-}
-
-void Activations::settle(int t) {
-  float limit[kMostTileRows];
-  limits(t, limit);
-  const int count = quant_.rows_in(t);
-  uint16_t* list = quant_.list(t);
-  uint16_t listed = 0;
-  for (int b = 0; b < quant_.blocks; ++b) {
-    const auto* scale = reinterpret_cast<const float*>(quant_.record(t, b));
-    bool wanted = false;
-    for (int m = 0; m < count; ++m) wanted |= scale[m] > limit[m];
-    if (!wanted) continue;
-    list[++listed] = static_cast<uint16_t>(b);
-    uint8_t* fine = quant_.record(t, b) + quant_.fine_at;
-    for (int m = 0; m < count; ++m) {
-      const int8_t* numbers = QuantRows::numbers(fine, count, m);
-      const int32_t first = std::accumulate(numbers, numbers + kBlock / 2, 0);
-      const int32_t second = std::accumulate(numbers + kBlock / 2, numbers + kBlock, 0);
-      QuantRows::put_sums(fine, count, m, scale[m] > limit[m] ? scale[m] * (1.0f / 256.0f) : 0.0f, first, second);
-    }
-  }
-  list[0] = listed;
 }
 
 Rows Activations::view() const { return {values_.data(), static_cast<size_t>(cols_), quant_}; }

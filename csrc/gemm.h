@@ -40,11 +40,9 @@ class Activations {
   }
   void put_row(int r, const float* values, const Kernels& kernels);  // in all forms
   // Once all rows of tile t are quantised: lists the blocks whose remainders count.
-  void settle(int t);
+  void settle(int t, const Kernels& kernels) { kernels.settle(quant_, t, form_.fine_above); }
 
  private:
-  void limits(int t, float* of_row) const;
-
   int cols_ = 0;
   Form form_{};
   PageVector<float> values_;

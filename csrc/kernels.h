@@ -134,6 +134,9 @@ struct Kernels {
   void (*linear)(const Matrix&, const Rows&, const Span&, const Sums&, uint8_t* scratch);
   // `rows` rows of `blocks` blocks, `stride` apart: rows from `row` on, blocks from `block` on of `to`
   void (*quantise)(const float* x, size_t stride, int rows, int blocks, const QuantRows& to, int row, int block);
+  // Once all rows of tile t are there: lists its blocks whose second bytes count, in which a row's largest number is more
+  // than `fine_above` times the quadratic mean of all blocks' largest.
+  void (*settle)(const QuantRows& rows, int t, float fine_above);
   // act(gate) * up for 32 columns
   void (*gate)(const float* gate, const float* up, Activation, float* out);
   // the same for so many rows, which become one block of rows [row, row + rows) of `to`; the first begins a tile

@@ -73,7 +73,7 @@ class Bench {  // a matrix product with its own pool, without a model around it
   void take(const Matrix& w, const float* x, int rows) {
     in_.prepare(rows, w.cols, kernels_, {is_quantised(w.kind), !is_quantised(w.kind), fine_above_});
     pool_.run(rows, [&](int r, int) { in_.put_row(r, x + static_cast<size_t>(r) * w.cols, kernels_); });
-    if (in_.needs_settling()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.settle(t); });
+    if (in_.needs_settling()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.settle(t, kernels_); });
   }
 
   const Kernels& kernels_;

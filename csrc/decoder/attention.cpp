@@ -7,7 +7,7 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kMaxQueryTile = 64;
+constexpr int kMaxQueryTile = 64, kMaxHeadDim = 256;
 
 int most_segments(const BatchView& batch) {
   const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows);
@@ -16,9 +16,10 @@ int most_segments(const BatchView& batch) {
 
 int padded16(int size) { return (size + 15) / 16 * 16; }
 
-// The queries of a tile: query i is head i % per_kv of token i / per_kv of the row.
+// The queries of a tile: query i is head i % per_kv of token i / per_kv of the row. They are copies, which may be turned.
 struct QueryTile {
-  const float* q[kMaxQueryTile];
+  float copies[kMaxQueryTile * kMaxHeadDim];
+  float* q[kMaxQueryTile];
   int first[kMaxQueryTile], limit[kMaxQueryTile], token[kMaxQueryTile], head[kMaxQueryTile];
 
   QueryTile(const Layer& layer, const BatchView& batch, const float* qkv, int row, int kv_head, int start, int count) {
@@ -30,7 +31,8 @@ struct QueryTile {
       const int index = (start + i) / per_kv;
       token[i] = begin + index;
       head[i] = kv_head * per_kv + (start + i) % per_kv;
-      q[i] = qkv + static_cast<size_t>(token[i]) * stride + static_cast<size_t>(head[i]) * dim;
+      q[i] = copies + i * dim;
+      std::copy_n(qkv + static_cast<size_t>(token[i]) * stride + static_cast<size_t>(head[i]) * dim, dim, q[i]);
       limit[i] = batch.context_lens[row] - queries + index + 1;
       first[i] = task.window > 0 ? std::max(0, limit[i] - task.window) : 0;
     }
@@ -87,28 +89,32 @@ void Decoder::settle_heads(const Layer& layer, int tokens) {
   settle(heads_);
 }
 
-// Norms and rotates the queries of one kv head and its key, and writes key and value to the cache.
+// Norms and rotates a query or a key in its place.
+void Decoder::turn(const Layer& layer, const Vector& norm, int64_t position, float* head) const {
+  if (!norm.empty()) kernels_->rms_norm(head, norm.data(), eps_, layer.attention.cache.head_dim, head);
+  if (layer.rope < 0) return;
+  const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
+  const size_t at = static_cast<size_t>(position) * rope.half;
+  kernels_->rotate(head, rope.cos.data() + at, rope.sin.data() + at, rope.half);
+}
+
+// Turns a token's key and writes it to the cache, with its value. (Queries are turned by whoever attends.)
 void Decoder::place_token(const Layer& layer, const BatchView& batch, int token, int kv_head) {
   const AttentionTask& task = layer.attention;
-  const int dim = task.cache.head_dim, per_kv = task.heads / task.cache.kv_heads;
-  float* row = qkv_.data() + static_cast<size_t>(token) * (task.heads + 2 * task.cache.kv_heads) * dim;
+  const int dim = task.cache.head_dim;
+  float* row = qkv_.data() + static_cast<size_t>(token) * qkv_width(layer);
   float* key = row + static_cast<size_t>(task.heads + kv_head) * dim;
   const float* value = key + static_cast<size_t>(task.cache.kv_heads) * dim;
-  const auto turn = [&](float* head, const Vector& norm) {
-    if (!norm.empty()) kernels_->rms_norm(head, norm.data(), eps_, dim, head);
-    if (layer.rope < 0) return;
-    const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
-    const size_t at = static_cast<size_t>(batch.positions[token]) * rope.half;
-    kernels_->rotate(head, rope.cos.data() + at, rope.sin.data() + at, rope.half);
-  };
-  for (int g = 0; g < per_kv; ++g) turn(row + static_cast<size_t>(kv_head * per_kv + g) * dim, layer.q_norm);
-  turn(key, layer.k_norm);
+  turn(layer, layer.k_norm, batch.positions[token], key);
   kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
 }
 
+// In pieces of 16 tokens, whose keys lie in the same lines of the cache.
 void Decoder::place_all(const Layer& layer, const BatchView& batch) {
-  for_rows(pool_, batch.tokens, 2 * static_cast<int>(qkv_width(layer)), [&](int t) {
-    for (int h = 0; h < layer.attention.cache.kv_heads; ++h) place_token(layer, batch, t, h);
+  const int kv_heads = layer.attention.cache.kv_heads;
+  for_tiles(pool_, batch.tokens, 4 * kv_heads * layer.attention.cache.head_dim, 16, [&](int first, int end, int) {
+    for (int h = 0; h < kv_heads; ++h)
+      for (int t = first; t < end; ++t) place_token(layer, batch, t, h);
   });
 }
 
@@ -202,9 +208,10 @@ void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, 
 
 void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count,
                           uint64_t keys_id, int thread) {
-  const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, first, count);
+  QueryTile tile(layer, batch, qkv_.data(), row, kv_head, first, count);
+  for (int i = 0; i < count; ++i) turn(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
   const int wide = padded16(layer.attention.cache.head_dim);
-  float sums[kMaxQueryTile * 256];
+  float sums[kMaxQueryTile * kMaxHeadDim];
   Partial partial[kMaxQueryTile];
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, count, 0,
                    batch.context_lens[row], keys_id, sums, partial,
@@ -221,7 +228,8 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
 void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
   const int segments = most_segments(batch);
-  const QueryTile tile(layer, batch, qkv_.data(), row, kv_head, 0, per_kv);
+  QueryTile tile(layer, batch, qkv_.data(), row, kv_head, 0, per_kv);
+  for (int i = 0; i < per_kv; ++i) turn(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
                    segment * kSegment, (segment + 1) * kSegment, 0,

@@ -82,7 +82,7 @@ void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activa
       for (int r = 0; r < rows; ++r)
         kernels_->rms_norm(x + static_cast<size_t>(t + r) * hidden_, weight.data(), eps_, hidden_, normed + r * hidden_);
       if (form.quantised) to.quantise_rows(t, rows, normed, *kernels_);
-      if (in_tiles && to.needs_settling()) to.settle(t / tile);
+      if (in_tiles && to.needs_settling()) to.settle(t / tile, *kernels_);
     }
   });
   if (!in_tiles) settle(to);
@@ -90,7 +90,7 @@ void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activa
 
 void Decoder::settle(Activations& rows) {
   if (!rows.needs_settling()) return;
-  for_rows(pool_, rows.quant().tiles(), rows.quant().tile * rows.quant().blocks, [&](int t) { rows.settle(t); });
+  for_rows(pool_, rows.quant().tiles(), rows.quant().tile * rows.quant().blocks, [&](int t) { rows.settle(t, *kernels_); });
 }
 
 void Decoder::add_normed(const Vector& weight, int tokens) {

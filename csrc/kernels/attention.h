@@ -82,6 +82,7 @@ struct Rounded {  // a vector of integers: what they are multiplied with, and -1
 };
 
 inline constexpr int kWidened = 32;  // keys or values turned to floats at once, where many queries use them
+inline constexpr int kNearValues = 64;  // values that are multiplied at once: they stay in the first-level cache
 inline constexpr int kQueryStride = 256 + 16;  // of queries in the workspace: a constant that spreads over the cache
 
 // The first segments of one kv head's context as floats, kept from one tile of queries to the next: many tiles of a
@@ -247,31 +248,59 @@ void score_segment(const HeadCache& head, const Workspace& work, int count, int 
   }
 }
 
-// ── weights of one query in one segment; lanes outside [first, limit) become 0 ──
-inline Partial weigh(float* scores, int lo, int hi, int first, int limit, float cap) {
-  const auto seen = [&](Floats a, int at, Floats otherwise) {  // most groups are seen as a whole
-    return at >= first && at + 16 <= limit ? a : keep_lanes(a, first - at, limit - at, otherwise);
-  };
+// ── weights of one query in one segment, of which it sees keys [first, limit) ──
+
+// whole(at) for every group of 16 keys that is seen as a whole, part(at) for the one or two others.
+template <class Whole, class Part>
+inline void over_groups(int first, int limit, const Whole& whole, const Part& part) {
+  int at = first / 16 * 16;
+  if (at < first) part(at), at += 16;
+  for (; at + 16 <= limit; at += 16) whole(at);
+  if (at < limit) part(at);
+}
+
+inline float largest_score(float* scores, int first, int limit, float cap) {
   Floats largest = splat(kNever);
-  for (int at = lo; at < hi; at += 16) {
-    Floats s = load(scores + at);
-    if (cap > 0.0f) {
-      s = mul(splat(cap), tanh(mul(s, splat(1.0f / cap))));
-      store(scores + at, s);
-    }
-    largest = max(largest, seen(s, at, splat(kNever)));
-  }
-  const float top = max_lanes(largest);
+  const auto score = [&](int at) {
+    const Floats s = load(scores + at);
+    if (!(cap > 0.0f)) return s;
+    const Floats capped = mul(splat(cap), tanh(mul(s, splat(1.0f / cap))));
+    store(scores + at, capped);
+    return capped;
+  };
+  over_groups(
+      first, limit, [&](int at) { largest = max(largest, score(at)); },
+      [&](int at) { largest = max(largest, keep_lanes(score(at), first - at, limit - at, splat(kNever))); });
+  return max_lanes(largest);
+}
+
+// Scores of the groups in [from, to) become weights, those of keys that are not seen 0; their sum.
+inline float weigh(float* scores, int from, int to, int first, int limit, float top) {
   Floats total = zeros();
-  for (int at = lo; at < hi; at += 16) {
-    const Floats w = seen(exp(sub(load(scores + at), splat(top))), at, zeros());
+  const auto weight = [&](int at) { return exp_within(max(sub(load(scores + at), splat(top)), splat(-87.0f))); };
+  const auto take = [&](int at, Floats w) {
     store(scores + at, w);
     total = add(total, w);
-  }
-  return {top, sum_lanes(total)};
+  };
+  for (int at = from; at < first / 16 * 16; at += 16) store(scores + at, zeros());
+  over_groups(
+      first, limit, [&](int at) { take(at, weight(at)); },
+      [&](int at) { take(at, keep_lanes(weight(at), first - at, limit - at, zeros())); });
+  for (int at = (limit + 15) / 16 * 16; at < to; at += 16) store(scores + at, zeros());
+  return sum_lanes(total);
 }
-inline void forget(float* scores, int lo, int hi) {
-  for (int at = lo; at < hi; at += 16) store(scores + at, zeros());
+
+// The same for all queries of a tile. The largest are looked for first: nothing can be done for a query before its own is
+// known, but much for the others.
+inline void weigh_queries(const Workspace& work, const int* first, const int* limit, int count, int segment, int lo, int hi,
+                          float cap, Partial* fresh) {
+  const auto seen_from = [&](int i) { return std::clamp(first[i], lo, hi) - segment; };
+  const auto seen_to = [&](int i) { return std::max(std::min(limit[i], hi) - segment, seen_from(i)); };
+  for (int i = 0; i < count; ++i)
+    fresh[i].largest = largest_score(work.scores + i * kSegment, seen_from(i), seen_to(i), cap);
+  const int from = lo / 16 * 16 - segment, to = hi - segment;
+  for (int i = 0; i < count; ++i)
+    fresh[i].total = weigh(work.scores + i * kSegment, from, to, seen_from(i), seen_to(i), fresh[i].largest);
 }
 
 // ── sums: M queries x N vectors of a head, keys [lo, hi) of the segment, added to what `out` holds if `onto` ──
@@ -311,7 +340,7 @@ struct WidenedRows {  // rows of floats from key `first` on
   int first;
   size_t stride;
   const float* operator()(int key, int& run) const {
-    run = kWidened;
+    run = kNearValues;
     return values + static_cast<size_t>(key - first) * stride;
   }
 };
@@ -338,8 +367,9 @@ void sum_values(const HeadCache& head, const Workspace& work, int count, int seg
     return sum_keys<S>(rows, work, count, wide, lo, hi, false);
   }
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
-  for (int from = lo; from < hi; from += kWidened) {
-    const int to = std::min(hi, from + kWidened);
+  const int step = is_kept ? kNearValues : kWidened;
+  for (int from = lo; from < hi; from += step) {
+    const int to = std::min(hi, from + step);
     for (int key = from; key < to && !is_kept; ++key)
       widen_value<S>(values + head.value(segment + key), head_dim, work.widened + static_cast<size_t>(key - from) * wide);
     const float* widened = is_kept ? work.kept_values + static_cast<size_t>(segment + from) * wide : work.widened;
@@ -396,15 +426,8 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
     if (is_kept) keep_segment<S>(head, work, segment, hi);
     score_segment<S>(head, work, count, segment, lo, hi, is_kept);
   }
-  const int from = lo / 16 * 16 - segment;
   Partial fresh[kQueryTile];
-  for (int i = 0; i < count; ++i) {
-    float* scores = work.scores + i * kSegment;
-    const int a = std::max(first[i], lo) - segment, b = std::min(limit[i], hi) - segment;
-    fresh[i] = {kNever, 0.0f};
-    if (a < b) fresh[i] = weigh(scores, from, hi - segment, a, b, task.softcap);
-    else forget(scores, from, hi - segment);
-  }
+  weigh_queries(work, first, limit, count, segment, lo, hi, task.softcap, fresh);
   if constexpr (S == Store::I8) sum_rounded(head, work, count, segment, lo - segment, hi - segment);
   else sum_values<S>(head, work, count, segment, lo - segment, hi - segment, is_kept);
   const int wide = padded(head.cache.head_dim);

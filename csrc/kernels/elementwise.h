@@ -5,9 +5,8 @@
 
 namespace tokenmill::TM_ISA {
 
-// e^x within 2 units in the last place; exactly 1 at 0. Below -87 the result is e^-87, above 88 it is e^88.
-inline Floats exp(Floats x) {
-  x = min(max(x, splat(-87.0f)), splat(88.0f));
+// e^x for x in [-87, 88] within 2 units in the last place; exactly 1 at 0.
+inline Floats exp_within(Floats x) {
   const Floats n = round_even(mul(x, splat(1.44269504088896341f)));
   Floats r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
@@ -20,12 +19,14 @@ inline Floats exp(Floats x) {
   p = add(fma(mul(p, r), r, r), splat(1.0f));
   return times_power_of_two(p, n);
 }
+// Below -87 the result is e^-87, above 88 it is e^88.
+inline Floats exp(Floats x) { return exp_within(min(max(x, splat(-87.0f)), splat(88.0f))); }
 inline float exp_one(float x) {
   float lanes[16];
   store(lanes, exp(splat(x)));
   return lanes[0];
 }
-inline Floats sigmoid(Floats x) { return div(splat(1.0f), add(splat(1.0f), exp(sub(zeros(), x)))); }
+inline Floats sigmoid(Floats x) { return reciprocal(add(splat(1.0f), exp(sub(zeros(), x)))); }
 inline Floats tanh(Floats x) { return sub(splat(1.0f), div(splat(2.0f), add(exp(add(x, x)), splat(1.0f)))); }
 
 inline Floats activate(Floats x, Activation kind) {

@@ -1,6 +1,8 @@
 // Turning activations into int8 blocks (QuantRows). A few rows are rounded together: then what there is one of per row
 // (its largest number, scale, sums) fills the lanes of a register, and lies side by side in the record as well.
 #pragma once
+#include <cmath>
+#include <numeric>
 
 namespace tokenmill::TM_ISA {
 
@@ -105,6 +107,42 @@ inline void gate_rows(const float* gates, const float* ups, int rows, Activation
     });
     done += together;
   }
+}
+
+// The sums and scales of a block's second record.
+inline void complete_second(uint8_t* record, size_t fine_at, int count, const float* limit) {
+  const auto* scale = reinterpret_cast<const float*>(record);
+  uint8_t* fine = record + fine_at;
+  for (int m = 0; m < count; ++m) {
+    const int8_t* numbers = QuantRows::numbers(fine, count, m);
+    const int32_t first = std::accumulate(numbers, numbers + kBlock / 2, 0);
+    const int32_t second = std::accumulate(numbers + kBlock / 2, numbers + kBlock, 0);
+    QuantRows::put_sums(fine, count, m, scale[m] > limit[m] ? scale[m] * (1.0f / 256.0f) : 0.0f, first, second);
+  }
+}
+
+// Lists the blocks of tile t of which a row's scale is more than `fine_above` times that row's mean (the quadratic one,
+// of all blocks), and completes their second records: rows of theirs that do without get a scale of 0. Lanes are rows.
+inline void settle(const QuantRows& rows, int t, float fine_above) {
+  const int count = rows.rows_in(t);
+  const size_t step = QuantRows::record_bytes(count);
+  uint8_t* const first_record = rows.record(t, 0);
+  const auto scales_of = [&](int b) {  // what lies behind the scales may not be numbers
+    return keep_lanes(load(reinterpret_cast<const float*>(first_record + b * step)), 0, count, zeros());
+  };
+  Floats squares = zeros();
+  for (int b = 0; b < rows.blocks; ++b) squares = add(squares, mul(scales_of(b), scales_of(b)));
+  alignas(64) float limit[16];
+  store(limit, squares);
+  for (float& of_row : limit) of_row = fine_above * std::sqrt(of_row / static_cast<float>(rows.blocks));
+  uint16_t* list = rows.list(t);
+  uint16_t listed = 0;
+  for (int b = 0; b < rows.blocks; ++b) {
+    if (lanes_above(scales_of(b), load(limit)) == 0) continue;
+    list[++listed] = static_cast<uint16_t>(b);
+    complete_second(first_record + b * step, rows.fine_at, count, limit);
+  }
+  list[0] = listed;
 }
 
 }  // namespace tokenmill::TM_ISA

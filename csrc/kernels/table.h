@@ -11,6 +11,7 @@ inline Kernels make_table(const char* name) {
   k.linear_scratch_bytes = linear_scratch_bytes;
   k.linear = linear;
   k.quantise = quantise;
+  k.settle = settle;
   k.gate = gate;
   k.gate_rows = gate_rows;
   k.rms_norm = rms_norm;

@@ -34,6 +34,7 @@ inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_
 inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 inline Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Floats reciprocal(Floats x) { return div(splat(1.0f), x); }
 inline Floats fma(Floats x, Floats y, Floats z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }

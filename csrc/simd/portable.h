@@ -52,6 +52,7 @@ inline Floats mul(Floats a, Floats b) {
 inline Floats div(Floats a, Floats b) {
   return each([&](int i) { return a.v[i] / b.v[i]; });
 }
+inline Floats reciprocal(Floats x) { return div(splat(1.0f), x); }
 // Two roundings: without a fused instruction a correctly rounded fma would be a slow library call.
 inline Floats fma(Floats a, Floats b, Floats c) {
   return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });

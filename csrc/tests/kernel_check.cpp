@@ -69,7 +69,7 @@ struct Product {  // of one instruction set
   void take(const Floats& x, int rows, int columns, float fine_above) {
     in.prepare(rows, columns, kernels, {true, false, fine_above});
     for (int r = 0; r < rows; ++r) in.put_row(r, x.data() + static_cast<size_t>(r) * columns, kernels);
-    for (int t = 0; in.needs_settling() && t < in.quant().tiles(); ++t) in.settle(t);
+    for (int t = 0; in.needs_settling() && t < in.quant().tiles(); ++t) in.settle(t, kernels);
   }
   void run(const Linear& w, Gemm::Mode mode, float* out) {
     const Gemm gemm{&w, nullptr, in.view(), mode, out, static_cast<size_t>(w.w.rows)};

@@ -70,6 +70,7 @@ def cuts(quantization: str, num_rows: int) -> Iterator[Cut]:
     strides, stages = {
         "none": ((128,), (4,)),
         "fp8": ((128, 256), (4, 6)),
+        "int8": ((32,), (3, 4, 6)),
         "int4": ((32,), (3, 4) if num_rows > 8 else (3, 4, 6)),
     }[quantization]
     for stride, splits, stage, fetched in product(strides, (1, 2, 4, 8, 16), stages, (0, 256, 512)):
@@ -79,8 +80,8 @@ def cuts(quantization: str, num_rows: int) -> Iterator[Cut]:
 
 def tune(steps: Steps, quantization: str, num_rows: int) -> None:
     chosen: dict[tuple[int, ...], Cut] = {}
-    tuned = {"none": (strips, "cut_for"), "fp8": (planes, "cut_for"), "int4": (quantized, "words_cut_for")}
-    holder, name = tuned[quantization]
+    tuned = {"none": (strips, "cut_for"), "fp8": (planes, "cut_for")}
+    holder, name = tuned.get(quantization, (quantized, "words_cut_for"))
     usual = getattr(holder, name)
     met: dict[tuple[int, ...], None] = {}
 
@@ -107,7 +108,7 @@ def tune(steps: Steps, quantization: str, num_rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--quantization", default="none", choices=("none", "fp8", "int4"))
+    parser.add_argument("--quantization", default="none", choices=("none", "fp8", "int8", "int4"))
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tune", action="store_true")

@@ -24,7 +24,7 @@ from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.triton import eight_bits, large_products, quantized, skinny, strips, words
+from tokenmill.ops.triton import large_products, quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
@@ -167,10 +167,13 @@ def check_fresh_attention(heads: int, kv_heads: int, dim: int, rotary: int, args
 def check_products() -> None:
     for num_out, num_in in ((48, 256), (72, 384)):
         matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
-        four, eight = quantized.to_int4(matrix), quantized.to_fp8(matrix)
+        four, eight, blocks = quantized.to_int4(matrix), quantized.to_fp8(matrix), quantized.to_int8(matrix)
         same(quantized.expanded(four), matrix, tolerance=0.12)
         same(quantized.expanded(eight), matrix, tolerance=0.04)
-        same(words.expand_4bit(four.words, four.scales, four.span, torch.float32), quantized.expanded(four))
+        same(words.expand_words(four.words, four.scales, four.span, 4, torch.float32), quantized.expanded(four))
+        as_blocks = dequantize(RawTensor("", matrix.shape, quantized_q8(matrix), "Q8_0"))
+        same(words.expand_words(blocks.words, blocks.scales, blocks.span, 8, torch.float32), as_blocks)
+        same(as_blocks, matrix, tolerance=0.006)
         for rows in (1, 3, 16):
             x = torch.randn(rows, num_in)
             if rows == 1:
@@ -178,20 +181,8 @@ def check_products() -> None:
             for splits in (1, 3):
                 same(strips.strip_linear(x, matrix, bias, strips.Cut(64, 128, splits, 2)), x @ matrix.T + bias)
             same(quantized.word_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-4)
+            same(quantized.word_linear(x, blocks, bias), x @ as_blocks.T + bias, tolerance=1e-4)
             same(quantized.fp8_linear(x, eight, None), x @ quantized.expanded(eight).T, tolerance=0.01)
-
-
-def check_bytes() -> None:
-    """Whole strides and others, strips that are split and not, few rows and many."""
-    for num_out, num_in in ((48, 256), (72, 384), (40, 96)):
-        matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
-        packed = eight_bits.to_int8(matrix, rows_at_once=32)
-        expanded = dequantize(RawTensor("", matrix.shape, quantized_q8(matrix), "Q8_0"))
-        same(eight_bits.expand_bytes(packed, torch.float32), expanded)
-        same(expanded, matrix, tolerance=0.006)
-        for rows in (1, 3, 16, 40):
-            x = torch.randn(rows, num_in)
-            same(eight_bits.byte_linear(x, packed, bias), x @ expanded.T + bias)
 
 
 def check_kept_blocks(quantization: str, quant: str) -> None:
@@ -293,7 +284,6 @@ def main() -> None:
     check_fresh_attention(4, 2, 20, 20, AttentionArgs(0.3))
     check_fresh_attention(2, 1, 16, 0, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
     check_products()
-    check_bytes()
     check_kept_blocks("int4", "Q4_0")
     check_kept_blocks("int8", "Q8_0")
     check_experts()

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_kernels_agree_with_the_reference(name: str) -> None:
     pytest.importorskip("triton")
     program = Path(__file__).with_name(name)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all kernels agree" in done.stdout

@@ -139,18 +139,16 @@ def test_large_products_do_what_follows_them_too(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 100])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)])
 def test_quantised_products_equal_those_of_the_expanded_matrix(rows: int, shape: tuple[int, int]) -> None:
-    from tokenmill.ops.triton import eight_bits, quantized
+    from tokenmill.ops.triton import quantized
 
     matrix = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
     x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
-    blocks = eight_bits.to_int8(matrix)
-    expanded = eight_bits.expand_bytes(blocks, torch.float32)
-    assert relative_error(expanded, matrix.float()) < 0.006
-    assert relative_error(eight_bits.byte_linear(x, blocks, None), x.float() @ expanded.T) < 0.01
-    four, eight = quantized.to_int4(matrix), quantized.to_fp8(matrix)
+    four, eight, blocks = quantized.to_int4(matrix), quantized.to_fp8(matrix), quantized.to_int8(matrix)
+    assert relative_error(quantized.expanded(blocks).float(), matrix.float()) < 0.006
     assert relative_error(quantized.expanded(four), matrix.float()) < 0.12
     assert relative_error(quantized.expanded(eight), matrix.float()) < 0.04
-    for product, packed in ((quantized.word_linear, four), (quantized.fp8_linear, eight)):
+    products = (quantized.word_linear, four), (quantized.word_linear, blocks), (quantized.fp8_linear, eight)
+    for product, packed in products:
         # Beyond a few rows the activations are rounded to fp8 too.
         rounding = 0.05 if packed is eight and rows > 32 else 0.01
         expected = x.float() @ quantized.expanded(packed).float().T

@@ -10,15 +10,16 @@ from torch.nn import functional
 from tokenmill.ops.interface import Dense, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton import strips
-from tokenmill.ops.triton.eight_bits import ByteMatrix, byte_linear, kept_int8, to_int8
 from tokenmill.ops.triton.quantized import (
     GROUP_SIZE,
     Fp8Matrix,
     WordMatrix,
     fp8_linear,
     kept_int4,
+    kept_int8,
     to_fp8,
     to_int4,
+    to_int8,
     word_linear,
 )
 from tokenmill.ops.triton.skinny import one_row_linear
@@ -42,19 +43,19 @@ class PackLinear:
         rows, columns = matrix.shape
         return LinearWeight(rows, columns, self._packed(matrix, parts[0].name), bias)
 
-    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix | ByteMatrix:
+    def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix:
         if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
             return matrix
         return QUANTISERS[self._quantization](matrix)
 
 
-QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | WordMatrix | ByteMatrix]] = {
+QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | WordMatrix]] = {
     "fp8": to_fp8,
     "int4": to_int4,
     "int8": to_int8,
 }
 # What a file holds in blocks of the same kind already is not rounded again.
-KEPT_AS_THEY_ARE: dict[str, tuple[str, Callable[[torch.Tensor], WordMatrix | ByteMatrix]]] = {
+KEPT_AS_THEY_ARE: dict[str, tuple[str, Callable[[torch.Tensor], WordMatrix]]] = {
     "int4": ("Q4_0", kept_int4),
     "int8": ("Q8_0", kept_int8),
 }
@@ -71,8 +72,6 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return x.new_empty(0, weight.rows)
     if isinstance(matrix, WordMatrix):
         return word_linear(x, matrix, weight.bias)
-    if isinstance(matrix, ByteMatrix):
-        return byte_linear(x, matrix, weight.bias)
     if isinstance(matrix, Fp8Matrix):
         return fp8_linear(x, matrix, weight.bias)
     if len(x) == 1 and matrix.dtype != torch.float32:

@@ -3,10 +3,11 @@
 fp8     e4m3 values, one float32 scale a row; half the bytes of bfloat16
 int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes. What a file holds as such
         in groups of 32 (Q4_0; GPTQ's, see `weights/group_quantized.py`) stays as it is
+int8    values of -127 to 127 in groups of 32, which is Q8_0; half the bytes
 
 A few rows are multiplied in their own precision while the matrix streams through: fp8 by splitting the rows (see
-`planes`), 4 bits by expanding the matrix on its way (see `strips`, and `halves` for a single row). Many rows: fp8
-rounds the rows too and takes the fp8 matrix units; 4-bit matrices are expanded first.
+`planes`), the others by expanding the matrix on its way (see `strips`, and `halves` for a single row and 4 bits).
+Many rows: fp8 rounds the rows too and takes the fp8 matrix units; the other matrices are expanded first.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.triton import halves, planes
 from tokenmill.ops.triton.halves import Halves
 from tokenmill.ops.triton.planes import FP8, Rounded
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
-from tokenmill.ops.triton.words import expand_4bit, packed_words, unpacked_words
+from tokenmill.ops.triton.words import expand_words, packed_words, unpacked_words
 
 GROUP_SIZE = 128  # columns that share a scale in the 4-bit format
 INT4_SPANS = (32, 16)
+Q8_COLUMNS, Q8_BYTES = 32, 34  # of a Q8_0 block: a scale, then its values
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,16 @@ class Fp8Matrix:
 
 @dataclass(frozen=True)
 class WordMatrix:
-    """Values of 4 bits as words (see `words`), and their scales."""
+    """Values of 4 or 8 bits as words (see `words`), and their scales."""
 
-    words: torch.Tensor  # int32 [rows, columns / 8]
+    words: torch.Tensor  # int32 [rows, columns * bits / 32]
     scales: torch.Tensor  # [rows, groups]
     span: int
+    bits: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.words.shape[1] * 32 // self.bits
 
 
 def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
@@ -61,9 +69,9 @@ def to_int4(matrix: torch.Tensor) -> WordMatrix:
         scale = (extreme / -8.0).to(matrix.dtype)
         safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
         codes = ((groups / safe).round().clamp_(-8, 7) + 8).to(torch.uint8)
-        words[part] = packed_words(codes.flatten(1), span)
+        words[part] = packed_words(codes.flatten(1), span, 4)
         scales[part] = scale.squeeze(2)
-    return WordMatrix(words, scales, span)
+    return WordMatrix(words, scales, span, 4)
 
 
 def kept_int4(blocks: torch.Tensor) -> WordMatrix:
@@ -72,7 +80,21 @@ def kept_int4(blocks: torch.Tensor) -> WordMatrix:
     scales = parts[:, :, :2].contiguous().view(torch.float16).squeeze(2)
     codes = torch.cat((parts[:, :, 2:] & 15, parts[:, :, 2:] >> 4), dim=2).flatten(1)
     span = _int4_span(codes.shape[1])
-    return WordMatrix(packed_words(codes, span), scales, span)
+    return WordMatrix(packed_words(codes, span, 4), scales, span, 4)
+
+
+def to_int8(matrix: torch.Tensor) -> WordMatrix:
+    parts = [kept_int8(quantized_q8(matrix[part].float())) for part in _parts(len(matrix))]
+    words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts])
+    return WordMatrix(words, scales, Q8_COLUMNS, 8)
+
+
+def kept_int8(blocks: torch.Tensor) -> WordMatrix:
+    """uint8 [rows, bytes] of a file's Q8_0 blocks. The i-th values of a span's words are its i-th block."""
+    parts = blocks.view(len(blocks), -1, Q8_BYTES)
+    scales = parts[:, :, :2].contiguous().view(torch.float16).squeeze(2)
+    stored = (parts[:, :, 2:] ^ 128).flatten(1)  # from 0 to 255
+    return WordMatrix(packed_words(stored, Q8_COLUMNS, 8), scales, Q8_COLUMNS, 8)
 
 
 def _int4_span(num_columns: int) -> int:
@@ -88,8 +110,8 @@ def expanded(matrix: Fp8Matrix | WordMatrix) -> torch.Tensor:
     """[rows, columns] in the scales' dtype, in plain torch: what the kernels are held against"""
     if isinstance(matrix, Fp8Matrix):
         return matrix.values.to(matrix.scales.dtype) * matrix.scales.unsqueeze(1)
-    values = unpacked_words(matrix.words, matrix.span)
-    groups = values.view(*matrix.scales.shape, -1).to(matrix.scales.dtype) - 8
+    values = unpacked_words(matrix.words, matrix.span, matrix.bits)
+    groups = values.view(*matrix.scales.shape, -1).to(matrix.scales.dtype) - (1 << (matrix.bits - 1))
     return (groups * matrix.scales.unsqueeze(2)).flatten(1)
 
 
@@ -108,7 +130,8 @@ def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) ->
 
 def has_halves(matrix: WordMatrix) -> bool:
     """Whether a single row in halves can be multiplied with it"""
-    return matrix.span == halves.SPAN and matrix.words.shape[1] * 8 == matrix.scales.shape[1] * halves.GROUP
+    has_groups = matrix.num_columns == matrix.scales.shape[1] * halves.GROUP
+    return matrix.bits == 4 and matrix.span == halves.SPAN and has_groups
 
 
 def halves_linear(
@@ -119,5 +142,5 @@ def halves_linear(
 
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span):
-        return expanding_strip_linear(x, matrix.words, matrix.scales, bias, cut)
-    return functional.linear(x, expand_4bit(matrix.words, matrix.scales, matrix.span, x.dtype), bias)
+        return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
+    return functional.linear(x, expand_words(matrix.words, matrix.scales, matrix.span, matrix.bits, x.dtype), bias)

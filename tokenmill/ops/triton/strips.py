@@ -6,7 +6,7 @@ which there are few, the right one, so that nothing is padded but the inputs:
     strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
 
 Where a matrix has too few strips to keep the device busy its columns are split too. The program that ends last adds up
-the sums of all splits, in their order. Matrices of 4 bits are expanded in registers, on their way to the product.
+the sums of all splits, in their order. Matrices of 4 or 8 bits are expanded in registers, on their way to the product.
 
 What is read first is asked for before the kernel that computes the inputs has ended (see `overlap`).
 """
@@ -30,10 +30,10 @@ from tokenmill.ops.triton.overlap import (
     wait_for_previous,
 )
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
-from tokenmill.ops.triton.words import expand, has_ptx
+from tokenmill.ops.triton.words import expand_4_bits, expand_8_bits, has_ptx
 
 MAX_ROWS = 32
-MAX_4BIT_ROWS = 128  # for more, expanding the matrix first is worth it
+MAX_WORD_ROWS = 128  # for more, expanding the matrix first is worth it
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,13 @@ def _strips(
 def _expanding_strips(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
     ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
-    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Matrices of words, WORDS at a time (see `expand`). GROUP columns share a scale."""
+    """Matrices of words, WORDS at a time (see `words`). GROUP columns share a scale."""
     let_next_begin(OVERLAPS)
-    row_words = num_in // 8
+    values_each: tl.constexpr = 32 // BITS
+    row_words = num_in // values_each
     strip, lines, low, high = share_of_strip(row_words, STRIP, WORDS, SPLITS)
     places, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
     matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
@@ -137,10 +139,13 @@ def _expanding_strips(
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, ROWS), tl.float32)
     for start in range(low, high, WORDS):
-        values = expand(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
-        first = start * 8
+        if BITS == 4:
+            values = expand_4_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
+        else:
+            values = expand_8_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
+        first = start * values_each
         part = tl.zeros((STRIP, ROWS), tl.float32)
-        for i in tl.static_range(8):
+        for i in tl.static_range(values_each):
             part = tl.dot(values[i], tl.trans(tl.load(inputs + first + i * WORDS)), part)
             if (i + 1) * WORDS % GROUP == 0:  # the end of a group
                 place = (lines % num_out) * (num_in // GROUP) + (first + i * WORDS) // GROUP
@@ -166,7 +171,7 @@ def words_cut_for(num_rows: int, num_out: int, num_words: int, span: int) -> Cut
     if num_rows <= MAX_ROWS:
         least, stages = (2, 3) if num_rows <= 8 else (1, 4)
         return Cut(64, span, splits_for(num_out, most, 256, least), stages, 256)
-    if num_rows <= MAX_4BIT_ROWS:
+    if num_rows <= MAX_WORD_ROWS:
         return Cut(128, span, splits_for(num_out, most, 256), 2, 0, 8)
     return None
 
@@ -181,17 +186,18 @@ def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
 def strip_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: Cut) -> torch.Tensor:
     """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
     assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
-    return launch_strips(_strips, x, weight, bias, None, cut, 16)
+    return _launch(_strips, x, weight, bias, None, cut, 16)
 
 
 def expanding_strip_linear(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, cut: Cut
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None, cut: Cut
 ) -> torch.Tensor:
     """words int32 [num_out, words] in spans of `cut.stride`, scales [num_out, groups]"""
-    return launch_strips(_expanding_strips, x, words, bias, scales, cut, 8, x.shape[1] // scales.shape[1], has_ptx())
+    group = x.shape[1] // scales.shape[1]
+    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, group, bits, has_ptx())
 
 
-def launch_strips(
+def _launch(
     kernel: Kernel,
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -1,11 +1,11 @@
-"""Matrices of 4 bits a value, as words of 32 bits, and how the values come out of them.
+"""Matrices of 4 or 8 bits a value, as words of 32 bits, and how the values come out of them.
 
-A row is cut into spans of a fixed number of words. Bits [4 i, 4 (i + 1)) of word w of a span are its column
-i * span + w, so that the i-th values of all its words are neighbours, as the columns they multiply:
+A row is cut into spans of a fixed number of words. The i-th value of word w of a span, counted from the lowest bits, is
+its column i * span + w, so that the i-th values of all its words are neighbours, as the columns they multiply:
 
-    word w:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
+    word w of 4 bits a value:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
 
-Values are -8 to 7, stored as 0 to 15.
+Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255.
 """
 
 from __future__ import annotations
@@ -37,13 +37,40 @@ lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
 
 
+# A byte behind the upper bits of 2^23 in float32 is a value 2^23 + 128 too large; the difference has at most 8 bits, so
+# its upper half is the same number in bfloat16.
+EIGHT_BITS = tl.constexpr("""{
+.reg .b32 s, t;
+prmt.b32 s, $4, 0x4B000000, 0x7440;
+prmt.b32 t, $5, 0x4B000000, 0x7440;
+sub.f32 s, s, 0f4B000080;
+sub.f32 t, t, 0f4B000080;
+prmt.b32 $0, s, t, 0x7632;
+prmt.b32 s, $4, 0x4B000000, 0x7441;
+prmt.b32 t, $5, 0x4B000000, 0x7441;
+sub.f32 s, s, 0f4B000080;
+sub.f32 t, t, 0f4B000080;
+prmt.b32 $1, s, t, 0x7632;
+prmt.b32 s, $4, 0x4B000000, 0x7442;
+prmt.b32 t, $5, 0x4B000000, 0x7442;
+sub.f32 s, s, 0f4B000080;
+sub.f32 t, t, 0f4B000080;
+prmt.b32 $2, s, t, 0x7632;
+prmt.b32 s, $4, 0x4B000000, 0x7443;
+prmt.b32 t, $5, 0x4B000000, 0x7443;
+sub.f32 s, s, 0f4B000080;
+sub.f32 t, t, 0f4B000080;
+prmt.b32 $3, s, t, 0x7632;
+}""")
+
+
 @triton.jit
 def _nibble(words, NUMBER: tl.constexpr):
     return (((words >> (4 * NUMBER)) & 15) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def expand(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+def expand_4_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
     """Tensors of the words' shape with their first, second ... values; two words at a time where PTX is understood.
     Four bits behind the upper bits of 128 in bfloat16 are a value 136 too large."""
     if HAS_PTX:
@@ -61,40 +88,65 @@ def expand(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
     )  # fmt: skip
 
 
+@triton.jit
+def _byte(words, NUMBER: tl.constexpr):
+    return ((words >> (8 * NUMBER)) & 255).to(tl.float32) - 128.0
+
+
+@triton.jit
+def expand_8_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """The same for words of four values"""
+    if HAS_PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            EIGHT_BITS, "=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        )  # fmt: skip
+    else:
+        a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
+    return a.to(COMPUTE), b.to(COMPUTE), c.to(COMPUTE), d.to(COMPUTE)
+
+
 def has_ptx() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None
 
 
-def packed_words(values: torch.Tensor, span: int) -> torch.Tensor:
-    """values uint8 [rows, columns] of 0 to 15 → int32 [rows, columns / 8]"""
-    spans = values.view(len(values), -1, 8, span).transpose(2, 3)  # [rows, spans, word, i]
-    return (spans[..., 0::2] | (spans[..., 1::2] << 4)).contiguous().view(torch.int32).flatten(1)
+def packed_words(values: torch.Tensor, span: int, bits: int) -> torch.Tensor:
+    """values uint8 [rows, columns] as they are stored → int32 [rows, columns * bits / 32]"""
+    spans = values.view(len(values), -1, 32 // bits, span).transpose(2, 3)  # [rows, spans, word, i]
+    if bits == 4:
+        spans = spans[..., 0::2] | (spans[..., 1::2] << 4)
+    return spans.contiguous().view(torch.int32).flatten(1)
 
 
-def unpacked_words(words: torch.Tensor, span: int) -> torch.Tensor:
+def unpacked_words(words: torch.Tensor, span: int, bits: int) -> torch.Tensor:
     """The inverse: uint8 [rows, columns]"""
-    parts = words.view(torch.uint8).view(len(words), -1, span, 4)
-    values = torch.stack((parts & 15, parts >> 4), dim=4).flatten(3)
+    values = words.view(torch.uint8).view(len(words), -1, span, 4)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=4).flatten(3)
     return values.transpose(2, 3).reshape(len(words), -1)
 
 
 @kernel
-def _expand_4bit(words, scales, out, num_in, WORDS: tl.constexpr, GROUP: tl.constexpr) -> None:
+def _expand_words(
+    words, scales, out, num_in, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)
     places = tl.arange(0, WORDS)
-    found = tl.load(words + row * (num_in // 8) + span * WORDS + places)
-    for i in tl.static_range(8):
-        column = (span * 8 + i) * WORDS
+    values_each: tl.constexpr = 32 // BITS
+    found = tl.load(words + row * (num_in // values_each) + span * WORDS + places)
+    for i in tl.static_range(values_each):
+        column = (span * values_each + i) * WORDS
         scale = tl.load(scales + row * (num_in // GROUP) + column // GROUP).to(tl.float32)
-        value = (((found >> (4 * i)) & 15) - 8).to(tl.float32) * scale
+        stored = (found >> (BITS * i)) & ((1 << BITS) - 1)
+        value = (stored - (1 << (BITS - 1))).to(tl.float32) * scale
         tl.store(out + row * num_in + column + places, value.to(out.dtype.element_ty))
 
 
-def expand_4bit(words: torch.Tensor, scales: torch.Tensor, span: int, dtype: torch.dtype) -> torch.Tensor:
+def expand_words(words: torch.Tensor, scales: torch.Tensor, span: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """[num_out, num_in], for products of many rows"""
-    num_out, num_in = words.shape[0], words.shape[1] * 8
+    num_out, num_in = words.shape[0], words.shape[1] * 32 // bits
     out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
     group = num_in // scales.shape[1]
-    _expand_4bit[(num_out, num_in // (8 * span))](words, scales, out, num_in, span, group, num_warps=1)
+    _expand_words[(num_out, words.shape[1] // span)](words, scales, out, num_in, span, group, bits, num_warps=1)
     return out

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tokenmill.scheduler.sequence import Sequence
 from tokenmill.types import FinishReason, Request
 
 
@@ -31,15 +30,3 @@ def ending_after(request: Request, stops: list[int], token_id: int, num_outputs:
     if num_outputs >= request.max_tokens:
         return Ending("length")
     return None
-
-
-def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], Ending | None]:
-    """Appends drawn tokens until the sequence ends; returns those taken and the ending."""
-    job = sequence.job
-    taken: list[int] = []
-    for token_id in token_ids:
-        sequence.append(token_id)
-        taken.append(token_id)
-        if ending := ending_after(job.request, job.stop_token_ids, token_id, sequence.num_outputs):
-            return taken, ending
-    return taken, Ending("length") if sequence.num_outputs >= job.request.max_tokens else None

@@ -17,8 +17,10 @@ from tokenmill.scheduler.sequence import Sequence
 
 
 class Floor:
-    def __init__(self, cache: KVCache, num_rows: int) -> None:
+    def __init__(self, cache: KVCache, num_rows: int, lookahead_tokens: int = 0) -> None:
+        """`lookahead_tokens`: room beyond what is planned, where there is some, for a runner that works ahead."""
         self._cache = cache
+        self._lookahead_tokens = lookahead_tokens
         self.seats = Seats(num_rows)
         self.gangs: list[Gang] = []
 
@@ -46,6 +48,13 @@ class Floor:
         self._cache.release(sequence.held_table)
         sequence.table = self._cache.open(hit)
         sequence.computed = hit.num_tokens
+
+    def look_ahead(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+        """Blocks for the tokens behind `end`, as far as there are some; copies to make."""
+        size, last = self._cache.block_size, end + self._lookahead_tokens - 1
+        if last // size == (end - 1) // size:  # within the block that was just made sure of
+            return []
+        return self._cache.reserve(sequence.held_table, end, end + self._lookahead_tokens) or []
 
     def preempt(self, gang: Gang) -> None:
         """Rows and blocks go back; tokens stay, and will be computed again."""

@@ -1,7 +1,7 @@
 """The scheduler: which tokens are computed in the next step, and what came of them.
 
-    plan:   running sequences first, one token each at least; waiting ones with what is left of the budget; those of
-            lower priority make way for waiting ones that would not come in otherwise
+    plan:   running sequences first, one token each at least; waiting ones with what is left of the budget
+            (`admission.py`: who comes in, and who makes way)
     apply:  computed tokens are committed, drawn ones appended; who is done leaves
 
 It knows token ids, blocks and rows; tensors are the runner's, text is the outlet's. Time is an argument (`clock`), so
@@ -11,11 +11,11 @@ that everything here runs on a virtual one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import takewhile
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest, Overloaded
-from tokenmill.kv.cache import Hit, KVCache
+from tokenmill.kv.cache import KVCache
+from tokenmill.scheduler.admission import Admission
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.draft import Draft, Planned
@@ -44,20 +44,18 @@ class Scheduler:
         """`lookahead_tokens`: room beyond the planned tokens, where there is some, for a runner that works ahead.
         `drafter`: guesses what running sequences will say."""
         self._config = config
-        self._lookahead_tokens = lookahead_tokens
         self._cache = cache
-        self._clock = clock
         # Every running sequence is promised a token a step, so no more may run than the budget has tokens.
         self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
-        self._floor = Floor(cache, self._num_rows)
+        self._floor = Floor(cache, self._num_rows, lookahead_tokens)
         self._waiting = WaitingQueue()
+        self._counters = Counters()
+        self._admission = Admission(config, cache, self._floor, self._waiting, self._counters, clock)
         self._jobs: dict[str, Job] = {}
         self._num_added = 0
         self._planned: list[Planned] = []
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being written
-        self._batch_is_open = True  # of the static policy: the present batch still takes in
-        self._counters = Counters()
 
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
@@ -134,12 +132,12 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
-        self._make_way()
+        self._admission.make_way()
         draft = Draft(TokenBudget(self._config.num_tokens, self._floor.num_sequences))
         self._drafts = self._drafter.propose(self._floor.gangs)
         self._serve_running(draft)
         if not draft.num_preempted:
-            self._admit_waiting(draft)
+            self._admission.admit(draft)
         self._planned = draft.planned
         if not draft.planned:
             return None
@@ -157,7 +155,7 @@ class Scheduler:
         served = []
         for sequence in gang.members:
             if sequence.refit():
-                self._floor.reopen(sequence, self._hit(gang, sequence, gang.target(sequence) - 1))
+                self._floor.reopen(sequence, self._admission.hit(gang, sequence, gang.target(sequence) - 1))
             granted = draft.budget.grant(gang.wants(sequence))
             if not granted:
                 continue
@@ -194,109 +192,10 @@ class Scheduler:
             victim = self._floor.gangs[-1]
             draft.num_preempted += 1
             draft.budget.give_up(len(victim.members))
-            self._preempt(victim)
+            self._admission.preempt(victim)
             if victim is gang:
                 return None
-        return copies + self._look_ahead(sequence, end)
-
-    def _look_ahead(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
-        size, last = self._cache.block_size, end + self._lookahead_tokens - 1
-        if last // size == (end - 1) // size:  # within the block that was just made sure of
-            return []
-        return self._cache.reserve(sequence.held_table, end, end + self._lookahead_tokens) or []
-
-    def _preempt(self, gang: Gang) -> None:
-        self._counters.preemptions += 1
-        self._floor.preempt(gang)
-        self._waiting.push(gang)
-
-    # ── admission ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _make_way(self) -> None:
-        while (gang := self._waiting.peek()) is not None and self._displaces(gang):
-            pass
-
-    def _displaces(self, gang: Gang) -> bool:
-        """Running gangs of lower priority go, from the end of the order, until `gang` can come in, and it does; none
-        goes where all of them together would not be enough, or nobody has to."""
-        lower = list(takewhile(lambda other: other.priority > gang.priority, reversed(self._floor.gangs)))
-        if not lower or self._config.policy == "static" or self._hit_with_room(gang) is not None:
-            return False
-        rows = self._floor.seats.num_free + sum(other.num_rows for other in lower)
-        blocks = self._cache.num_free + sum(member.held_table.num_held for other in lower for member in other.members)
-        if rows < gang.num_rows or blocks < self._blocks_needed(gang):
-            return False
-        for victim in lower:
-            self._preempt(victim)
-            if (hit := self._hit_with_room(gang)) is not None:
-                self._enter(gang, hit)
-                return True
-        return False
-
-    def _admit_waiting(self, draft: Draft) -> None:
-        if self._config.policy == "static" and not self._floor.gangs:
-            self._batch_is_open = True
-        while draft.budget.left > 0 and self._batch_is_open:
-            gang = self._waiting.peek()
-            if gang is None or not self._admit(gang, draft):
-                # A static batch closes when it is full, not when one step's budget is spent.
-                self._batch_is_open = self._config.policy != "static" or not self._floor.gangs
-                return
-
-    def _admit(self, gang: Gang, draft: Draft) -> bool:
-        hit = self._hit_with_room(gang)
-        if hit is None:
-            return False
-        self._enter(gang, hit)
-        granted = draft.budget.spend(gang.wants(gang.leader))
-        copies = self._cache.reserve(gang.leader.held_table, gang.leader.computed, gang.leader.computed + granted)
-        assert copies is not None, "room for the whole sequence was checked"
-        end = gang.leader.computed + granted
-        draft.add(gang.leader, granted, copies + self._look_ahead(gang.leader, end))
-        return True
-
-    def _enter(self, gang: Gang, hit: Hit) -> None:
-        self._floor.enter(gang, hit)
-        gang.refused_room = -1
-        self._waiting.pop()
-        self._note_admission(gang)
-        if not gang.wants(gang.leader):
-            self._floor.bear(gang)
-
-    def _hit_with_room(self, gang: Gang) -> Hit | None:
-        """How much of a gang is computed already, if there are rows for it and all its leader wants fits now and leaves
-        each running sequence a block to grow into; else None."""
-        if self._floor.seats.num_free < gang.num_rows:
-            return None
-        room = self._cache.num_free - self._floor.num_sequences * len(self._cache.windows)
-        if self._floor.gangs and room <= gang.refused_room:
-            return None  # nothing came free since the last look
-        leader = gang.leader
-        leader.refit()
-        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
-        hit = self._hit(gang, leader, min(gang.target(leader), len(leader.window) - 1))
-        if self._floor.gangs and self._blocks_needed(gang) - self._cache.num_shared(hit) > room:
-            gang.refused_room = room
-            return None
-        return hit
-
-    def _blocks_needed(self, gang: Gang) -> int:
-        return self._cache.blocks_for(len(gang.leader.window), self._config.num_tokens)
-
-    def _hit(self, gang: Gang, sequence: Sequence, limit: int) -> Hit:
-        if not gang.job.may_reuse_prefix:
-            return self._cache.miss()
-        return self._cache.match(sequence.window, sequence.chain, limit)
-
-    def _note_admission(self, gang: Gang) -> None:
-        job, counters = gang.job, self._counters
-        if job.may_reuse_prefix and self._cache.prefix_caching:
-            counters.prefix_query_tokens += len(gang.leader.window)
-            counters.prefix_hit_tokens += gang.leader.computed
-        if job.queue_s is None:
-            job.queue_s = max(0.0, self._clock() - job.request.arrival_s)
-            job.num_cached_tokens = gang.leader.computed
-            counters.prompt_tokens += gang.leader.prompt_len
+        return copies + self._floor.look_ahead(sequence, end)
 
     # ── apply ──────────────────────────────────────────────────────────────────────────────────────────
 

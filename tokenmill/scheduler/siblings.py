@@ -4,7 +4,7 @@ embedding is the same idea with a vector in place of tokens. (`best_of` is `n` h
 
 from __future__ import annotations
 
-from tokenmill.scheduler.finish import Ending, append_drawn
+from tokenmill.scheduler.finish import Ending, ending_after
 from tokenmill.scheduler.job import Job
 from tokenmill.scheduler.sequence import Sequence
 from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
@@ -107,3 +107,15 @@ class Pooled:
                 queue_s=job.queue_s or 0.0,
             )
         ]
+
+
+def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], Ending | None]:
+    """Appends drawn tokens until the sequence ends; returns those taken and the ending."""
+    job = sequence.job
+    taken: list[int] = []
+    for token_id in token_ids:
+        sequence.append(token_id)
+        taken.append(token_id)
+        if ending := ending_after(job.request, job.stop_token_ids, token_id, sequence.num_outputs):
+            return taken, ending
+    return taken, Ending("length") if sequence.num_outputs >= job.request.max_tokens else None

@@ -2,6 +2,7 @@
 #include "gemm.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -40,7 +41,7 @@ void Activations::put_row(int r, const float* values, const Kernels& kernels) {
   if (form_.plain) std::copy_n(values, cols_, row(r));
 }
 
-Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
+Runner::Plan Runner::plan(const Gemm& gemm) const {
   const Matrix& m = gemm.w->w;
   const int tiles = gemm.in.quant.tiles();
   const int row_blocks = (tiles + kTilesPerCall - 1) / kTilesPerCall;
@@ -54,20 +55,33 @@ Runner::Plan Runner::plan(const Gemm& gemm, int first_piece) const {
   const int wanted = static_cast<int>(5e-6 / seconds);
   const int most = std::max(1, pairs * row_blocks / (6 * pool_.threads()));
   const int per_piece = std::clamp(wanted, 1, most);
-  // Long ones where there is enough for several of them per thread.
-  const bool pays = pairs * row_blocks >= 4 * Plan::kLong * per_piece * pool_.threads();
-  const int long_pieces = pays ? pairs * row_blocks / per_piece * 3 / 4 / Plan::kLong : 0;
-  return {pairs, row_blocks, tiles_per_block, per_piece, long_pieces, first_piece};
+  return {pairs, row_blocks, tiles_per_block, per_piece, 0, seconds};
+}
+
+// Small pieces in the middle half of the work, long ones before and behind it where that gives several to each thread.
+void Runner::cut(std::vector<Plan>& plans) const {
+  double total = 0.0, before = 0.0;
+  for (const Plan& p : plans) total += p.all() * p.seconds;
+  int pieces = 0;
+  for (Plan& p : plans) {
+    const double unit = p.per_piece * p.seconds, work = p.all() * p.seconds;
+    const auto long_in = [&](double seconds) {
+      return std::clamp(static_cast<int>(seconds / unit), 0, p.units()) / Plan::kLong;
+    };
+    const bool pays = p.all() >= 4 * Plan::kLong * p.per_piece * pool_.threads();
+    p.long_before = pays ? long_in(total / 4 - before) : 0;
+    p.small = p.units() - Plan::kLong * (p.long_before + (pays ? long_in(before + work - total * 3 / 4) : 0));
+    p.first_piece = pieces;
+    pieces += p.pieces();
+    before += work;
+  }
 }
 
 void Runner::run(const Gemm* gemms, int count) {
-  int pieces = 0;
   plans_.clear();
-  for (int g = 0; g < count; ++g) {
-    const Plan p = plan(gemms[g], pieces);
-    plans_.push_back(p);
-    pieces += p.pieces();
-  }
+  for (int g = 0; g < count; ++g) plans_.push_back(plan(gemms[g]));
+  cut(plans_);
+  const int pieces = count == 0 ? 0 : plans_.back().first_piece + plans_.back().pieces();
   pool_.run(pieces, [&](int index, int thread) {
     int g = count - 1;
     while (plans_[static_cast<size_t>(g)].first_piece > index) --g;
@@ -78,8 +92,8 @@ void Runner::run(const Gemm* gemms, int count) {
 
 void Runner::piece(const Gemm& gemm, const Plan& plan, int index, int thread) {
   const int end = plan.start(index + 1);
-  // Where this thread will go on if all are equally fast.
-  const int after = plan.start(index + pool_.threads());
+  const int next_piece = pool_.piece_after(index, thread);
+  const int after = next_piece < 0 ? plan.all() : plan.start(next_piece);
   for (int i = plan.start(index); i < end; ++i) {
     const int pair = i % plan.pairs, tile = i / plan.pairs * plan.tiles_per_block;
     const int tile_end = std::min(gemm.in.quant.tiles(), tile + plan.tiles_per_block);
@@ -133,8 +147,19 @@ void Runner::best(const Gemm& gemm, const Span& span, int thread) {
   Best* seen = gemm.best + static_cast<size_t>(thread) * gemm.in.quant.rows + row;
   for (int r = 0; r < rows; ++r) {
     if (gemm.softcap > 0.0f) kernels_.softcap(sums + r * kPair, gemm.softcap, columns);
-    kernels_.take_best(sums + r * kPair, columns, column, seen[r]);
+    if (Pool::takes_next(thread)) kernels_.take_best(sums + r * kPair, columns, column, seen[r]);
+    else take_best_before(sums + r * kPair, columns, column, seen[r]);
   }
+}
+
+// The same for a thread that goes from the last pieces to the first: these numbers stand before those seen so far, and the
+// first of equals counts. So they are compared with a little less than the best.
+void Runner::take_best_before(const float* x, int size, int place, Best& best) const {
+  Best now = best;
+  now.value -= std::abs(now.value) * 1e-6f + std::numeric_limits<float>::min();
+  kernels_.take_best(x, size, place, now);
+  best.has_nan = now.has_nan;
+  if (now.value > best.value || (now.value == best.value && now.place < best.place)) best = now;
 }
 
 void Runner::product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread) {

@@ -73,23 +73,29 @@ class Runner {
 
  private:
   // A product is pairs of panels times blocks of rows; a piece is some of these, all pairs of a block before the next
-  // block. First pieces are four times as large, since memory is read faster in long runs and a thread knows what to
-  // fetch next; then come small ones, so that all threads end together.
+  // block. Threads begin at both ends (pool.h), where pieces are four times as large, since memory is read faster in long
+  // runs and a thread knows what to fetch next; where they meet are small ones, so that all threads end together.
   struct Plan {
-    int pairs, row_blocks, tiles_per_block, per_piece, long_pieces, first_piece;
+    int pairs, row_blocks, tiles_per_block, per_piece, first_piece;
+    double seconds;  // of one pair, roughly
+    int long_before = 0, small = 0;  // pieces; long ones again behind these
 
     int all() const { return pairs * row_blocks; }
-    int pieces() const { return long_pieces + (all() - start(long_pieces) + per_piece - 1) / per_piece; }
+    int units() const { return (all() + per_piece - 1) / per_piece; }  // small pieces, if there were no others
+    int pieces() const { return long_before + small + (units() - kLong * long_before - small + kLong - 1) / kLong; }
     int start(int piece) const {  // the first of its pairs, counted through all blocks
-      return std::min(all(), per_piece * (piece <= long_pieces ? kLong * piece : (kLong - 1) * long_pieces + piece));
+      const int middle = std::clamp(piece - long_before, 0, small);
+      return std::min(all(), per_piece * (kLong * (piece - middle) + middle));
     }
     static constexpr int kLong = 4;
   };
-  Plan plan(const Gemm& gemm, int first_piece) const;
+  Plan plan(const Gemm& gemm) const;
+  void cut(std::vector<Plan>& plans) const;
   void piece(const Gemm& gemm, const Plan& plan, int index, int thread);
   void pair(const Gemm& gemm, const Span& span, int thread);
   void gate(const Gemm& gemm, const Span& span, int thread);
   void best(const Gemm& gemm, const Span& span, int thread);
+  void take_best_before(const float* x, int size, int place, Best& best) const;
   void product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread);
   float* room(int thread, int which, int rows);  // [rows][32] of a thread's own
   static int rows_of(const Rows& in, const Span& span);

@@ -88,17 +88,20 @@ void Pool::publish(int pieces, Call call, const void* context) {
   context_ = context;
   seats_[0].begin();
   done_.store(0, std::memory_order_relaxed);
+  pieces_.store(static_cast<uint32_t>(pieces), std::memory_order_relaxed);
   const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
   ticket_.store(static_cast<uint64_t>(epoch) << (2 * kBits) | static_cast<uint64_t>(pieces) << kBits);
   epoch_.store(epoch);
   if (sleepers_.load() > 0) wake_all(epoch_);
 }
 
-bool Pool::claim(int& piece) {
+bool Pool::claim(int thread, int& piece) {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
   while ((ticket & kMask) < ((ticket >> kBits) & kMask)) {
-    if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-      piece = static_cast<int>(ticket & kMask);
+    const bool next = takes_next(thread);
+    const uint64_t left = next ? ticket + 1 : ticket - (uint64_t{1} << kBits);
+    if (ticket_.compare_exchange_weak(ticket, left, std::memory_order_acq_rel)) {
+      piece = static_cast<int>(next ? ticket & kMask : (left >> kBits) & kMask);
       return true;
     }
   }
@@ -107,8 +110,8 @@ bool Pool::claim(int& piece) {
 
 bool Pool::work_one(int thread) {
   int piece;
-  if (!claim(piece)) return false;
-  const uint32_t count = static_cast<uint32_t>((ticket_.load(std::memory_order_relaxed) >> kBits) & kMask);
+  if (!claim(thread, piece)) return false;
+  const uint32_t count = pieces_.load(std::memory_order_relaxed);  // the phase lasts until this piece is done
   call_(context_, piece, thread);
   if (done_.fetch_add(1) + 1 == count && caller_sleeps_.load()) wake_all(done_);
   return true;

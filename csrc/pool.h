@@ -2,7 +2,10 @@
 // another process delays one piece and not a share of the whole; a thread that finds nothing to do spins for some
 // microseconds, then sleeps in the kernel, which gives its core to whoever was pushed aside.
 //
-//   ticket = epoch | number of pieces | next piece      one word, so a claim always belongs to the phase it names
+//   ticket = epoch | end | next      one word, so a claim always belongs to the phase it names; pieces [next, end) are left
+//
+// Half of the threads take the next piece, the others the last one, until they meet. Rows that a thread wrote in one phase
+// are then mostly those it reads in the following one, and its own caches still have them.
 //
 // A thread that is pushed off its core in the middle of a piece would hold all others up for a whole time slice of the
 // other process (milliseconds). So whoever waits and sees, by its processor time, that such a thread stands still, pulls
@@ -48,6 +51,11 @@ class Pool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
   uint64_t rescues() const { return rescues_.load(std::memory_order_relaxed); }
 
+  static bool takes_next(int thread) { return thread % 2 == 0; }  // otherwise it goes from the last piece to the first
+  // The piece that a thread takes after this one if all are equally fast; there may be none of that number.
+  int piece_after(int piece, int thread) const {
+    return takes_next(thread) ? piece + (threads() + 1) / 2 : piece - threads() / 2;
+  }
   // Calls body(piece, thread) for every piece in [0, pieces); the caller works too and returns when all are done.
   template <class Body>
   void run(int pieces, const Body& body) {
@@ -67,7 +75,7 @@ class Pool {
   void publish(int pieces, Call call, const void* context);
   void work_until_done(uint32_t pieces);
   void wait_for_workers(uint32_t pieces);
-  bool claim(int& piece);
+  bool claim(int thread, int& piece);
   bool work_one(int thread);
   void worker(int thread);
   void wait_for_news(uint32_t seen);
@@ -79,6 +87,7 @@ class Pool {
   Call call_ = nullptr;
   const void* context_ = nullptr;
   alignas(64) std::atomic<uint64_t> ticket_{0};
+  std::atomic<uint32_t> pieces_{0};  // of the present phase
   alignas(64) std::atomic<uint32_t> done_{0};
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> sleepers_{0};

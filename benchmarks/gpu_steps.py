@@ -1,6 +1,6 @@
 """Times one decoding step, captured as a graph, with the products of a few rows cut in different ways.
 
-    python benchmarks/gpu_steps.py DIR_WITH_CONFIG [--quantization none|fp8|int4] [--rows 8,32] [--tune]
+    python benchmarks/gpu_steps.py DIR_WITH_CONFIG [--quantization none|fp8|int8|int4] [--rows 8,32] [--tune]
 
 Kernels overlap (see `tokenmill/ops/triton/overlap.py`), so a cut is judged by the whole step, not by its own time. With
 --tune each kind of matrix gets the cut that makes the step fastest, one after the other.

@@ -119,6 +119,15 @@ def _strips(
         store_strip(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
 
 
+@triton.jit
+def _scales_from(places, GROUPS: tl.constexpr):
+    """Of that many groups one after the other, a tensor each"""
+    found = (tl.load(places),)
+    for i in tl.static_range(1, GROUPS):
+        found = found + (tl.load(places + i),)
+    return found
+
+
 @kernel_for_any("num_rows")
 def _expanding_strips(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
@@ -126,19 +135,26 @@ def _expanding_strips(
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Matrices of words, WORDS at a time (see `words`). GROUP columns share a scale."""
+    """Matrices of words, WORDS at a time (see `words`). GROUP columns share a scale; scales are on their way one turn
+    ahead, which compilers do for the factors of products only."""
     let_next_begin(OVERLAPS)
     values_each: tl.constexpr = 32 // BITS
     row_words = num_in // values_each
     strip, lines, low, high = share_of_strip(row_words, STRIP, WORDS, SPLITS)
-    places, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
-    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
-    inputs = x + (rows % num_rows)[:, None] * num_in + places[None, :]
+    columns, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + columns[None, :]
+    inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
     if FETCHED and OVERLAPS:
         fetch_strip(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, ROWS), tl.float32)
+    groups: tl.constexpr = WORDS * values_each // GROUP
+    # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
+    scales_values: tl.constexpr = ROWS >= 2 * GROUP
+    places = scales + (lines % num_out) * (num_in // GROUP)
+    scales_here = _scales_from(places + low // WORDS * groups, groups)
     for start in range(low, high, WORDS):
+        scales_next = _scales_from(places + tl.minimum(start + WORDS, high - WORDS) // WORDS * groups, groups)
         if BITS == 4:
             values = expand_4_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
         else:
@@ -146,11 +162,16 @@ def _expanding_strips(
         first = start * values_each
         part = tl.zeros((STRIP, ROWS), tl.float32)
         for i in tl.static_range(values_each):
-            part = tl.dot(values[i], tl.trans(tl.load(inputs + first + i * WORDS)), part)
-            if (i + 1) * WORDS % GROUP == 0:  # the end of a group
-                place = (lines % num_out) * (num_in // GROUP) + (first + i * WORDS) // GROUP
-                sums += part * tl.load(scales + place).to(tl.float32)[:, None]
-                part = tl.zeros((STRIP, ROWS), tl.float32)
+            scale = scales_here[i * WORDS // GROUP].to(tl.float32)[:, None]
+            right = tl.trans(tl.load(inputs + first + i * WORDS))
+            if scales_values:
+                sums = tl.dot((values[i].to(tl.float32) * scale).to(x.dtype.element_ty), right, sums)
+            else:
+                part = tl.dot(values[i], right, part)
+                if (i + 1) * WORDS % GROUP == 0:  # the end of a group
+                    sums += part * scale
+                    part = tl.zeros((STRIP, ROWS), tl.float32)
+        scales_here = scales_next
     is_last = True
     if SPLITS > 1:
         sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)

@@ -44,6 +44,8 @@ def test_serving_on_a_busy_port(environment: dict[str, str], smollm2_path: Path)
         (["smolm2:135m"], 1, ["did you mean smollm2:135m"]),
         (["--prot", "1"], 2, ["--prot", "--port"]),
         (["--port", "many"], 2, ["--port", "many"]),
+        (["--port", "99999"], 2, ["port", "65535", "99999"]),
+        (["--keep-alive-s", "0"], 2, ["keep_alive_s", "0.001"]),
         (["--max-runing", "1"], 2, ["--max-running"]),
     ],
 )

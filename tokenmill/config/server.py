@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tokenmill.errors import InvalidConfig
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -44,3 +46,22 @@ class ServerConfig:
     """How long running requests may go on after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much is logged; `info` writes one line a request, never its text."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
+
+
+DAY_S = 86_400.0
+RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65_535),
+    "max_body_bytes": (1, 1 << 40),
+    "max_prompts": (1, 1 << 20),
+    "max_embedding_inputs": (1, 1 << 20),
+    "max_choices": (1, 1 << 20),
+    "body_timeout_s": (0.001, DAY_S),
+    "keep_alive_s": (0.001, DAY_S),
+    "drain_timeout_s": (0.0, DAY_S),
+}

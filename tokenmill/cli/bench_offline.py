@@ -29,6 +29,8 @@ def offline(
 ) -> int:
     """Prefill and decode speed of the engine alone, with several sequences at once.
 
+    Prompts are random tokens, whose answers repeat themselves: `--speculate auto` counts as off here.
+
     Parameters
     ----------
     model

@@ -85,13 +85,14 @@ def binary(folder: Path, body: str) -> Path:
 
 
 @pytest.mark.usefixtures("fakes")
-def test_a_given_binary_takes_its_turns(tmp_path: Path) -> None:
+def test_a_given_binary_takes_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is told the shape and the threads; what it prints is compared like any other engine's speed."""
     echo = "flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
     echo += "assert flags['-m'] == 'm.gguf' and flags['-t'] == flags['-tb'] == '2' and int(flags['-c']) >= 256, flags\n"
     echo += "print('| PP | TG | B | S_PP t/s | S_TG t/s |')\n"
     echo += "print('|', flags['-npp'], '|', flags['-ntg'], '|', flags['-npl'], '| 60.0 | 1.5 |')\n"
-    given = binary(tmp_path, echo)
+    monkeypatch.chdir(tmp_path)
+    given = Path(binary(tmp_path, echo).name)  # beside us, not on the path of programs
     with compare.engines([compare.OURS], sys.executable, Path("m.gguf"), 2, given) as running:
         turns = list(compare.take_turns(running, [ASKED], 2))
     found = {(c.engine, c.figure): c for c in compare.compared(turns)}

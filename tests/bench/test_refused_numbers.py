@@ -71,6 +71,8 @@ def test_a_peer_that_is_not_installed(
     monkeypatch.setitem(compare.PEERS, "openvino", str(script))
     assert main(["bench", "compare", str(model), "--peers", "openvino"]) == 1
     assert "tokenmill[peers]" in (told := capsys.readouterr().err) and "--peer-python" in told
+    assert main(["bench", "compare", str(model), "--peers", "", "--batched-bench", str(model)]) == 2
+    assert "no program" in capsys.readouterr().err
     assert main(["bench", "compare", str(model), "--peers", "openvino,tokenmill"]) == 2
     assert "in any case" in capsys.readouterr().err
 

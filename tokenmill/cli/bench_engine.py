@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -168,8 +169,8 @@ def compare(
     named = list(dict.fromkeys(peer.strip() for peer in peers.split(",") if peer.strip()))
     if bench.OURS in named:
         raise InvalidConfig(f"{bench.OURS} takes part in any case; name the others", param="peers")
-    if batched_bench is not None and not batched_bench.is_file():
-        raise InvalidConfig(f"{batched_bench} is no file", param="batched_bench")
+    if batched_bench is not None and not (batched_bench.is_file() and os.access(batched_bench, os.X_OK)):
+        raise InvalidConfig(f"{batched_bench} is no program that can be run", param="batched_bench")
     most = {**shapes[-1], "concurrency": max(counts), "seed": 0}
     ours = (activation_bits, json.dumps(most))
     with bench.engines([*named, bench.OURS], peer_python, path, threads, batched_bench, ours) as running:

@@ -141,6 +141,6 @@ def halves_linear(
 
 
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span):
+    if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span, matrix.bits):
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
     return functional.linear(x, expand_words(matrix.words, matrix.scales, matrix.span, matrix.bits, x.dtype), bias)

@@ -186,9 +186,11 @@ def cut_for(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> Cut
     return Cut(64, 128, splits_for(num_out, num_in // 128, 192), 4, 512)
 
 
-def words_cut_for(num_rows: int, num_out: int, num_words: int, span: int) -> Cut | None:
+def words_cut_for(num_rows: int, num_out: int, num_words: int, span: int, bits: int) -> Cut | None:
     """The same for matrices of words; None where they are better expanded first."""
     most = num_words // span
+    if num_rows <= MAX_ROWS and bits == 8:
+        return Cut(64, span, splits_for(num_out, most, 512), 3, 256)
     if num_rows <= MAX_ROWS:
         least, stages = (2, 3) if num_rows <= 8 else (1, 4)
         return Cut(64, span, splits_for(num_out, most, 256, least), stages, 256)

@@ -66,9 +66,11 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     results = []
-    with engines(args.engines.split(","), args.peer_python, args.model, args.threads) as running:
-        for concurrency in map(int, args.concurrency.split(",")):
-            shape = {"input_len": 64, "output_len": args.output_len, "concurrency": concurrency}
+    levels = [int(level) for level in args.concurrency.split(",")]
+    shapes = [{"input_len": 64, "output_len": args.output_len, "concurrency": level} for level in levels]
+    ours = ("auto", json.dumps({**shapes[-1], "concurrency": max(levels), "seed": 0}))
+    with engines(args.engines.split(","), args.peer_python, args.model, args.threads, ours=ours) as running:
+        for concurrency, shape in zip(levels, shapes, strict=True):
             for engine in running:
                 kept = spread(kept_shares(engine, shape, args.rounds, args.apart))
                 results.append({"engine": engine.name, "concurrency": concurrency, "kept": vars(kept)})

@@ -18,11 +18,9 @@ struct Linear {
 
 // What is kept of activations. Of quantised ones the blocks whose largest number is more than `fine_above` times the
 // row's mean (the quadratic one, of all blocks) have 16 bits, the others 8: infinity is 8 bits everywhere, 0 is 16.
-// `has_starts`: see QuantRows; false where no reader's weights have an offset.
 struct Form {
   bool quantised, plain;
   float fine_above;
-  bool has_starts = true;
 };
 
 // Activations with their own memory, kept from step to step.

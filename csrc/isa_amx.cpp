@@ -89,16 +89,13 @@ struct Steps {
   int rows() const { return Full ? kRows : part_of_tile; }
   int num() const { return halves * chunk.steps(); }
   int half_block(int step) const { return halves * chunk.block(step / halves) + step % halves; }
-  const uint8_t* record(int step) const {
+  const uint8_t* record(int step) const {  // scales and scaled sums of the rows come first in it
     const bool is_fine = step / halves >= chunk.blocks;
     const size_t block = static_cast<size_t>(chunk.block(step / halves));
-    return chunk.records + (is_fine ? chunk.fine_at : 0) + block * chunk.record_bytes;
+    return chunk.records + (is_fine ? chunk.fine_at : 0) + block * QuantRows::record_bytes(rows());
   }
   const int8_t* inputs(int step) const {
-    return reinterpret_cast<const int8_t*>(record(step)) + step % halves * 16;
-  }
-  const float* scales(int step) const {  // of the rows; behind them come their scaled sums
-    return reinterpret_cast<const float*>(record(step) + QuantRows::fields_at(rows()));
+    return reinterpret_cast<const int8_t*>(record(step)) + QuantRows::numbers_at(rows()) + step % halves * 16;
   }
   // body(m) for every row; written out where the number is known, so that sums stay in registers
   template <class Body>
@@ -128,7 +125,7 @@ void tile(const Expanded& w, int panel, const Steps<K, Full> steps, Ahead& ahead
     if (step % halves == 0 && step < halves * steps.chunk.blocks)
       ahead.fetch();
     const int32_t* sums = scratch.sums[step % kDepth];
-    const float* of_rows = steps.scales(step);
+    const auto* of_rows = reinterpret_cast<const float*>(steps.record(step));
     const Floats scale = load(w.d[panel] + steps.half_block(step) * kPanel);
     steps.each_row([&](int m) {
       const Ints sum{_mm512_load_si512(sums + m * kPanel)};

@@ -15,8 +15,8 @@ namespace tokenmill {
 // may have fewer) and a tile is one record per block of inputs, so that a kernel walks one pointer and two threads never
 // write to one cache line. A record of M rows, each field [M] unless said otherwise:
 //
-//   int8 q [M][32] | float scale | float scale * sum(q) | unless all weights have minima instead of an offset, what takes it
-//   back: int -128 * sum(q) | int -8 * sum(q) | int [2][M] -32 * sum(16 of q)
+//   float scale | float scale * sum(q) | what takes the weights' offset back: int -128 * sum(q) | int -8 * sum(q) |
+//   int [2][M] -32 * sum(16 of q) | int8 q [M][32]
 //
 // What 8 bits leave over, in 1/256 of the scale, may lie in a second record of the same form, `fine_at` bytes behind the
 // first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0, and
@@ -26,27 +26,27 @@ struct QuantRows {
   uint8_t* records = nullptr;
   size_t fine_at = 0;         // 0: numbers have 8 bits and that is all
   uint16_t* lists = nullptr;  // [tile][1 + blocks]: how many blocks are listed, then which, ascending
-  bool has_starts = true;     // what takes an offset back
 
   int rows_in(int t) const { return rows - t * tile < tile ? rows - t * tile : tile; }
   int tiles() const { return (rows + tile - 1) / tile; }
-  static constexpr size_t fields_at(int count) { return kBlock * static_cast<size_t>(count); }
-  size_t record_bytes(int count) const {
-    return (fields_at(count) + (has_starts ? 24 : 8) * static_cast<size_t>(count) + 63) / 64 * 64;
+  static constexpr size_t numbers_at(int count) { return 24 * static_cast<size_t>(count); }
+  static constexpr size_t record_bytes(int count) {
+    return (numbers_at(count) + static_cast<size_t>(count) * kBlock + 63) / 64 * 64;
   }
   uint8_t* record(int t, int block) const {
     const size_t before = static_cast<size_t>(t) * blocks * record_bytes(tile);
     return records + before + static_cast<size_t>(block) * record_bytes(rows_in(t));
   }
   uint16_t* list(int t) const { return lists + static_cast<size_t>(t) * (blocks + 1); }
-  static int8_t* numbers(uint8_t* record, int m) { return reinterpret_cast<int8_t*>(record) + m * kBlock; }
+  static int8_t* numbers(uint8_t* record, int count, int m) {
+    return reinterpret_cast<int8_t*>(record) + numbers_at(count) + m * kBlock;
+  }
   // All of row m but its numbers, whose halves have these sums.
-  void put_sums(uint8_t* record, int count, int m, float scale, int32_t first, int32_t second) const {
-    auto* floats = reinterpret_cast<float*>(record + fields_at(count)) + m;
+  static void put_sums(uint8_t* record, int count, int m, float scale, int32_t first, int32_t second) {
+    auto* floats = reinterpret_cast<float*>(record) + m;
     floats[0] = scale;
     floats[count] = scale * static_cast<float>(first + second);
-    if (!has_starts) return;
-    auto* starts = reinterpret_cast<int32_t*>(record + fields_at(count)) + 2 * count + m;
+    auto* starts = reinterpret_cast<int32_t*>(record) + 2 * count + m;
     starts[0] = -128 * (first + second);
     starts[count] = -8 * (first + second);
     starts[2 * count] = -32 * first;

@@ -19,11 +19,7 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
     return;
   }
   Form form = form_for({&layer.moe->router}, fine_above(layer));
-  if (layer.moe->shared) {
-    const Form of_shared = form_for({&layer.moe->shared->gate, &layer.moe->shared->up}, 0.0f);
-    form.quantised |= of_shared.quantised;
-    form.has_starts |= of_shared.has_starts;
-  }
+  if (layer.moe->shared) form.quantised |= form_for({&layer.moe->shared->gate, &layer.moe->shared->up}, 0.0f).quantised;
   form.plain = true;  // experts take copies
   norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, form);
   moe(*layer.moe, tokens, fine_above(layer), mixed_.data());

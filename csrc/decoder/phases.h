@@ -26,10 +26,8 @@ void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body) {
 
 // What the inputs of these must be kept as.
 inline Form form_for(std::initializer_list<const Linear*> readers, float fine_above) {
-  const auto of = [&](auto holds) { return std::count_if(readers.begin(), readers.end(), holds); };
-  const auto quantised = of([](const Linear* l) { return is_quantised(l->w.kind); });
-  const bool has_starts = of([](const Linear* l) { return zero_shift(l->w.kind) >= 0; }) > 0;
-  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), fine_above, has_starts};
+  const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
+  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), fine_above};
 }
 
 }  // namespace tokenmill

@@ -81,12 +81,10 @@ struct Record {
   const uint8_t* at;
 
   template <int Field>
-  inline __attribute__((always_inline)) const void* field() const {
-    return at + QuantRows::fields_at(M) + Field * 4 * M;
-  }
+  inline __attribute__((always_inline)) const void* field() const { return at + Field * 4 * M; }
   const float* scale() const { return static_cast<const float*>(field<0>()); }
   const float* scaled_sum() const { return static_cast<const float*>(field<1>()); }
-  const int8_t* numbers() const { return reinterpret_cast<const int8_t*>(at); }
+  const int8_t* numbers() const { return reinterpret_cast<const int8_t*>(at) + QuantRows::numbers_at(M); }
   // What the integer sum of row m begins with (the sum over half h where there are two): -offset * sum(q).
   inline __attribute__((always_inline)) Ints start(int h, int m) const {
     if constexpr (zero_shift(K) < 0) return splat_int(0);
@@ -111,13 +109,12 @@ inline constexpr auto kInOrder = [] {
 template <Kind K, int M>
 struct TileChunk {
   const uint8_t* records;  // of the chunk's first block
-  size_t record_bytes, fine_at;
+  size_t fine_at;
   const uint16_t* listed = nullptr;  // blocks of the chunk with remainders to add, counted from the first of all
   int first, blocks, num_listed = 0;
 
   TileChunk(const QuantRows& rows, int t, int from, int count)
-      : records(rows.record(t, from)), record_bytes(rows.record_bytes(rows.rows_in(t))), fine_at(rows.fine_at),
-        first(from), blocks(count) {
+      : records(rows.record(t, from)), fine_at(rows.fine_at), first(from), blocks(count) {
     if (fine_at == 0 || *rows.list(t) == 0) return;
     const uint16_t* list = rows.list(t);
     listed = std::lower_bound(list + 1, list + 1 + *list, from);
@@ -133,7 +130,7 @@ struct TileChunk {
   // Which block step i is about, counted from the chunk's first, and its record.
   inline __attribute__((always_inline)) int block(int i) const { return i < blocks ? i : listed[i - blocks] - first; }
   inline __attribute__((always_inline)) Record<K, M> record(int i, int block) const {
-    return {records + (i < blocks ? 0 : fine_at) + static_cast<size_t>(block) * record_bytes};
+    return {records + (i < blocks ? 0 : fine_at) + static_cast<size_t>(block) * QuantRows::record_bytes(M)};
   }
 };
 
@@ -235,7 +232,7 @@ void wide_tile(const Expanded& w, const TileChunk<K, M>& x, Ahead& ahead, bool o
     const Pass pass = x.pass(number);
     for (int i = 0; i < pass.count; ++i) {
       const int b = pass.blocks[i] - pass.from;
-      const Record<K, M> in{pass.records + static_cast<size_t>(b) * x.record_bytes};
+      const Record<K, M> in{pass.records + static_cast<size_t>(b) * QuantRows::record_bytes(M)};
       own.fetch();
       unroll<halves>([&](auto half) {
         constexpr int h = decltype(half)::value;

@@ -22,23 +22,21 @@ inline constexpr int kRoundedRows = kSmallRows;  // at most, together
 
 // All of R rows from row m on but their numbers, whose halves have these sums: lanes are rows. (See QuantRows::put_sums.)
 template <int R>
-inline void put_sums(const QuantRows& to, uint8_t* record, int count, int m, Floats scale, Ints first, Ints second) {
-  uint8_t* fields = record + QuantRows::fields_at(count);
-  const auto field = [&](int number) { return fields + 4 * static_cast<size_t>(number * count + m); };
+inline void put_sums(uint8_t* record, int count, int m, Floats scale, Ints first, Ints second) {
+  const auto field = [&](int number) { return record + 4 * static_cast<size_t>(number * count + m); };
   const Ints total = add(first, second), none = splat_int(0);
   store_lanes<R>(field(0), scale);
   store_lanes<R>(field(1), mul(scale, to_floats(total)));
-  if (!to.has_starts) return;
   store_lanes<R>(field(2), sub(none, shift_left(total, 7)));
   store_lanes<R>(field(3), sub(none, shift_left(total, 3)));
   store_lanes<R>(field(4), sub(none, shift_left(first, 5)));
   store_lanes<R>(field(5), sub(none, shift_left(second, 5)));
 }
 
-// R rows of 32 numbers, `stride` apart, as rows m and following of a record of `to` with `count` rows; `Fine`: and, in the
-// record `fine_at` bytes behind, what is left over of them.
+// R rows of 32 numbers, `stride` apart, as rows m and following of a record of `count` rows; `Fine`: and, in the record
+// `fine_at` bytes behind, what is left over of them.
 template <int R, bool Fine>
-inline void round_rows(const float* x, size_t stride, const QuantRows& to, uint8_t* record, int count, int m) {
+inline void round_rows(const float* x, size_t stride, size_t fine_at, uint8_t* record, int count, int m) {
   Floats sizes[R];
   for (int r = 0; r < R; ++r) sizes[r] = max(abs(load(x + r * stride)), abs(load(x + r * stride + 16)));
   const Floats largest = largest_lanes<R>(sizes);
@@ -51,16 +49,16 @@ inline void round_rows(const float* x, size_t stride, const QuantRows& to, uint8
     Ints a = to_ints(mul(load(x + r * stride), factor)), b = to_ints(mul(load(x + r * stride + 16), factor));
     if constexpr (Fine) {
       const TwoBytes of_a = two_bytes(a), of_b = two_bytes(b);
-      store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + to.fine_at, m + r));
+      store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + fine_at, count, m + r));
       a = of_a.high;
       b = of_b.high;
     }
     numbers[r] = pack(a, b);
-    store_packed(QuantRows::numbers(record, m + r), numbers[r]);
+    store_packed(QuantRows::numbers(record, count, m + r), numbers[r]);
   });
   Ints first, second;
   sum_halves<R>(numbers, first, second);
-  put_sums<R>(to, record, count, m, mul(largest, splat(1.0f / 127.0f)), first, second);
+  put_sums<R>(record, count, m, mul(largest, splat(1.0f / 127.0f)), first, second);
 }
 
 // body(R, Fine) as constants
@@ -82,7 +80,7 @@ inline void quantise(const float* x, size_t stride, int rows, int blocks, const 
     with_rows(together, to.fine_at != 0, [&](auto r, auto fine) {
       for (int b = 0; b < blocks; ++b)
         round_rows<decltype(r)::value, decltype(fine)::value>(
-            from + b * kBlock, stride, to, record + b * to.record_bytes(count), count, m);
+            from + b * kBlock, stride, to.fine_at, record + b * QuantRows::record_bytes(count), count, m);
     });
     done += together;
   }
@@ -97,30 +95,29 @@ inline void gate_rows(const float* gates, const float* ups, int rows, Activation
     const int t = (row + done) / to.tile, m = row + done - t * to.tile, count = to.rows_in(t);
     const int together = std::min({kRoundedRows, rows - done, count - m});
     uint8_t* record = to.record(t, block);
-    const uint8_t* next = record + static_cast<size_t>(to.blocks) * to.record_bytes(count) + 64 * m;
+    const uint8_t* next = record + static_cast<size_t>(to.blocks) * QuantRows::record_bytes(count) + 64 * m;
     const bool is_last = done + together == rows;
     for (int r = 0; r < together; ++r) {
-      const bool expects = !is_last && 64 * static_cast<size_t>(m + r) < to.record_bytes(count);
-      if (expects) prefetch_to_write(next + 64 * r);
-      if (expects && to.fine_at != 0) prefetch_to_write(next + to.fine_at + 64 * r);
+      if (!is_last) prefetch_to_write(next + 64 * r);
+      if (!is_last && to.fine_at != 0) prefetch_to_write(next + to.fine_at + 64 * r);
       gate(gates + (done + r) * kBlock, ups + (done + r) * kBlock, kind, gated + r * kBlock);
     }
     with_rows(together, to.fine_at != 0, [&](auto r, auto fine) {
-      round_rows<decltype(r)::value, decltype(fine)::value>(gated, kBlock, to, record, count, m);
+      round_rows<decltype(r)::value, decltype(fine)::value>(gated, kBlock, to.fine_at, record, count, m);
     });
     done += together;
   }
 }
 
 // The sums and scales of a block's second record.
-inline void complete_second(const QuantRows& rows, uint8_t* record, int count, const float* limit) {
-  const auto* scale = reinterpret_cast<const float*>(record + QuantRows::fields_at(count));
-  uint8_t* fine = record + rows.fine_at;
+inline void complete_second(uint8_t* record, size_t fine_at, int count, const float* limit) {
+  const auto* scale = reinterpret_cast<const float*>(record);
+  uint8_t* fine = record + fine_at;
   for (int m = 0; m < count; ++m) {
-    const int8_t* numbers = QuantRows::numbers(fine, m);
+    const int8_t* numbers = QuantRows::numbers(fine, count, m);
     const int32_t first = std::accumulate(numbers, numbers + kBlock / 2, 0);
     const int32_t second = std::accumulate(numbers + kBlock / 2, numbers + kBlock, 0);
-    rows.put_sums(fine, count, m, scale[m] > limit[m] ? scale[m] * (1.0f / 256.0f) : 0.0f, first, second);
+    QuantRows::put_sums(fine, count, m, scale[m] > limit[m] ? scale[m] * (1.0f / 256.0f) : 0.0f, first, second);
   }
 }
 
@@ -128,10 +125,10 @@ inline void complete_second(const QuantRows& rows, uint8_t* record, int count, c
 // of all blocks), and completes their second records: rows of theirs that do without get a scale of 0. Lanes are rows.
 inline void settle(const QuantRows& rows, int t, float fine_above) {
   const int count = rows.rows_in(t);
-  const size_t step = rows.record_bytes(count), at = QuantRows::fields_at(count);
+  const size_t step = QuantRows::record_bytes(count);
   uint8_t* const first_record = rows.record(t, 0);
   const auto scales_of = [&](int b) {  // what lies behind the scales may not be numbers
-    return keep_lanes(load(reinterpret_cast<const float*>(first_record + b * step + at)), 0, count, zeros());
+    return keep_lanes(load(reinterpret_cast<const float*>(first_record + b * step)), 0, count, zeros());
   };
   Floats squares = zeros();
   for (int b = 0; b < rows.blocks; ++b) squares = add(squares, mul(scales_of(b), scales_of(b)));
@@ -143,7 +140,7 @@ inline void settle(const QuantRows& rows, int t, float fine_above) {
   for (int b = 0; b < rows.blocks; ++b) {
     if (lanes_above(scales_of(b), load(limit)) == 0) continue;
     list[++listed] = static_cast<uint16_t>(b);
-    complete_second(rows, first_record + b * step, count, limit);
+    complete_second(first_record + b * step, rows.fine_at, count, limit);
   }
   list[0] = listed;
 }

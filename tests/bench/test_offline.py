@@ -74,6 +74,15 @@ def test_command_prints_results_for_each_concurrency(config_file: Path, capsys: 
     assert (throughput["input_tokens"], throughput["output_tokens"]) == (5 * 16, 5 * 6)
 
 
+def test_an_answer_of_one_token_leaves_room_for_warming_up(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--load-format", "dummy", "--input-len", "16", "--output-len", "1", "--concurrency", "2"]
+    assert main(["bench", "offline", str(config_file), *arguments, "--threads", "1", "--no-peaks"]) == 0
+    (result,) = last_json(capsys.readouterr().out)["results"]  # type: ignore[misc]
+    assert result["prefill_tok_s"] > 0 and result["decode_tok_s"] is None
+
+
 def test_lengths_of_a_batch_job_are_drawn_inputs_first(config_file: Path) -> None:
     config = EngineConfig(ModelConfig(model=str(config_file), load_format="dummy"), ops=OpsConfig(threads=1))
     measured = open_measured(config)

@@ -129,7 +129,7 @@ def measure_concurrency(m: Measured, workload: OfflineWorkload, concurrency: int
     drawing = random.Random(f"{workload.seed}/{concurrency}/{round_number}")
     inputs = workload.input_len.draw_many(drawing, concurrency)
     outputs = [max(2, n) for n in workload.output_len.draw_many(drawing, concurrency)]
-    _run(m, inputs[:1], [WARMUP_TOKENS], workload.seed, f"warm-{concurrency}-{round_number}")
+    _run(m, inputs[:1], [min(WARMUP_TOKENS, outputs[0])], workload.seed, f"warm-{concurrency}-{round_number}")
     prefill = _run(m, inputs, [1] * concurrency, workload.seed, f"prefill-{concurrency}-{round_number}")
     decode = None
     if workload.output_len.high > 1:
@@ -200,7 +200,7 @@ def measure_throughput(m: Measured, workload: OfflineWorkload) -> dict[str, Any]
     drawing = random.Random(workload.seed)
     inputs = workload.input_len.draw_many(drawing, workload.num_requests)
     outputs = workload.output_len.draw_many(drawing, workload.num_requests)
-    _run(m, inputs[:1], [WARMUP_TOKENS], workload.seed, "warm-all")
+    _run(m, inputs[:1], [min(WARMUP_TOKENS, outputs[0])], workload.seed, "warm-all")
     run = _run(m, inputs, outputs, workload.seed, "all")
     return {
         "num_requests": workload.num_requests,

@@ -108,10 +108,8 @@ def engines(
         raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {known}", param="peers")
     with ExitStack() as stack:
         started = []
-        more = {
-            BINARY: (str(binary.resolve()) if binary else "",),
-            OURS: ours,
-        }  # a bare name would be looked for on PATH
+        found = str(binary.resolve()) if binary is not None else ""  # a bare name would be looked for on PATH
+        more = {BINARY: (found,), OURS: ours}
         for name in (BINARY, *names) if binary is not None else names:
             python = sys.executable if name in (OURS, BINARY) else peer_python
             engine = Engine(name, python, model, threads, more.get(name, ()))

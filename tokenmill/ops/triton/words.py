@@ -39,29 +39,17 @@ lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
 
 # A byte behind the upper bits of 2^23 in float32 is a value 2^23 + 128 too large; the difference has at most 8 bits, so
 # its upper half is the same number in bfloat16.
-EIGHT_BITS = tl.constexpr("""{
-.reg .b32 s, t;
-prmt.b32 s, $4, 0x4B000000, 0x7440;
-prmt.b32 t, $5, 0x4B000000, 0x7440;
-sub.f32 s, s, 0f4B000080;
-sub.f32 t, t, 0f4B000080;
-prmt.b32 $0, s, t, 0x7632;
-prmt.b32 s, $4, 0x4B000000, 0x7441;
-prmt.b32 t, $5, 0x4B000000, 0x7441;
-sub.f32 s, s, 0f4B000080;
-sub.f32 t, t, 0f4B000080;
-prmt.b32 $1, s, t, 0x7632;
-prmt.b32 s, $4, 0x4B000000, 0x7442;
-prmt.b32 t, $5, 0x4B000000, 0x7442;
-sub.f32 s, s, 0f4B000080;
-sub.f32 t, t, 0f4B000080;
-prmt.b32 $2, s, t, 0x7632;
-prmt.b32 s, $4, 0x4B000000, 0x7443;
-prmt.b32 t, $5, 0x4B000000, 0x7443;
-sub.f32 s, s, 0f4B000080;
-sub.f32 t, t, 0f4B000080;
-prmt.b32 $3, s, t, 0x7632;
-}""")
+# Of two words: the i-th bytes of both become output i.
+EIGHT_BITS = tl.constexpr(
+    "{ .reg .b32 s, t;"
+    + "".join(
+        f"prmt.b32 s, $4, 0x4B000000, 0x744{i}; prmt.b32 t, $5, 0x4B000000, 0x744{i};"
+        "sub.f32 s, s, 0f4B000080; sub.f32 t, t, 0f4B000080;"
+        f"prmt.b32 ${i}, s, t, 0x7632;"
+        for i in range(4)
+    )
+    + "}"
+)
 
 
 @triton.jit

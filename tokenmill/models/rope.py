@@ -11,10 +11,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
-from tokenmill.arch.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from tokenmill.arch.spec import (
+    FrequencyFactors,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,11 @@ def rope_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
             return _longrope(plain, spec.scaling, max_context)
         case YarnScaling():
             return _yarn(plain, spec, spec.scaling)
+        case FrequencyFactors(factors):
+            return plain / torch.tensor(factors, dtype=torch.float32)
         case None:
-            pass
-    return plain
+            return plain
+    assert_never(spec.scaling)
 
 
 def _magnitude(spec: RopeSpec) -> float:

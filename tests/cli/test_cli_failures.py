@@ -33,7 +33,8 @@ def test_a_truncated_gguf(
 def test_serving_on_a_busy_port(environment: dict[str, str], smollm2_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        one_line(real(environment, "serve", str(smollm2_path), "--port", port), 1, "cannot listen", port, "--port")
+        told = f"cannot listen on 127.0.0.1:{port}: Address already in use (choose another --port)"
+        one_line(real(environment, "serve", str(smollm2_path), "--port", port), 1, told)
     wait_for_no_engine(environment)
 
 

@@ -10,7 +10,7 @@ from gguf import GGUFReader
 
 from tokenmill.cli.flags import flag_name
 from tokenmill.cli.screen import count, size
-from tokenmill.cli.settings import SECTIONS
+from tokenmill.cli.settings import SECTIONS, environment_settings
 from tokenmill.cli.show import command
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.params import SamplingParams, Watermark
@@ -23,7 +23,7 @@ def test_show_agrees_with_the_gguf_package(smollm2_path: Path, capsys: pytest.Ca
     assert facts["parameters"] == sum(int(tensor.n_elements) for tensor in tensors)
     assert facts["weight_bytes"] == sum(int(tensor.n_bytes) for tensor in tensors)
     assert set(facts["quantisation"]) == {tensor.tensor_type.name for tensor in tensors}
-    assert facts["kv_bytes_per_token"]["bfloat16"] == 2 * 30 * 3 * 64 * 2
+    assert facts["kv_bytes_per_token"]["float16"] == 2 * 30 * 3 * 64 * 2 and facts["fit"][0]["kv_dtype"] == "float16"
     assert facts["max_context"] == 8192 and facts["has_chat_template"] is True
     assert facts["fit"][0]["place"] == "memory"
 
@@ -32,6 +32,7 @@ def test_show_in_words_and_the_template(smollm2_path: Path, capsys: pytest.Captu
     assert command(str(smollm2_path)) == 0
     words = capsys.readouterr().out
     assert "134.5 M" in words and "30 × 9 heads of 64, 3 KV heads" in words
+    assert "23.0 kB per token, 12.2 kB with --kv-dtype int8" in words
     assert command(str(smollm2_path), template=True) == 0
     assert "<|im_start|>" in capsys.readouterr().out
 
@@ -45,6 +46,11 @@ def test_show_of_a_checkpoint_directory(stories_dir: Path, capsys: pytest.Captur
 def test_no_two_settings_share_a_flag() -> None:
     flags = [flag_name(section, field) for section, kind in SECTIONS.items() for field in kind.__dataclass_fields__]
     assert len(flags) == len(set(flags))
+
+
+def test_an_empty_variable_sets_nothing() -> None:
+    given = {"TOKENMILL_API_KEY": "", "TOKENMILL_STOP": "a,,b"}
+    assert environment_settings(given) == {"stop": ["a", "b"]}
 
 
 def test_sampling_flags_are_sampling_params() -> None:

@@ -156,8 +156,11 @@ def test_wrong_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
     for arguments in (["--device", "H1000"], ["--slo", "speed=3"], ["--mfu", "2"], ["--tp", "5"], ["--batch", "0"],
-                      ["--weight-dtype", "q9"], ["--slo", "ttft=soon"]):  # fmt: skip
-        assert main(["plan", str(file), "--device", "H100", *arguments]) == 2, arguments
+                      ["--weight-dtype", "q9"], ["--slo", "ttft=soon"], ["--kv-dtype", "q9"], ["--context", "0"],
+                      ["--memory-fraction", "nan"], ["--memory-fraction", "2"], ["--mbu", "0"], ["--device", ","],
+                      ["--usd-per-hour", "inf"], ["--batch", "1.5"], ["--batch", "9" * 20]):  # fmt: skip
+        device = [] if "--device" in arguments else ["--device", "H100"]
+        assert main(["plan", str(file), *device, *arguments]) == 2, arguments
         assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -20,7 +20,7 @@ def test_warnings_are_warnings(lines: pytest.LogCaptureFixture) -> None:
     run.log_plan(["plan: weights 0.10 GB", "plan: warning: does not fit"])
     assert [(r.levelname, r.getMessage()) for r in lines.records] == [
         ("INFO", "plan: weights 0.10 GB"),
-        ("WARNING", "plan: warning: does not fit"),
+        ("WARNING", "plan: does not fit"),
     ]
 
 

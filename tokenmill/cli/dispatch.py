@@ -12,14 +12,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict
 
+from tokenmill.cli.amounts import whole_numbers_only
 from tokenmill.cli.settings import environment_settings, file_settings
 from tokenmill.errors import InvalidConfig, TokenmillError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+CONFIGURED = ("run", "chat", "serve")
+EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
 
 
 def dispatch(verb: str, module: str, arguments: list[str]) -> int:
@@ -68,7 +71,9 @@ def _app(verb: str, module: str, config_file: Path | None) -> App:
         sources.append(_source(file_settings(config_file), str(config_file)))
     app = App(
         name="tokenmill",
-        config=sources,
+        config=[*sources, whole_numbers_only],
+        default_parameter=Parameter(show_default=worth_showing),
+        help_epilogue=EVERYWHERE if verb in CONFIGURED else None,
         version_flags=[],
         print_error=False,
         exit_on_error=False,
@@ -77,6 +82,13 @@ def _app(verb: str, module: str, config_file: Path | None) -> App:
     )
     app.command(import_module(module).command, name=verb)
     return app
+
+
+def worth_showing(default: object) -> str | None:
+    """A default as `--help` shows it; that nothing happens unless asked for goes without saying."""
+    if isinstance(default, bool):
+        return "on" if default else None
+    return None if default in (None, "", ()) else str(default)
 
 
 def _source(values: dict[str, Any], name: str) -> Dict:

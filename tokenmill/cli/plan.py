@@ -11,6 +11,7 @@ from tokenmill.cli import plan_flags
 from tokenmill.cli.plan_flags import DeviceConfig, ShowConfig
 from tokenmill.cli.screen import print_facts, print_table
 from tokenmill.cli.tables import print_json_line
+from tokenmill.errors import InvalidConfig
 from tokenmill.store import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Questio
     others = [name for part in show.compare for name in _list(part)]
     device_names = [*_list(asked.device), *[name for name in others if name == "auto" or find_device(name)]]
     model_names = [*_list(models), *[name for name in others if name != "auto" and not find_device(name)]]
+    for named, what in ((model_names, "model"), (device_names, "device")):
+        if not named:
+            raise InvalidConfig(f"no {what} is named", param=what)
     found = [find_model(name) for name in model_names]
     if asked.calibrate is not None:
         question = replace(question, speeds=measured_speeds(asked.calibrate, found[0], question.kv_dtype))

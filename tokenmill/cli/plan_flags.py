@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from tokenmill.cli.amounts import AmountOrZero, Count, Share
 from tokenmill.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
 class DeviceConfig:
     device: str = "auto"
     """Name from the table (--devices lists it), or auto for this machine by measurement; several by commas."""
-    tp: int = 1
+    tp: Count = 1
     """Devices that share every layer (tensor split)."""
-    pp: int = 1
+    pp: Count = 1
     """Stages that the layers are cut into (pipeline split)."""
-    mfu: float | None = None
+    mfu: Share | None = None
     """Share of peak arithmetic that prefill reaches."""
-    mbu: float | None = None
+    mbu: Share | None = None
     """Share of peak bandwidth that decode reaches."""
     calibrate: Path | None = None
     """JSON result of `bench offline`, `latency` or `serve --output` on this device, instead of mfu and mbu."""
-    usd_per_hour: float | None = None
+    usd_per_hour: AmountOrZero | None = None
     """Price of all devices together."""
 
     def named(self, name: str) -> PlanDevice:
@@ -41,19 +42,19 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    input_len: int = 1024
+    input_len: Count = 1024
     """Prompt tokens of a request."""
-    output_len: int = 1024
+    output_len: Count = 1024
     """Answer tokens of a request."""
-    batch: int = 1
+    batch: Count = 1
     """Requests running together for which TPOT is shown."""
     slo: str = ""
     """Limits to stay within: ttft=1s,tpot=100ms."""
-    context: int | None = None
+    context: Count | None = None
     """Tokens kept per request; input plus output by default."""
-    max_running: int = 256
+    max_running: Count = 256
     """Requests that may run together."""
-    token_budget: int = 2048
+    token_budget: Count = 2048
     """Tokens computed in one step at most."""
 
 
@@ -63,7 +64,7 @@ class PrecisionConfig:
     """float32, bfloat16, fp8, int8, int4 or a GGUF type such as Q4_K; auto: as stored."""
     kv_dtype: str = "auto"
     """Precision of cached keys and values; auto: bfloat16, float16 on a CPU."""
-    memory_fraction: float | None = None
+    memory_fraction: Share | None = None
     """Share of the memory left after the weights that the KV pool takes."""
 
 
@@ -93,25 +94,19 @@ def question(device: DeviceConfig, load: LoadConfig, precision: PrecisionConfig)
     from tokenmill.planner.plan import Question
 
     return Question(
-        input_len=_positive(load.input_len, "input-len"),
-        output_len=_positive(load.output_len, "output-len"),
-        batch=_positive(load.batch, "batch"),
+        input_len=load.input_len,
+        output_len=load.output_len,
+        batch=load.batch,
         weight_dtype=precision.weight_dtype,
         kv_dtype=precision.kv_dtype,
         split=Split(device.tp, device.pp),
         max_context=load.context,
-        max_running=_positive(load.max_running, "max-running"),
-        token_budget=_positive(load.token_budget, "token-budget"),
+        max_running=load.max_running,
+        token_budget=load.token_budget,
         memory_fraction=precision.memory_fraction,
         slo=parse_slo(load.slo),
         usd_per_hour=device.usd_per_hour,
     )
-
-
-def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise InvalidConfig(f"--{name} must be at least 1, not {value}", param=name)
-    return value
 
 
 def parse_slo(text: str) -> Slo:

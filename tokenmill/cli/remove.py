@@ -13,7 +13,9 @@ def command(model: str, /, *more: str) -> int:
     Parameters
     ----------
     model
-        Names as `tokenmill list` shows them.
+        Name as `tokenmill list` shows it.
+    more
+        More of them.
     """
     from tokenmill.weights.packed_cache import prune
 

@@ -14,9 +14,11 @@ def command(
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Serve a model over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1."""
+    from tokenmill.server.run import require_servable, run_server
+
     config = engine.config(model)
+    require_servable(server)
     found = session.fetch(config.model.model)
-    from tokenmill.server.run import run_server
 
     def plan() -> list[str]:
         from tokenmill.planner.serving import serving_lines

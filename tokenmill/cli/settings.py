@@ -53,13 +53,14 @@ def file_settings(path: Path) -> dict[str, Any]:
 
 
 def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Flag name → value from TOKENMILL_… variables; several values are separated by commas."""
+    """Flag name → value from TOKENMILL_… variables; several values are separated by commas, none is empty."""
     known = {_variable(flag_name(section, name)): (section, name) for section in SECTIONS for name in _names(section)}
     found: dict[str, Any] = {}
     for variable, value in environment.items():
         if variable in known:
             section, name = known[variable]
-            found[flag_name(section, name)] = value.split(",") if name in _several(section) else value
+            values = [part for part in value.split(",") if part] if name in _several(section) else value
+            found |= {flag_name(section, name): values} if values != [] else {}
         elif variable.startswith(PREFIX):
             _refuse_near_miss(variable, list(known))
     return found

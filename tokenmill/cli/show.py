@@ -15,9 +15,11 @@ from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import ModelSpec, MoeSpec
 from tokenmill.cli.screen import count, print_facts, size
 from tokenmill.hardware.machine import probe_machine
+from tokenmill.planner.plan import AUTO_KV_DTYPE
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
 
-KV_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # what `auto` means there
+KV_DTYPES = {"cpu": AUTO_KV_DTYPE[True], "cuda": AUTO_KV_DTYPE[False]}
+ROUNDED = "int8"
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 
@@ -70,7 +72,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "weight_bytes": weights,
         "max_context": spec.max_context,
         "has_chat_template": chat_template(resolved.path) is not None,
-        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in KV_DTYPES.values()},
+        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in (*KV_DTYPES.values(), ROUNDED)},
         "fit": fit(spec, weights),
     }
 
@@ -148,9 +150,13 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{size(facts['weight_bytes'])} ({types})"),
         ("context", f"{facts['max_context']:,} tokens"),
         ("chat template", "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"),
-        ("KV cache", ", ".join(f"{size(n)} per token in {dtype}" for dtype, n in facts["kv_bytes_per_token"].items())),
+        ("KV cache", _cache_in_words(facts["kv_bytes_per_token"])),
     ]
     return rows + [("fits here" if not index else "", _fit_in_words(row)) for index, row in enumerate(facts["fit"])]
+
+
+def _cache_in_words(per_token: dict[str, int]) -> str:
+    return f"{size(per_token[KV_DTYPES['cpu']])} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
 
 
 def _fit_in_words(row: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ class CacheConfig:
     block_size: int = 16
     """Tokens in one KV block."""
     num_blocks: int | None = None
-    """Blocks in the pool; by default as many as `memory_fraction` allows."""
+    """Blocks in the pool; by default as many as --memory-fraction allows."""
     memory_fraction: float | None = None
     """Share of the memory left after loading that the KV cache may take; by default 0.25 on a CPU, 0.9 on a GPU."""
     kv_dtype: KVDType = "auto"

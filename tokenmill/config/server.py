@@ -15,7 +15,7 @@ from tokenmill.errors import InvalidConfig
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
-    """Address to listen on; beyond this machine only with an API key or `allow_open`."""
+    """Address to listen on; beyond this machine only with an API key or --allow-open."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key: tuple[str, ...] = field(default=(), repr=False)

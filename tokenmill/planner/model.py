@@ -38,13 +38,17 @@ class PlannedModel:
         dtype = self.dtype(dtype)
         if dtype == "mxfp4":  # a format of experts; everything beside them stays as it was
             return weight_parts(self.spec, "bfloat16", expert_dtype=dtype)
-        if dtype not in DTYPE_BYTES and dtype not in GGML_TYPE_BY_NAME:
-            known = ", ".join([*DTYPE_BYTES, "Q8_0", "Q4_K"])
-            raise InvalidConfig(f"no weight type is called {dtype}; some are {known}", param="weight_dtype")
+        require_known(dtype, "weight_dtype")
         return weight_parts(self.spec, dtype, vector_dtype=_vector(dtype))
 
     def dtype(self, asked: str) -> str:
         return self.stored_dtype if asked == "auto" else asked
+
+
+def require_known(dtype: str, param: str) -> None:
+    if dtype not in DTYPE_BYTES and dtype not in GGML_TYPE_BY_NAME:
+        known = ", ".join([*DTYPE_BYTES, "Q8_0", "Q4_K"])
+        raise InvalidConfig(f"{param}: no type is called {dtype!r}; some are {known}", param=param)
 
 
 def _vector(dtype: str) -> str | None:

@@ -22,7 +22,7 @@ from tokenmill.arch.outline import Model, outline_of
 from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
-from tokenmill.planner.model import PlannedModel
+from tokenmill.planner.model import PlannedModel, require_known
 from tokenmill.planner.price import Price, price
 from tokenmill.planner.reading import readers_kept_up_with
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
@@ -99,6 +99,7 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     weight_dtype = model.dtype(question.weight_dtype)
     parts = model.weights(question.weight_dtype)
     kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else AUTO_KV_DTYPE[device.is_cpu]
+    require_known(kv_dtype, "kv_dtype")
     file_bytes = model.stored.total if model.stored else 0
     memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, question.limits, file_bytes=file_bytes)
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)

@@ -116,7 +116,8 @@ def comparison(plans: Sequence[Plan]) -> tuple[list[str], list[list[str]]]:
 def label(plan: Plan) -> str:
     split = plan.question.split
     times = f"{split.num_devices} × " if split.num_devices > 1 else ""
-    return f"{plan.model.name}, {times}{plan.device.name}, {plan.weight_dtype}"
+    kv = f", KV {plan.kv_dtype}" if plan.question.kv_dtype != "auto" else ""
+    return f"{plan.model.name}, {times}{plan.device.name}, {plan.weight_dtype}{kv}"
 
 
 def reading_rows(tpot_s: float) -> list[list[str]]:

@@ -24,6 +24,8 @@ ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
 
 def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[bytes, ...]:
     """Keys from flags, the environment (comma-separated) and the key file together."""
+    if not all(key.strip() for key in config.api_key):
+        raise InvalidConfig("an API key is empty, which would leave the server open", param="api_key")
     keys = [*config.api_key, *environment.get(ENVIRONMENT_NAME, "").split(",")]
     if config.api_key_file is not None:
         keys += _keys_in(config.api_key_file)

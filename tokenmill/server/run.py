@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from errno import EADDRNOTAVAIL
 
 import uvicorn
 import uvloop
@@ -38,7 +38,8 @@ KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so t
 EXIT_FORCED = 1
 
 StartEngine = Callable[[], Awaitable[Engine]]
-MakePlan = Callable[[], list[str]]  # what the settings will take, in lines; a warning begins "plan: warning"
+MakePlan = Callable[[], list[str]]  # what the settings will take, in lines
+PLAN_WARNING = "plan: warning: "  # begins those that are warnings
 
 
 def run_server(
@@ -77,7 +78,16 @@ def log_plan(lines: list[str] | BaseException) -> None:
         log.warning("plan: none could be made: %s", lines)
         return
     for line in lines:
-        log.log(logging.WARNING if line.startswith("plan: warning") else logging.INFO, "%s", line)
+        if line.startswith(PLAN_WARNING):
+            log.warning("plan: %s", line.removeprefix(PLAN_WARNING))  # the log names the level itself
+        else:
+            log.info("%s", line)
+
+
+def require_servable(config: ServerConfig) -> None:
+    """Keys and address are looked at before a model is fetched, which may take long."""
+    require_safe_exposure(config, load_keys(config, os.environ))
+    bind(config.host, config.port).close()
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
@@ -107,10 +117,14 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
+    except (socket.gaierror, UnicodeError):
+        raise InvalidConfig(
+            f"cannot listen on {host!r}: no such address", param="host", hint="--host 127.0.0.1 is this machine"
+        ) from None
     except OSError as error:
-        problem = InvalidConfig(
-            f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another with --port"
-        )
+        why = os.strerror(error.errno) if error.errno else str(error)
+        hint = "--host must be an address of this machine" if error.errno == EADDRNOTAVAIL else "choose another --port"
+        problem = InvalidConfig(f"cannot listen on {host}:{port}: {why}", hint=hint)
         problem.exit_code = 1  # the setting is fine; the machine is not
         raise problem from None
 

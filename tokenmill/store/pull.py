@@ -35,13 +35,15 @@ def pull(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -
 
 
 def _first_that_delivers(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> Fetched:
-    refusals = []
-    for source in _sources(model, store, progress):
+    refusals: list[str] = []
+    sources = _sources(model, store, progress)
+    for source in sources:
         try:
             return source()
         except SourceUnavailable as refusal:
             refusals.append(str(refusal))
-            progress.note(str(refusal))
+            if len(refusals) < len(sources):  # the last one is told by the error
+                progress.note(str(refusal))
         except OSError as problem:
             _give_up(model, store, problem)
         except PullFailed:

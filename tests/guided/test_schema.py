@@ -12,7 +12,7 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.guided.compile import compile_grammar
 from tokenmill.guided.regex_size import expanded_size
 from tokenmill.guided.vocabulary import Vocabulary
-from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
+from tokenmill.params import Guided
 
 REFUSED: list[tuple[Any, str, str]] = [
     ({"properties": {"a": {"items": {"not": {}}}}}, "not", "#/properties/a/items/not"),
@@ -94,19 +94,3 @@ def test_what_is_enforced_is_what_jsonschema_says(schema: Any, vocabulary: Vocab
 )
 def test_size_of_a_regex(pattern: str, size: int) -> None:
     assert expanded_size(pattern) == size
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"guided": Guided("yaml", "a")}, "guided.kind"),  # type: ignore[arg-type]
-        ({"guided": Guided("regex")}, "guided.text"),
-        ({"guided": Guided("json_object", "{}")}, "guided.text"),
-        ({"guided": Guided("regex", "a" * (MAX_GUIDED_BYTES + 1))}, "guided.text"),
-        ({"guided": Guided("json_object"), "thinking_budget": 3}, "thinking_budget"),
-    ],
-)
-def test_params_that_contradict_a_grammar(changes: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        SamplingParams(**changes)
-    assert refused.value.param == param

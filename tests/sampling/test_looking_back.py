@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows_for_tests import draw_alone, new_row, plan
 
-from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams, Watermark
 from tokenmill.sampling.repeats import Breakers, RepeatRuns, suffix_runs
 from tokenmill.sampling.rows import Rows
@@ -272,33 +271,3 @@ def test_a_processor_that_fails_ends_its_own_row(wrong: Any) -> None:
     failed, fine = sampler.sample(torch.zeros(2, 10), [plan(0), plan(1)])
     assert failed.error is not None and "logits processor" in failed.error
     assert fine == draw_alone(torch.zeros(10), new_row(0, seed=3))
-
-
-@pytest.mark.parametrize(
-    ("knobs", "param"),
-    [
-        ({"mirostat": 1}, "mirostat"),
-        ({"mirostat": 2, "beam": 2}, "mirostat"),
-        ({"top_p": 0.5, "beam": 2}, "top_p"),
-        ({"temperature": 0.5, "beam": 2}, "temperature"),
-        ({"watermark": Watermark(key=-1)}, "watermark.key"),
-        ({"watermark": Watermark(key=1, gamma=1.0)}, "watermark.gamma"),
-        ({"watermark": Watermark(key=1, delta=math.nan)}, "watermark.delta"),
-        ({"watermark": Watermark(key=1, context=0)}, "watermark.context"),
-        ({"logits_processors": ["x"]}, "logits_processors"),
-        ({"thinking_markers": ("a", "b")}, "thinking_markers"),
-        ({"thinking_markers": ("a", ""), "thinking_budget": 1}, "thinking_markers"),
-        ({"dry_base": 0.5}, "dry_base"),
-        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
-        ({"eta_cutoff": 2}, "eta_cutoff"),
-        ({"stop_regex": ["a"] * 9}, "stop_regex"),
-    ],
-)
-def test_wrong_knobs_are_named(knobs: dict[str, Any], param: str) -> None:
-    from tokenmill.params import BeamParams
-
-    if "beam" in knobs:
-        knobs = {**knobs, "beam": BeamParams(knobs["beam"])}
-    with pytest.raises(InvalidRequest) as refused:
-        SamplingParams(**knobs)
-    assert refused.value.param == param

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from tokenmill.cli.screen import print_facts
 from tokenmill.errors import InvalidRequest
-from tokenmill.params import SamplingParams, Watermark
+from tokenmill.params import Watermark
 from tokenmill.sampling.watermark import Reading, read_watermark
 from tokenmill.store import DEFAULT_MODEL, resolve_model
 
@@ -53,7 +53,6 @@ def command(
         One JSON object for programs.
     """
     mark = Watermark(key=key, gamma=gamma, context=context)
-    SamplingParams(watermark=mark)  # refuses what generation would refuse
     reading = read_watermark(mark, _token_ids(model, _text(file)))
     if json:
         print(msgspec.json.encode({**_facts(reading), "watermarked": reading.z_score > CERTAIN}).decode())

@@ -1,0 +1,50 @@
+"""Every knob of one generation, validated once, here.
+
+sampling   `SamplingParams`: what users write, what travels to the engine process and what the sampler reads
+parts      the knobs that have knobs of their own: what an answer must follow, beams, a watermark
+checks     how a value is refused
+
+A value that cannot be honoured raises `InvalidRequest` naming the field; nobody checks again later.
+"""
+
+from tokenmill.params.parts import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_CHOICES,
+    MAX_GUIDED_BYTES,
+    MAX_WATERMARK_CONTEXT,
+    BeamParams,
+    Guided,
+    GuidedKind,
+    Watermark,
+)
+from tokenmill.params.sampling import (
+    DRY_BREAKERS,
+    MAX_BREAKERS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_REGEXES,
+    MAX_STOP_STRINGS,
+    NUMBERS,
+    WHOLE_NUMBERS,
+    SamplingParams,
+)
+
+__all__ = [
+    "DRY_BREAKERS",
+    "INT64_MAX",
+    "INT64_MIN",
+    "MAX_BREAKERS",
+    "MAX_CHOICES",
+    "MAX_GUIDED_BYTES",
+    "MAX_LOGIT_BIAS",
+    "MAX_STOP_REGEXES",
+    "MAX_STOP_STRINGS",
+    "MAX_WATERMARK_CONTEXT",
+    "NUMBERS",
+    "WHOLE_NUMBERS",
+    "BeamParams",
+    "Guided",
+    "GuidedKind",
+    "SamplingParams",
+    "Watermark",
+]

@@ -1,0 +1,79 @@
+"""Knobs that have knobs of their own. Each is sound by itself once it is made; how it combines with others
+`SamplingParams` knows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from tokenmill.params.checks import refuse, require_int, require_number
+
+MAX_CHOICES = 128
+MAX_GUIDED_BYTES = 128 << 10
+MAX_WATERMARK_CONTEXT = 8
+MAX_LENGTH_PENALTY = 100.0
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+
+
+class Guided(msgspec.Struct, frozen=True):
+    """The answer must follow this: a JSON schema, any JSON object, a regex, one of several texts, a grammar.
+
+    `text` is the schema, the regex or the grammar as it is written; for `choice` a JSON list of strings.
+    """
+
+    kind: GuidedKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GuidedKind):
+            refuse("guided.kind", f"must be one of {', '.join(get_args(GuidedKind))}, got {self.kind!r}")
+        is_empty = self.kind == "json_object"
+        if not isinstance(self.text, str) or (self.text == "") is not is_empty:
+            refuse("guided.text", f"must be {'empty' if is_empty else 'given'} for {self.kind}")
+        if len(self.text.encode("utf-8", "replace")) > MAX_GUIDED_BYTES:
+            refuse("guided.text", f"must be at most {MAX_GUIDED_BYTES >> 10} KiB long")
+
+    @classmethod
+    def schema(cls, schema: dict[str, Any] | bool) -> Guided:
+        return cls("json_schema", msgspec.json.encode(schema).decode())
+
+    @classmethod
+    def choice(cls, texts: list[str]) -> Guided:
+        return cls("choice", msgspec.json.encode(texts).decode())
+
+
+class BeamParams(msgspec.Struct, frozen=True):
+    """Beam search: keep `width` hypotheses; score = sum of logprobs / length ** length_penalty."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False  # True: stop as soon as `width` hypotheses are finished
+
+    def __post_init__(self) -> None:
+        require_int("beam.width", self.width, 1, MAX_CHOICES)
+        require_number("beam.length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+
+
+class Watermark(msgspec.Struct, frozen=True):
+    """Leaves a mark in the choice of words that `tokenmill detect` finds with the same key (Kirchenbauer et al. 2023).
+
+    At each place a share `gamma` of the vocabulary is green, told by the key and the last `context` tokens; green
+    tokens get `delta` added to their logit.
+    """
+
+    key: int
+    gamma: float = 0.25
+    delta: float = 2.0
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        require_int("watermark.key", self.key, 0, INT64_MAX)
+        require_number("watermark.gamma", self.gamma, 0.0, 1.0)
+        if self.gamma in (0.0, 1.0):
+            refuse("watermark.gamma", f"must be above 0 and below 1, got {self.gamma!r}")
+        require_number("watermark.delta", self.delta, 0.0, 100.0)
+        require_int("watermark.context", self.context, 1, MAX_WATERMARK_CONTEXT)

@@ -1,0 +1,234 @@
+"""All knobs of one generation and how they combine.
+
+Defaults change nothing: temperature 1, no truncation, no penalties. `max_tokens=None` means "up to the end of the
+context". What a knob does is said in docs/SAMPLING.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tokenmill.params.checks import refuse, require_int, require_list, require_number, require_texts
+from tokenmill.params.parts import INT64_MAX, INT64_MIN, MAX_CHOICES, BeamParams, Guided, Watermark
+
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_LOGIT_BIAS = 4096
+DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+MAX_BREAKERS = 32
+MAX_BREAKER_LENGTH = 40  # characters, as llama.cpp
+MAX_STOP_REGEXES = 8
+MAX_PROCESSORS = 16
+INT32_MAX = 2**31 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0  # keep logits within so many standard deviations of the highest; 0 = off
+    top_a: float = 0.0  # keep tokens with probability >= top_a * (highest probability) ** 2; 0 = off
+    epsilon_cutoff: float = 0.0  # keep tokens with at least this probability; 0 = off
+    eta_cutoff: float = 0.0  # the same, with less where the distribution is flat; 0 = off
+    dynatemp_range: float = 0.0  # temperature moves this far to both sides, with the entropy; 0 = off
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0  # 2 = keep the surprise of each token near mirostat_tau bits (version 2); 0 = off
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1  # how quickly it corrects itself
+    xtc_probability: float = 0.0  # how often the most likely tokens above xtc_threshold are left out; 0 = never
+    xtc_threshold: float = 0.1
+    no_repeat_ngram_size: int = 0  # no run of so many tokens occurs twice; 0 = off
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0  # what a token that would go on repeating an earlier passage loses; 0 = off
+    dry_base: float = 1.75  # ... times this for each token that the repeat is longer than dry_allowed_length
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # how many tokens back repeats are looked for; -1 = all
+    dry_sequence_breakers: list[str] | None = None  # a repeat does not reach beyond these; None: DRY_BREAKERS
+    watermark: Watermark | None = None
+    logits_processors: list[Any] = []  # functions (output ids, logits) -> logits; where the engine runs in-process
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
+    seed: int | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: list[str] = []
+    stop_regex: list[str] = []  # a match of one of these ends the answer
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop: bool = False  # keep the stop string in the text
+    logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    beam: BeamParams | None = None
+    guided: Guided | None = None  # what the answer must follow
+    context_shift: bool | None = None  # go on past the context, forgetting what is oldest; None: as the engine is set
+    context_keep: int | None = None  # how many of the first tokens are never forgotten; None: as the engine is set
+    thinking_budget: int | None = None  # the most tokens inside think sections; then their end is written
+    thinking_markers: tuple[str, str] | None = None  # what opens and closes them; None: as the chat template writes it
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        _check_lists(self)
+        _check_combinations(self)
+        if self.thinking_markers is not None:
+            _check_markers(self)
+        if self.beam is not None:
+            _check_beam(self, self.beam)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the engine runs at once for this request."""
+        return self.beam.width if self.beam else (self.best_of or self.n)
+
+
+# What a knob that is one number may be: low, high.
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "top_n_sigma": (0.0, 100.0),
+    "top_a": (0.0, 1.0),
+    "epsilon_cutoff": (0.0, 1.0),
+    "eta_cutoff": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 10.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+}
+WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_CHOICES),
+    "top_k": (0, INT32_MAX),
+    "no_repeat_ngram_size": (0, 1024),
+    "mirostat": (0, 2),
+    "dry_allowed_length": (0, INT32_MAX),
+    "dry_penalty_last_n": (-1, INT32_MAX),
+    "min_tokens": (0, INT32_MAX),
+}
+MAYBE_WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
+    "best_of": (1, MAX_CHOICES),
+    "seed": (INT64_MIN, INT64_MAX),
+    "max_tokens": (0, INT32_MAX),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "thinking_budget": (0, INT32_MAX),
+    "context_keep": (0, INT32_MAX),
+}
+
+
+# Knobs that are texts: how many, how long.
+TEXTS: dict[str, tuple[int, int]] = {
+    "stop": (MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+    "stop_regex": (MAX_STOP_REGEXES, MAX_STOP_LENGTH),
+    "dry_sequence_breakers": (MAX_BREAKERS, MAX_BREAKER_LENGTH),
+}
+TOKEN_LISTS: dict[str, int | None] = {
+    "stop_token_ids": MAX_STOP_STRINGS,
+    "allowed_token_ids": None,  # as many as the vocabulary has; which ids there are the intake knows
+    "banned_token_ids": None,
+}
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    for name, (low, high) in NUMBERS.items():
+        require_number(name, getattr(params, name), low, high)
+    for name, (least, most) in WHOLE_NUMBERS.items():
+        require_int(name, getattr(params, name), least, most)
+    for name, (least, most) in MAYBE_WHOLE_NUMBERS.items():
+        if (value := getattr(params, name)) is not None:
+            require_int(name, value, least, most)
+    if params.mirostat == 1:
+        refuse("mirostat", "knows version 2 only (0 turns it off)")
+
+
+def _check_lists(params: SamplingParams) -> None:
+    for name, (most, longest) in TEXTS.items():
+        if (texts := getattr(params, name)) is not None:
+            require_texts(name, texts, most, longest)
+    for name, most_ids in TOKEN_LISTS.items():
+        if (ids := getattr(params, name)) is not None:
+            require_list(name, ids, most_ids)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        refuse("allowed_token_ids", "must not be empty")
+    bias: Any = {} if params.logit_bias is None else params.logit_bias
+    if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+        refuse("logit_bias", f"must map token ids to numbers, {MAX_LOGIT_BIAS} of them at most")
+    for value in bias.values():
+        require_number("logit_bias", value, -100.0, 100.0)
+    processors: Any = params.logits_processors
+    require_list("logits_processors", processors, MAX_PROCESSORS)
+    if not all(callable(one) for one in processors):
+        refuse("logits_processors", "must hold functions")
+
+
+def _check_combinations(params: SamplingParams) -> None:
+    if params.best_of is not None and params.best_of < params.n:
+        refuse("best_of", f"must be at least n ({params.n}), got {params.best_of}")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        refuse("min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}")
+    if params.context_shift is False and params.context_keep is not None:
+        refuse("context_keep", "needs context_shift to be on")
+    if params.guided is not None and params.thinking_budget is not None:
+        refuse("thinking_budget", "does not combine with a schema or grammar, which admits no think section")
+
+
+def _check_markers(params: SamplingParams) -> None:
+    if params.thinking_budget is None:
+        refuse("thinking_markers", "need a thinking_budget")
+    require_texts("thinking_markers", params.thinking_markers, 2, MAX_STOP_LENGTH)
+    if len(params.thinking_markers or ()) != 2:
+        refuse("thinking_markers", "must be two texts: what opens a think section and what closes it")
+
+
+# What only a draw has a use for.
+DRAWING_KNOBS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "top_a",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "dynatemp_range",
+    "mirostat",
+    "xtc_probability",
+)
+
+
+def _check_beam(params: SamplingParams, beam: BeamParams) -> None:
+    if params.n > beam.width:
+        refuse("n", f"must not exceed the beam width ({beam.width})")
+    if params.best_of is not None:
+        refuse("best_of", "does not combine with beam search")
+    if params.temperature not in (0.0, 1.0):
+        refuse("temperature", "does not combine with beam search, which draws nothing; leave it at 0 or 1")
+    defaults = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+    for name in DRAWING_KNOBS:
+        if getattr(params, name) != defaults[name]:
+            refuse(name, "does not combine with beam search, which draws nothing")
+    if params.stop_regex:
+        refuse("stop_regex", "does not combine with beam search; use stop")
+    if params.context_shift:
+        refuse("context_shift", "does not combine with beam search")

@@ -4,7 +4,8 @@
     ├── InvalidRequest            the request is wrong (400); `param` names the field
     │   └── ContextLengthExceeded prompt (plus what was asked for) does not fit
     ├── UnknownModel              no model of that name (404)
-    ├── Overloaded                queue full, or draining (429 / 503); try again after `retry_after_s`
+    ├── Overloaded                the queue is full (429); try again after `retry_after_s`
+    │   └── Draining              the server is about to end (503)
     ├── RequestFailed             this request could not be computed; the others go on (500)
     ├── EngineDead                the engine process is gone (503)
     ├── InvalidConfig             a setting is wrong or settings contradict each other

@@ -251,7 +251,7 @@ def test_a_variable_that_nearly_names_a_setting_is_refused(environment: dict[str
 
 
 def test_chat_from_a_pipe_remembers_and_obeys(environment: dict[str, str]) -> None:
-    said = "first\n/system be kind\n/set temperature 0.5\nsecond \\\nline\n"
+    said = "first\n/system be kind\n/set temperature 0.5\n/set stop_regex \\d\nsecond \\\nline\n"
     said += '/clear\n"""\nblock\nof lines\n"""\n/exit\nnever\n'
     done = scripted(environment, "chat", stdin=said)
     assert done.returncode == 0, done.stderr
@@ -259,7 +259,7 @@ def test_chat_from_a_pipe_remembers_and_obeys(environment: dict[str, str]) -> No
     assert [message["role"] for message in sent[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert sent[1]["messages"][-1]["content"] == "second \nline" and sent[1]["temperature"] == 0.5
     assert [m["content"] for m in sent[2]["messages"]] == ["be kind", "block\nof lines"]
-    assert len(sent) == 3
+    assert len(sent) == 3 and r"(stop_regex = ('\\d',))" in done.stdout
 
 
 def test_chat_survives_wrong_commands_and_failed_answers(environment: dict[str, str]) -> None:

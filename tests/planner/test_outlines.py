@@ -85,6 +85,12 @@ def test_every_family_is_compared_with_something() -> None:
     assert set(LAYERS) <= set(CONFIGS) | same
 
 
+def test_a_config_with_endless_layers_is_refused() -> None:
+    sizes = {"n_embd": 64, "vocab_size": 10, "n_head": 2, "n_positions": 8}
+    with pytest.raises(UnsupportedModel, match="layers"):
+        outline_from_hf({"model_type": "phi-msft", **sizes, "n_layer": 2**30})
+
+
 def test_the_engine_refuses_by_name_what_is_only_planned() -> None:
     for model_type in {*LAYERS, *SAME_TEXT_MODEL} - set(BY_MODEL_TYPE):  # what the engine has learnt since is a spec
         with pytest.raises(UnsupportedModel, match=model_type):

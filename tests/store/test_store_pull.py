@@ -90,6 +90,8 @@ def test_a_safetensors_repository_becomes_a_directory(hub: FakeHub, store: Store
         "tokenizer.json": b"[]",
         "evil.py": b"boom",
         "pytorch_model.bin": b"x",
+        "manifest.json": b"theirs",
+        "notes (old).json": b"{}",
     }
     resolved = resolve_model(REPO, store=store)
     assert sorted(path.name for path in resolved.path.iterdir()) == [
@@ -99,6 +101,14 @@ def test_a_safetensors_repository_becomes_a_directory(hub: FakeHub, store: Store
         "tokenizer.json",
     ]
     assert (resolved.path / "config.json").read_bytes() == b"{}"
+    assert b"theirs" not in (resolved.path / "manifest.json").read_bytes()
+
+
+def test_weights_whose_name_cannot_be_kept_are_not_even_fetched(hub: FakeHub, store: Store) -> None:
+    hub.files = {"my model.safetensors": GGUF, "config.json": b"{}"}
+    with pytest.raises(PullFailed, match="my model"):
+        resolve_model(REPO, store=store)
+    assert hub.requests == []
 
 
 def test_a_cut_connection_is_taken_up_where_it_broke(hub: FakeHub, store: Store) -> None:

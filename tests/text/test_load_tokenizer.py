@@ -87,15 +87,22 @@ def test_listed_tokens_are_added_on_their_ids(copied: Path) -> None:
     configure(copied, added_tokens_decoder={"900": {"content": "<|far|>", "special": True}})
     with pytest.raises(DamagedFile, match="listed as 900"):
         load_tokenizer(copied)
+    for wrong in ({"many": {"content": "a"}}, {"512": "a"}, {"512": {"special": True}}, {"512": {"content": ""}}):
+        configure(copied, added_tokens_decoder=wrong)
+        with pytest.raises(DamagedFile, match="is no token"):
+            load_tokenizer(copied)
 
 
 def test_damaged_directories(copied: Path) -> None:
     (copied / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DamagedFile, match=r"tokenizer_config\.json holds list"):
         load_tokenizer(copied)
-    (copied / "tokenizer_config.json").write_text("{nonsense")
-    with pytest.raises(DamagedFile, match="not JSON"):
-        load_tokenizer(copied)
+    for nonsense in ("{nonsense", "[" * 100_000):
+        (copied / "tokenizer_config.json").write_text(nonsense)
+        with pytest.raises(DamagedFile, match="not JSON"):
+            load_tokenizer(copied)
+    (copied / "tokenizer_config.json").write_text('{"chat_template": [{"template": "a"}, 3, {"name": "b"}]}')
+    assert load_tokenizer(copied).chat_templates == {}
     (copied / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(DamagedFile, match=r"tokenizer\.json"):
         load_tokenizer(copied)

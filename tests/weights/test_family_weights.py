@@ -182,7 +182,8 @@ def test_check_names_every_wrong_tensor(saved: dict[str, tuple[Path, Any]], tmp_
     del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.norm.weight"] = torch.ones(63)
     tensors["model.layers.0.surprise.weight"] = torch.ones(1)
-    save_file(tensors, tmp_path / "model.safetensors")
+    weights_file = tmp_path / "model.safetensors"
+    save_file(tensors, weights_file)
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     weights = open_weights(tmp_path, read_spec(tmp_path))
     with pytest.raises(DamagedFile) as caught:
@@ -193,6 +194,9 @@ def test_check_names_every_wrong_tensor(saved: dict[str, tuple[Path, Any]], tmp_
     assert "unexpected: model.layers.0.surprise.weight" in message
     with pytest.raises(DamagedFile, match="up_proj"):
         weights.get("layers.1.up.weight")
+    save_file({"model.layers.0.self_attn.q_proj.qweight": torch.ones(8, 8, dtype=torch.int32)}, weights_file)
+    with pytest.raises(DamagedFile, match="no quantization_config"):
+        open_weights(tmp_path, read_spec(tmp_path))
 
 
 def test_generation_config_adds_its_stop_tokens(saved: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:

@@ -167,7 +167,10 @@ def _read_file(w: Workload) -> str:
         raise InvalidConfig(f"the workload {w.kind} needs --file", param="file")
     if w.file.stat().st_size > MAX_FILE_BYTES:
         raise InvalidConfig(f"{w.file} is larger than {MAX_FILE_BYTES >> 20} MiB", param="file")
-    text = w.file.read_text(encoding="utf-8-sig")
+    try:
+        text = w.file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise InvalidConfig(f"{w.file} is no text: {problem}", param="file") from None
     if not text.strip():
         raise InvalidConfig(f"{w.file} is empty", param="file")
     return text

@@ -1,4 +1,4 @@
-"""`tokenmill bench offline` and `latency`: the engine in this process, without a server."""
+"""`tokenmill bench offline`: the engine in this process, without a server."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -127,9 +127,9 @@ def with_setting(sampling: SamplingConfig, name: str, value: str) -> SamplingCon
     if field not in hints:
         near = difflib.get_close_matches(field, hints, n=1, cutoff=0.5)
         raise InvalidRequest(f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "; see /set"))
-    several = field == "stop"
+    is_list = get_origin(hints[field]) is tuple
     try:
-        converted = msgspec.convert((value,) if several else value, hints[field], strict=False)
+        converted = msgspec.convert((value,) if is_list else value, hints[field], strict=False)
     except msgspec.ValidationError as problem:
         raise InvalidRequest(f"{field} can't be {value!r}", param=field) from problem
     changed = replace(sampling, **{field: converted})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +26,7 @@ class TargetConfig:
     """Name of the model to ask for; the first the server lists by default."""
     dialect: str = "openai-chat"
     """openai-chat, openai-completions, anthropic, ollama or tgi."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     """Key sent as the dialect wants it."""
     timeout_s: Amount = 600.0
     """A request that takes longer has failed."""

@@ -41,7 +41,7 @@ def places(schema: Any) -> Iterator[Place]:
             continue
         num_seen += 1
         if num_seen > MAX_SCHEMAS:
-            refuse("more than 10,000 schemas in one", "#")
+            refuse(f"more than {MAX_SCHEMAS:,} schemas in one", "#")
         yield Place(path, found)
         waiting += list(_inside(path, found))
 

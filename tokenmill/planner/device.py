@@ -92,7 +92,8 @@ def measured_cpu(machine: Machine, threads: int | None = None) -> DevicePeaks:
 
 
 def _device(peaks: DevicePeaks, available: int, mfu: float | None, mbu: float | None, source: str) -> PlanDevice:
-    used_mfu, used_mbu = mfu or DEFAULT_MFU[peaks.kind], mbu or DEFAULT_MBU[peaks.kind]
+    used_mfu = DEFAULT_MFU[peaks.kind] if mfu is None else mfu
+    used_mbu = DEFAULT_MBU[peaks.kind] if mbu is None else mbu
     for label, value in (("mfu", used_mfu), ("mbu", used_mbu)):
         if not 0 < value <= 1:
             raise InvalidConfig(f"{label} {value} is not a share between 0 and 1", param=label)

@@ -21,7 +21,7 @@ import msgspec
 
 from tokenmill.store.download import RemoteFile, download
 from tokenmill.store.fetched import Fetched, SourceUnavailable, require_space
-from tokenmill.store.layout import StoredFile
+from tokenmill.store.layout import StoredFile, is_file_name
 from tokenmill.store.progress import PullProgress
 
 ANSWER_S = 5.0  # an unreachable hub must not keep anyone waiting
@@ -59,6 +59,7 @@ class Listing:
 def fetch_from_hub(repo: str, file: str | None, sha256: str | None, folder: Path, progress: PullProgress) -> Fetched:
     listing = list_repo(repo)
     chosen = choose_files(listing, file)
+    _require_names(chosen, repo)
     _require_pin(chosen, sha256)
     require_space(folder, sum(_missing_bytes(remote, folder) for remote in chosen))
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,13 +111,18 @@ def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
     """The files that make the model: one GGUF (all its parts), or a safetensors checkpoint with its tokenizer."""
     paths = sorted(listing.files)
     if wanted is None and any(path.endswith(".safetensors") and "/" not in path for path in paths):
-        return [listing.files[path] for path in paths if _CHECKPOINT.fullmatch(path)]
+        return [listing.files[path] for path in paths if _CHECKPOINT.fullmatch(path) and _is_taken(path)]
     ggufs = [path for path in paths if path.endswith(".gguf") and "mmproj" not in path.lower()]
     matching = _matching(ggufs, wanted) if wanted else _default_quantisation(ggufs)
     if not matching:
         offered = ", ".join(ggufs[:12]) or "no GGUF file and no safetensors checkpoint"
         raise SourceUnavailable(f"{listing.repo} on the hub has no {wanted or 'usable model'}; it has {offered}")
     return [listing.files[path] for path in _all_parts(matching[0], ggufs)]
+
+
+def _is_taken(path: str) -> bool:
+    """Beside the weights a repository may hold anything: what can't be kept under its name is left there."""
+    return path.endswith(".safetensors") or is_file_name(path)
 
 
 def _matching(ggufs: list[str], wanted: str) -> list[str]:
@@ -139,6 +145,13 @@ def _all_parts(path: str, ggufs: list[str]) -> list[str]:
         return [path]
     part = re.compile(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf")
     return [other for other in ggufs if part.fullmatch(other)]
+
+
+def _require_names(chosen: list[RemoteFile], repo: str) -> None:
+    """Before gigabytes are fetched that could not be kept."""
+    for remote in chosen:
+        if not is_file_name(remote.name):
+            raise SourceUnavailable(f"{repo} has a file {remote.name[:80]!r}, a name that the store can't keep")
 
 
 def _require_pin(chosen: list[RemoteFile], sha256: str | None) -> None:

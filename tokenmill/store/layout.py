@@ -195,8 +195,13 @@ def directory_name(name: str) -> str:
     return quote(name, safe="")
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a model's file may have this name: one plain path component, and not the store's own record."""
+    return len(name) <= MAX_NAME_LENGTH and _FILE_NAME.fullmatch(name) is not None and name != "manifest.json"
+
+
 def checked_file_name(name: str) -> str:
-    if len(name) > MAX_NAME_LENGTH or not _FILE_NAME.fullmatch(name) or name == "manifest.json":
+    if not is_file_name(name):
         raise InvalidRequest(f"{shown(name)} can't be the name of a stored file", param="file")
     return name
 

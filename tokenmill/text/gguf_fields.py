@@ -112,8 +112,8 @@ def _types(fields: VocabFields, length: int) -> list[TokenType]:
     numbers = fields.numbers("token_type", length)
     if numbers is None:
         return [TokenType.NORMAL] * length
-    known = {int(kind): kind for kind in TokenType}
-    return [known.get(int(number), TokenType.UNDEFINED) for number in numbers]
+    known: dict[float, TokenType] = {float(kind): kind for kind in TokenType}
+    return [known.get(number, TokenType.UNDEFINED) for number in numbers]
 
 
 def refuse_model(name: str, known: list[str]) -> UnsupportedModel:

@@ -72,14 +72,21 @@ def _add_listed_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], fo
     if not isinstance(listed, dict):
         raise DamagedFile(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is not an object")
     known = backend.get_added_tokens_decoder()
-    for text_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
-        if int(text_id) in known:
+    entries = {_listed_id(text_id, entry, folder): entry for text_id, entry in listed.items()}
+    for token_id, entry in sorted(entries.items()):
+        if token_id in known:
             continue
         flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
         token = AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags)
         backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
-        if backend.token_to_id(entry["content"]) != int(text_id):
-            raise DamagedFile(f"{folder}: token {entry['content']!r} is listed as {text_id}, which is not free")
+        if backend.token_to_id(entry["content"]) != token_id:
+            raise DamagedFile(f"{folder}: token {entry['content']!r} is listed as {token_id}, which is not free")
+
+
+def _listed_id(text: str, entry: Any, folder: Path) -> int:
+    if not text.isascii() or not text.isdigit() or not isinstance(entry, dict) or _token_text(entry) is None:
+        raise DamagedFile(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder[{text[:40]!r}] is no token")
+    return int(text)
 
 
 def _frame(
@@ -141,8 +148,9 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _listed_templates(entry: Any) -> dict[str, str]:
     if isinstance(entry, str):
         return {"default": entry}
-    named = entry if isinstance(entry, list) else []
-    return {item["name"]: item["template"] for item in named if isinstance(item, dict) and "template" in item}
+    named = [item for item in entry if isinstance(item, dict)] if isinstance(entry, list) else []
+    pairs = [(item.get("name"), item.get("template")) for item in named]
+    return {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -150,8 +158,8 @@ def _json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read(path))
-    except ValueError as error:
-        raise DamagedFile(f"{path} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} is not JSON: {str(error)[:100]}") from error
     if not isinstance(value, dict):
         raise DamagedFile(f"{path} holds {type(value).__name__}, expected an object")
     return value

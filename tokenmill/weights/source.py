@@ -54,7 +54,13 @@ def _safetensors(files: tuple[Path, ...]) -> Checkpoint:
     checkpoint = SafetensorsCheckpoint(files)
     if not any(name.endswith(".qweight") for name in checkpoint.shapes):
         return checkpoint
-    return GroupQuantizedCheckpoint(checkpoint, read_json(files[0].parent / "config.json")["quantization_config"])
+    config = read_json(files[0].parent / "config.json").get("quantization_config")
+    if not isinstance(config, dict):
+        raise DamagedFile(
+            f"{checkpoint.place} holds GPTQ or AWQ tensors, but its config.json has no quantization_config",
+            hint="take the config.json that belongs to these files",
+        )
+    return GroupQuantizedCheckpoint(checkpoint, config)
 
 
 def _family(spec: ModelSpec) -> Family:

@@ -78,10 +78,11 @@ def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outline(fields: Fields, family: str) -> ModelOutline:
-    if family == "phi-msft":
-        return _phi(fields)
-    if fields.integer("num_hidden_layers") > MAX_LAYERS:
+    is_phi = family == "phi-msft"
+    if fields.integer("n_layer" if is_phi else "num_hidden_layers") > MAX_LAYERS:
         fields.refuse(f"more than {MAX_LAYERS} layers")
+    if is_phi:
+        return _phi(fields)
     hidden = fields.integer("hidden_size")
     return ModelOutline(
         family,

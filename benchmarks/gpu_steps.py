@@ -1,6 +1,7 @@
 """Times one decoding step, captured as a graph, with the products of a few rows cut in different ways.
 
     python benchmarks/gpu_steps.py DIR_WITH_CONFIG [--quantization none|fp8|int8|int4] [--rows 8,32] [--tune]
+    python benchmarks/gpu_steps.py DIR_WITH_CONFIG --blocks Q4_K      weights as a file of that format has them
 
 Kernels overlap (see `tokenmill/ops/triton/overlap.py`), so a cut is judged by the whole step, not by its own time. With
 --tune each kind of matrix gets the cut that makes the step fastest, one after the other.
@@ -34,9 +35,9 @@ MAX_ROWS, BLOCK, MAX_CONTEXT = 1024, 16, 8192
 
 
 class Steps:
-    def __init__(self, folder: Path, quantization: str, context: int, most_rows: int) -> None:
+    def __init__(self, folder: Path, quantization: str, blocks: str | None, context: int, most_rows: int) -> None:
         spec, device, dtype = read_spec(folder), torch.device("cuda"), torch.bfloat16
-        weights = dummy_weights(spec, dtype=dtype, device=device)
+        weights = dummy_weights(spec, dtype=dtype, quant=blocks, device=device)
         model = Decoder(spec, Loader(weights, build_ops(quantization), dtype, device), MAX_CONTEXT)
         blocks_a_row = -(-context // BLOCK)
         self.storage = KVStorage(KVLayout.from_spec(spec), 1 + most_rows * blocks_a_row, BLOCK, dtype, device)
@@ -109,14 +110,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--quantization", default="none", choices=("none", "fp8", "int8", "int4"))
+    parser.add_argument("--blocks")
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tune", action="store_true")
     given = parser.parse_args()
     rows = [int(number) for number in given.rows.split(",")]
-    steps = Steps(given.model, given.quantization, given.context, max(rows))
+    steps = Steps(given.model, given.quantization, given.blocks, given.context, max(rows))
     for num_rows in rows:
-        print(f"{given.quantization}, {num_rows} rows: {steps.ms(num_rows):.3f} ms", flush=True)
+        print(f"{given.blocks or given.quantization}, {num_rows} rows: {steps.ms(num_rows):.3f} ms", flush=True)
         if given.tune:
             tune(steps, given.quantization, num_rows)
 

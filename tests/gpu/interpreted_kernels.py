@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -14,8 +15,10 @@ from unittest.mock import patch
 
 import torch
 
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.word_forms import Stored, word_form
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
@@ -33,8 +36,7 @@ from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dequantize import dequantize
-from tokenmill.weights.dummy import dummy_weights
-from tokenmill.weights.quantize import quantize
+from tokenmill.weights.dummy import dummy_weights, random_blocks
 
 OPS = build_ops()
 MOE = {
@@ -185,15 +187,36 @@ def check_products() -> None:
             same(quantized.fp8_linear(x, eight, None), x @ quantized.expanded(eight).T, tolerance=0.01)
 
 
-def check_kept_blocks(quantization: str, quant: str) -> None:
-    """A file's blocks are multiplied as they are, by as many rows as may come."""
-    raws = [quantize(torch.randn(24, 256), quant, name) for name in "ab"]
-    packed = build_ops(quantization).pack_linear(raws, None, dequantize)
+def random_raw(quant: str, num_in: int, same_scales: int) -> RawTensor:
+    """Blocks of which each, or so many together, have scales of their own"""
+    blocks = random_blocks((24, num_in), quant, torch.Generator().manual_seed(1))
+    if quant in ("Q4_0", "Q4_1"):
+        each = blocks.view(-1, same_scales, GGML_TYPE_BY_NAME[quant].block_bytes)
+        drawn = (torch.rand(len(each), 1, 1) * 0.01 + 0.001) * torch.tensor([1.0, -6.5])
+        num_bytes = 2 if quant == "Q4_0" else 4
+        each[:, :, :num_bytes] = drawn.half().view(torch.uint8)[:, :, :num_bytes]
+    return RawTensor("a.weight", (24, num_in), blocks, quant, same_scales)
+
+
+def check_kept_blocks(quants: tuple[str, ...], num_in: int, bits: tuple[int, ...], same_scales: int = 1) -> None:
+    """A file's blocks are multiplied as they are, by as many rows as may come, and looked up; formats may be mixed."""
+    raws = [random_raw(quant, num_in, same_scales) for quant in quants]
+    dense, bias = partial(dequantize, dtype=torch.float16), torch.randn(24 * len(raws))
+    packed = OPS.pack_linear(raws, bias, dense)
+    pieces = [piece.packed for piece in packed.packed] if isinstance(packed.packed, tuple) else [packed.packed]
+    assert tuple(piece.bits for piece in pieces) == bits
+    forms = [word_form(raw.name, raw.shape, Stored(str(raw.quant), same_scales)) for raw in raws]
+    planned = sum(form.num_bytes(24 * num_in) for form in forms if form is not None)
+    assert planned == sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces)
     matrix = torch.cat([dequantize(raw) for raw in raws])
-    assert not isinstance(packed.packed, torch.Tensor)
-    for rows in (0, 1, 9, 130):
-        x = torch.randn(rows, 256)
-        same(OPS.linear(x, packed), x @ matrix.T, tolerance=1e-4)
+    for rows in (0, 1, 9, 40, 130):
+        x = torch.randn(rows, num_in)
+        same(OPS.linear(x, packed), x @ matrix.T + bias, tolerance=1e-3)
+    ids = torch.tensor([7, 0, 23, 7])
+    same(OPS.embed(ids, OPS.pack_embedding(raws[0], dense)).float(), dequantize(raws[0])[ids], tolerance=1e-3)
+    assert torch.equal(OPS.pack_linear(raws, None, dequantize).packed, matrix), (
+        "float32 is for those who want every bit"
+    )
 
 
 def check_best() -> None:
@@ -284,8 +307,12 @@ def main() -> None:
     check_fresh_attention(4, 2, 20, 20, AttentionArgs(0.3))
     check_fresh_attention(2, 1, 16, 0, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
     check_products()
-    check_kept_blocks("int4", "Q4_0")
-    check_kept_blocks("int8", "Q8_0")
+    check_kept_blocks(("Q4_0", "Q4_0"), 256, (4,))
+    check_kept_blocks(("Q4_1", "Q4_K"), 512, (4,))
+    check_kept_blocks(("Q4_1",), 384, (4,), same_scales=4)
+    check_kept_blocks(("Q4_1",), 192, (8,), same_scales=2)
+    check_kept_blocks(("Q4_K", "Q4_K", "Q6_K"), 256, (4, 8))
+    check_kept_blocks(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), 256, (8, 8, 8))
     check_experts()
     check_few_tokens_experts(1, 9, renormalize=True)
     check_few_tokens_experts(3, 4, renormalize=False)

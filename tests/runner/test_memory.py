@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.word_forms import EXPANDED_BYTES, Stored
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVGroup, KVLayout
 from tokenmill.runner.memory import (
@@ -95,3 +97,13 @@ def test_weights_as_the_gpu_keeps_them(quantization: str, gb: float) -> None:
     assert gpu_weight_bytes(LLAMA, 2, quantization) / 1e9 == pytest.approx(gb, rel=0.01)
     parts = gpu_weight_parts(LLAMA, 2, quantization)
     assert parts.embedding == 2 * 128_256 * 4096 and parts.experts == 0 and parts.rest > 4e9
+
+
+def test_a_quantised_file_s_weights_and_what_large_steps_expand() -> None:
+    stored = {name: Stored("Q4_K") for name, tensor in tensors_of(LLAMA).items() if tensor.kind != "vector"}
+    parts = gpu_weight_parts(LLAMA, 2, stored=stored)
+    assert parts.embedding == 128_256 * 4096 * 5 // 8
+    assert parts.total == pytest.approx(8.03e9 * 5 / 8, rel=0.01)
+    assert gpu_weight_bytes(LLAMA, 2, "fp8", stored) == parts.total, "what is quantised is not rounded again"
+    plain, words = (runner_bytes(LLAMA, RunnerLimits(64, 512, 8192, has_words=has)) for has in (False, True))
+    assert words.step - plain.step == words.graphs - plain.graphs == EXPANDED_BYTES

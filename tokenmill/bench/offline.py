@@ -11,6 +11,7 @@ and with `num_requests` one more run: all requests at once through the scheduler
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,11 @@ from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import GPU_LIMITS
+from tokenmill.engine.build import kept_formats
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import probe_machine
-from tokenmill.runner.memory import gpu_weight_parts
+from tokenmill.runner.memory import NOTHING_STORED, gpu_weight_parts
 
 WARMUP_TOKENS = 4
 
@@ -98,8 +100,10 @@ def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
     dtype = compute_dtype(llm)
     if is_native and config.load_format != "dummy" and spec.dtype in DTYPE_BYTES:
         dtype = spec.dtype  # kept as the file has it, whatever it is computed in
-    if on_gpu(llm) and config.quantization != "none":
-        return gpu_weight_parts(spec, int(bytes_per_value(dtype)), config.quantization), config.quantization
+    stored = kept_formats(llm.config, spec, path) if on_gpu(llm) else NOTHING_STORED
+    if on_gpu(llm) and (config.quantization != "none" or stored):
+        label = Counter(one.quant for one in stored.values()).most_common(1)[0][0] if stored else config.quantization
+        return gpu_weight_parts(spec, int(bytes_per_value(dtype)), config.quantization, stored), label
     return weight_parts(spec, dtype), dtype
 
 

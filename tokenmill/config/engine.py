@@ -38,9 +38,9 @@ class ModelConfig:
     max_context: int | None = None
     """Longest prompt plus answer in tokens; the model's own limit by default."""
     quantization: Literal["none", "int8", "fp8", "int4"] = "none"
-    """Quantise unquantised weights while loading: int8 anywhere, fp8 or int4 on a GPU. There, with int4, weights that a
-    file holds in 4 bits and groups of 32 (Q4_0, symmetric GPTQ and AWQ) are computed with as they are, and with int8
-    those of Q8_0."""
+    """Quantise unquantised weights while loading: int8 anywhere, fp8 or int4 on a GPU. What a file has quantised
+    already (GGUF's Q4 to Q8 formats, GPTQ, AWQ) is computed with as it is, whatever this says; but on a GPU it is
+    expanded for float32 and with `--deterministic`."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""
     packed_cache: bool = True

@@ -18,6 +18,7 @@ from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import weight_parts
+from tokenmill.arch.word_forms import stored_formats
 from tokenmill.config import EngineConfig, SchedulerConfig
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary, nothing_left
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, resolve
@@ -39,7 +40,7 @@ from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.table import choose_ops
-from tokenmill.runner.memory import gpu_weight_bytes
+from tokenmill.runner.memory import NOTHING_STORED, Formats, gpu_weight_bytes
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
@@ -343,17 +344,31 @@ def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineF
         weight_bytes=expected_weight_bytes(config, spec, path, has_cuda=has_cuda, is_native=is_native),
         has_cuda=has_cuda,
         native_reason=native_reason,
+        has_words=has_cuda and has_words(config, spec, path),
     )
 
 
+def kept_formats(config: EngineConfig, spec: ModelSpec, path: Path) -> Formats:
+    """What of a file a GPU computes with as it is: nothing in plain float32, nor where sums have one order only."""
+    ops, model = config.ops, config.model
+    is_expanded = ops.deterministic or ops.backend == "reference" or model.load_format == "dummy"
+    if is_expanded or (model.dtype == "float32" and model.quantization == "none"):
+        return NOTHING_STORED
+    return stored_formats(path, spec)
+
+
+def has_words(config: EngineConfig, spec: ModelSpec, path: Path) -> bool:
+    return config.model.quantization in ("int4", "int8") or bool(kept_formats(config, spec, path))
+
+
 def expected_weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path, *, has_cuda: bool, is_native: bool) -> int:
-    """Native kernels keep a file's precision, or round to blocks of 8 bits; the reference expands everything to the
-    compute dtype."""
+    """Native kernels keep a file's precision, or round to blocks of 8 bits, Triton's have words of 4 and 8 bits; the
+    reference expands everything to the compute dtype."""
     if is_native:
         stored = num_parameters(spec) * 4 if config.model.load_format == "dummy" else stored_bytes(path)
         rounded = weight_parts(spec, "Q8_0", vector_dtype="float32").total
         return min(stored, rounded) if config.model.quantization == "int8" else stored
     value_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
     if has_cuda:
-        return gpu_weight_bytes(spec, value_bytes, config.model.quantization)
+        return gpu_weight_bytes(spec, value_bytes, config.model.quantization, kept_formats(config, spec, path))
     return num_parameters(spec) * value_bytes

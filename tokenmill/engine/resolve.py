@@ -44,6 +44,7 @@ class MachineFacts:
     available_bytes: int  # for weights and KV cache together, on the device that runs the model
     weight_bytes: int  # what the weights will take there
     has_cuda: bool = False
+    has_words: bool = False  # matrices that large steps expand
     native_reason: str | None = "native kernels are not built"  # why they can't run this model; None: they can
 
 
@@ -157,7 +158,9 @@ def _resolve_cache(
     rows, tokens = config.scheduler.num_rows, config.scheduler.num_tokens
     beside = machine.weight_bytes
     if machine.has_cuda:
-        limits = RunnerLimits(rows, tokens, model.max_context, cache.block_size, DTYPE_BYTES[model.dtype])
+        limits = RunnerLimits(
+            rows, tokens, model.max_context, cache.block_size, DTYPE_BYTES[model.dtype], has_words=machine.has_words
+        )
         planned = runner_bytes(spec, limits)
         beside += planned.total + GPU_START_BYTES
         reasons.append(

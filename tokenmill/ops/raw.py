@@ -17,3 +17,4 @@ class RawTensor:
     shape: tuple[int, ...]  # of the values, whatever the storage
     data: torch.Tensor  # values of any float dtype; or uint8 blocks [..., bytes per row] when `quant` is set
     quant: str | None = None
+    same_scales: int = 1  # so many neighbouring blocks have theirs in common: a matrix of larger groups, in blocks

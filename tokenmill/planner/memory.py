@@ -61,6 +61,7 @@ class Limits:
     block_size: int = 16
     memory_fraction: float | None = None
     num_blocks: int | None = None  # of the pool; None: as many as the share of memory holds
+    has_words: bool = False  # matrices that a GPU expands for large steps
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) ->
     """(what the largest step needs, what captured steps keep)"""
     if device.is_cpu or isinstance(spec, ModelOutline):
         return outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else 2), 0
-    bounds = RunnerLimits(limits.max_running, limits.token_budget, limits.context, limits.block_size)
+    bounds = RunnerLimits(
+        limits.max_running, limits.token_budget, limits.context, limits.block_size, has_words=limits.has_words
+    )
     found = runner_bytes(spec, bounds, share=1 / split.tensor)
     return found.rows + found.step, found.graphs
 

@@ -17,10 +17,14 @@ from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
 from tokenmill.arch.read import read_json, read_spec
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
+from tokenmill.arch.word_forms import grouped_formats, stored_formats
 from tokenmill.errors import InvalidConfig
+from tokenmill.runner.memory import gpu_weight_parts
 from tokenmill.store import resolve_model
 
+GPU_VALUE_BYTES = 2  # of what is computed in half precision
 FOUR_BIT_METHODS = {"gptq", "awq", "bitsandbytes"}
 
 
@@ -30,9 +34,13 @@ class PlannedModel:
     spec: Model  # an outline where the engine does not run the model
     stored_dtype: str  # of most weights
     stored: WeightParts | None = None  # as a file really has them; None for a bare config
+    kept: WeightParts | None = None  # what a GPU makes of a file, or of a quantised config; None for others
+    has_words: bool = False  # matrices that it computes with as they are quantised
 
-    def weights(self, dtype: str) -> WeightParts:
-        """In `dtype`; `auto` is as stored."""
+    def weights(self, dtype: str, *, on_gpu: bool = False) -> WeightParts:
+        """In `dtype`; `auto` is as stored, or as a GPU keeps that."""
+        if dtype == "auto" and on_gpu and self.kept is not None:
+            return self.kept
         if dtype == "auto" and self.stored is not None:
             return self.stored
         dtype = self.dtype(dtype)
@@ -75,15 +83,21 @@ def model_at(path: Path, name: str) -> PlannedModel:
     sizes: Counter[str] = Counter()
     for tensor in gguf.tensors.values():
         sizes[tensor.type] += tensor.num_bytes
-    return PlannedModel(name, read_spec(path), sizes.most_common(1)[0][0], gguf_weight_parts(gguf))
+    spec = read_spec(path)
+    stored = stored_formats(path, spec)
+    kept = gpu_weight_parts(spec, GPU_VALUE_BYTES, stored=stored)
+    return PlannedModel(name, spec, sizes.most_common(1)[0][0], gguf_weight_parts(gguf), kept, bool(stored))
 
 
 def model_from_config(path: Path, name: str) -> PlannedModel:
     config = read_json(path)
     quantisation = config.pop("quantization_config", None) or _quantised_beside(path)
     model = outline_from_hf(config)
-    dtype = quantised_dtype(quantisation) if isinstance(quantisation, dict) else plain_dtype(model)
-    return PlannedModel(name, model, dtype)
+    if not isinstance(quantisation, dict):
+        return PlannedModel(name, model, plain_dtype(model))
+    stored = grouped_formats(model, quantisation) if isinstance(model, ModelSpec) else {}
+    kept = gpu_weight_parts(model, GPU_VALUE_BYTES, stored=stored) if isinstance(model, ModelSpec) and stored else None
+    return PlannedModel(name, model, quantised_dtype(quantisation), kept=kept, has_words=bool(stored))
 
 
 def _quantised_beside(path: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ head apart (`head_tflops`). Times are computed with the head.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.arch.cost import (
@@ -97,11 +97,12 @@ class Plan:
 def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
     question.split.check(model.spec)
     weight_dtype = model.dtype(question.weight_dtype)
-    parts = model.weights(question.weight_dtype)
+    parts = model.weights(question.weight_dtype, on_gpu=not device.is_cpu)
     kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else AUTO_KV_DTYPE[device.is_cpu]
     require_known(kv_dtype, "kv_dtype")
     file_bytes = model.stored.total if model.stored else 0
-    memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, question.limits, file_bytes=file_bytes)
+    limits = replace(question.limits, has_words=parts is model.kept and model.has_words)
+    memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, limits, file_bytes=file_bytes)
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)
     roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)
     most = min(memory.max_concurrency, question.max_running)

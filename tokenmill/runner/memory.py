@@ -10,12 +10,14 @@ planner's estimate and the engine's allocation are this.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
 from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.traffic import WeightParts
+from tokenmill.arch.word_forms import EXPANDED_BYTES, Stored, word_form
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 
@@ -44,6 +46,7 @@ class RunnerLimits:
     max_context: int
     block_size: int = 16
     value_bytes: int = 2  # of an activation
+    has_words: bool = False  # matrices that are expanded, a piece at a time, for steps of many tokens
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,13 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host)
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
     graphs += len(graph_sizes(limits.max_running)) * GRAPH_BYTES + _table_bytes(spec, limits)
-    return RunnerBytes(_row_bytes(spec, limits), int(step) + WORKSPACE_BYTES, int(graphs) + WORKSPACE_BYTES)
+    beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.has_words else 0)
+    return RunnerBytes(_row_bytes(spec, limits), int(step) + beside, int(graphs) + beside)
+
+
+def _expanded_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
+    largest = max(prod(tensor.shape) for tensor in tensors_of(spec).values() if tensor.kind == "linear")
+    return min(EXPANDED_BYTES, 2 * largest * limits.value_bytes)  # gate and up are one
 
 
 def _widest(spec: ModelSpec, num_tokens: int, limits: RunnerLimits, share: float) -> float:
@@ -97,22 +106,37 @@ def _table_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
     return num_groups * limits.max_running * (ceil(limits.max_context / limits.block_size) + 1) * 4
 
 
-def gpu_weight_bytes(spec: ModelSpec, value_bytes: int, quantization: str = "none") -> int:
-    return gpu_weight_parts(spec, value_bytes, quantization).total
+Formats = Mapping[str, Stored]
+NOTHING_STORED: Formats = {}
 
 
-def gpu_weight_parts(spec: ModelSpec, value_bytes: int, quantization: str = "none") -> WeightParts:
-    """As the Triton kernels keep them: vectors in float32, matrices as computed or quantised while they load."""
-    kept = {name: _kept_bytes(tensor, value_bytes, quantization) for name, tensor in tensors_of(spec).items()}
+def gpu_weight_bytes(
+    spec: ModelSpec, value_bytes: int, quantization: str = "none", stored: Formats = NOTHING_STORED
+) -> int:
+    return gpu_weight_parts(spec, value_bytes, quantization, stored).total
+
+
+def gpu_weight_parts(
+    spec: ModelSpec, value_bytes: int, quantization: str = "none", stored: Formats = NOTHING_STORED
+) -> WeightParts:
+    """As the Triton kernels keep them: vectors in float32, matrices as a file has them quantised (`stored`), as
+    computed, or quantised while they load."""
+    kept = {
+        name: _kept_bytes(tensor, value_bytes, quantization, stored.get(name))
+        for name, tensor in tensors_of(spec).items()
+    }
     embedding = kept["embed.weight"]
     experts = sum(num_bytes for name, num_bytes in kept.items() if ".experts." in name)
     return WeightParts(embedding, experts, sum(kept.values()) - embedding - experts)
 
 
-def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str) -> int:
+def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: Stored | None) -> int:
     size = prod(tensor.shape)
     if tensor.kind == "vector":
         return 4 * size if not tensor.name.endswith(".bias") else value_bytes * size
+    form = word_form(tensor.name, tensor.shape, stored)
+    if form is not None:
+        return form.num_bytes(size)
     is_whole = tensor.kind != "linear" or tensor.name.endswith(KEPT_WHOLE) or len(tensor.shape) != 2
     if quantization == "none" or is_whole or tensor.shape[1] % GROUP_COLUMNS:
         return value_bytes * size

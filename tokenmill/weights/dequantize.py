@@ -1,6 +1,7 @@
 """Quantised blocks back to plain values, in pieces of a few rows so that memory stays bounded.
 
-The common formats are expanded by `blocks.py`; the rest by the `gguf` package, whose results are the reference for all.
+The common formats are expanded by `ops/blocks.py`; the rest by the `gguf` package, whose results are the reference for
+all.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import torch
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.errors import UnsupportedModel
+from tokenmill.ops.blocks import FORMATS, expanded
 from tokenmill.ops.raw import RawTensor
-from tokenmill.weights.blocks import EXPANSIONS
 
 CHUNK_VALUES = 1 << 20  # values expanded at once: small enough to stay in a cache
 
@@ -30,10 +31,10 @@ def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 def _expanded(rows: torch.Tensor, raw: RawTensor) -> torch.Tensor:
     """uint8 [rows, bytes] → float32 [rows, values]"""
     assert raw.quant is not None
-    if raw.quant not in EXPANSIONS:
+    if raw.quant not in FORMATS:
         return _expanded_by_gguf(rows, raw)
     blocks = rows.reshape(-1, GGML_TYPE_BY_NAME[raw.quant].block_bytes)
-    return EXPANSIONS[raw.quant](blocks).view(rows.shape[0], raw.shape[-1])
+    return expanded(raw.quant, blocks).view(rows.shape[0], raw.shape[-1])
 
 
 def _expanded_by_gguf(rows: torch.Tensor, raw: RawTensor) -> torch.Tensor:

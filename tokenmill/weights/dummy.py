@@ -90,9 +90,10 @@ def random_blocks(shape: tuple[int, ...], quant: str, generator: torch.Generator
     """uint8 [..., bytes per row]: random bits under fixed scales."""
     kind = GGML_TYPE_BY_NAME[quant]
     row_bytes = kind.row_bytes(shape[-1])
-    words = torch.empty(-(-torch.Size(shape[:-1]).numel() * row_bytes // 8), dtype=torch.int64)
+    num_words = -(-torch.Size(shape[:-1]).numel() * row_bytes // 8)
+    words = torch.empty(num_words, dtype=torch.int64, device=generator.device)
     words.random_(-(2**63), 2**63 - 1, generator=generator)
     data = words.view(torch.uint8)[: torch.Size(shape[:-1]).numel() * row_bytes].view(-1, kind.block_bytes)
     for start, value in _BLOCK_SCALES[quant].items():
-        data[:, start : start + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8)
+        data[:, start : start + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8).to(data.device)
     return data.view(*shape[:-1], row_bytes)

@@ -124,7 +124,8 @@ def as_blocks(name: str, groups: Groups) -> RawTensor:
     )  # [out, blocks, heads]
     blocks = groups.codes.view(num_out, -1, 2, BLOCK // 2)
     packed = torch.cat((numbers.view(torch.uint8), blocks[:, :, 0] | (blocks[:, :, 1] << 4)), dim=2)
-    return RawTensor(name, (num_out, num_in), packed.flatten(1), "Q4_0" if len(heads) == 1 else "Q4_1")
+    quant = "Q4_0" if len(heads) == 1 else "Q4_1"
+    return RawTensor(name, (num_out, num_in), packed.flatten(1), quant, same_scales=size // BLOCK)
 
 
 def expanded(groups: Groups) -> torch.Tensor:

@@ -103,7 +103,7 @@ class CheckpointWeights:
         if len(parts) == 1:
             return replace(parts[0], name=name)
         data = torch.stack([part.data for part in parts])
-        return RawTensor(name, (len(parts), *parts[0].shape), data, parts[0].quant)
+        return replace(parts[0], name=name, shape=(len(parts), *parts[0].shape), data=data)
 
     def _part(self, theirs: str, source: TensorSource) -> RawTensor:
         found = self.checkpoint.shapes.get(theirs)
@@ -148,7 +148,7 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         data = data.index_select(axis, row_order(shape[axis], source.interleaved_heads, source.rotary_dim))
     if source.add:
         data = _added(raw, data, source.add)
-    return RawTensor(raw.name, shape, data, raw.quant)
+    return replace(raw, shape=shape, data=data)
 
 
 def _added(raw: RawTensor, data: torch.Tensor, amount: float) -> torch.Tensor:

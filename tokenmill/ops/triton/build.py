@@ -17,26 +17,29 @@ from tokenmill.ops.triton.invariant_attention import invariant_attention
 from tokenmill.ops.triton.invariant_experts import invariant_experts
 from tokenmill.ops.triton.invariant_linear import invariant_linear
 from tokenmill.ops.triton.large_products import add_linear, gated_linear
-from tokenmill.ops.triton.linear import PackLinear, linear
+from tokenmill.ops.triton.linear import PackLinear, embed, linear
 from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.place import place_qkv
-from tokenmill.ops.triton.rounded_stream import STREAMS
+from tokenmill.ops.triton.rounded_stream import IN_HALVES, STREAMS
 from tokenmill.ops.triton.route import route
 
 
 def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops:
-    """Embedding, rotation and packing of experts are torch's: they are few, or large copies."""
+    """Rotation and packing of experts are torch's: they are few, or large copies."""
+    pack = PackLinear(quantization, keeps_blocks=not deterministic)
     fastest = replace(
         REFERENCE_OPS,
         name="triton",
         plan_attention=plan_attention,
-        pack_linear=PackLinear(quantization),
+        pack_linear=pack,
+        pack_embedding=pack.embedding,
+        embed=embed,
         linear=linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         place_qkv=place_qkv,
         place_and_attend=place_and_attend,
-        stream=STREAMS.get(quantization),
+        stream=STREAMS.get(quantization, IN_HALVES),
         attention=attention,
         act_mul=act_mul,
         gated_linear=gated_linear,

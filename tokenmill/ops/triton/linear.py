@@ -1,12 +1,19 @@
-"""Matrices on a GPU: cuBLAS, and for a few rows kernels of our own that read the matrix at the memory's speed."""
+"""Matrices on a GPU: cuBLAS, and for a few rows kernels of our own that read the matrix at the memory's speed.
+
+What a file has quantised is computed with as it is. Stacked matrices of which one is quantised otherwise than its
+neighbour (a mixed file's q and k in Q4_K, v in Q6_K) are several pieces, whose results lie side by side.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch.nn import functional
 
+from tokenmill.arch.word_forms import Stored, WordForm, word_form
 from tokenmill.ops.interface import Dense, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton import strips
@@ -15,8 +22,8 @@ from tokenmill.ops.triton.quantized import (
     Fp8Matrix,
     WordMatrix,
     fp8_linear,
-    kept_int4,
-    kept_int8,
+    kept_words,
+    rows_of,
     to_fp8,
     to_int4,
     to_int8,
@@ -26,22 +33,51 @@ from tokenmill.ops.triton.skinny import one_row_linear
 
 KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
 
+Pieces = tuple[LinearWeight, ...]
+
 
 class PackLinear:
-    """Stacks matrices by rows and, if asked to, quantises them."""
+    """Stacks matrices by rows. What a file has quantised stays so (`keeps_blocks`), but not for plain float32, whose
+    users want every bit; other matrices are quantised if that is asked for."""
 
-    def __init__(self, quantization: str) -> None:
+    def __init__(self, quantization: str, *, keeps_blocks: bool = True) -> None:
         self._quantization = quantization
+        self._keeps_blocks = keeps_blocks
 
     def __call__(self, parts: Sequence[RawTensor], bias: torch.Tensor | None, dense: Dense) -> LinearWeight:
-        keep = KEPT_AS_THEY_ARE.get(self._quantization)
-        if keep is not None and all(_stays(part, keep[0]) for part in parts):
-            device = dense(RawTensor("", (0,), torch.empty(0))).device
-            blocks = torch.cat([part.data.to(device) for part in parts])
-            return LinearWeight(len(blocks), parts[0].shape[1], keep[1](blocks), bias)
-        matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
-        rows, columns = matrix.shape
-        return LinearWeight(rows, columns, self._packed(matrix, parts[0].name), bias)
+        like = dense(RawTensor("", (0,), torch.empty(0)))
+        runs = [(form, list(run)) for form, run in groupby(parts, lambda part: self._form(part, like.dtype))]
+        pieces = [self._piece(form, run, like, dense) for form, run in runs]
+        if len(pieces) == 1:
+            return replace(pieces[0], bias=bias)
+        if bias is not None:
+            split = bias.split([piece.rows for piece in pieces])
+            pieces = [replace(piece, bias=one) for piece, one in zip(pieces, split, strict=True)]
+        return LinearWeight(sum(piece.rows for piece in pieces), pieces[0].columns, tuple(pieces))
+
+    def embedding(self, raw: RawTensor, dense: Dense) -> LinearWeight:
+        like = dense(RawTensor("", (0,), torch.empty(0)))
+        form = self._form(raw, like.dtype)
+        return self._piece(form, [raw], like, dense) if form else _whole(dense(raw))
+
+    def _form(self, part: RawTensor, dtype: torch.dtype) -> WordForm | None:
+        """None: expanded, or plain to begin with"""
+        if part.quant is None or not self._keeps_blocks or (dtype == torch.float32 and self._quantization == "none"):
+            return None
+        return word_form(part.name, part.shape, Stored(part.quant, part.same_scales))
+
+    def _piece(
+        self, form: WordForm | None, parts: Sequence[RawTensor], like: torch.Tensor, dense: Dense
+    ) -> LinearWeight:
+        if form is None:
+            matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
+            return LinearWeight(*matrix.shape, self._packed(matrix, parts[0].name))
+        kept = [kept_words(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
+        if len(kept) > 1:
+            kept[0] = replace(
+                kept[0], words=torch.cat([one.words for one in kept]), scales=torch.cat([one.scales for one in kept])
+            )
+        return LinearWeight(len(kept[0].words), parts[0].shape[1], kept[0])
 
     def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix:
         if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
@@ -54,16 +90,16 @@ QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | WordMatrix]] = {
     "int4": to_int4,
     "int8": to_int8,
 }
-# What a file holds in blocks of the same kind already is not rounded again.
-KEPT_AS_THEY_ARE: dict[str, tuple[str, Callable[[torch.Tensor], WordMatrix]]] = {
-    "int4": ("Q4_0", kept_int4),
-    "int8": ("Q8_0", kept_int8),
-}
 
 
-def _stays(part: RawTensor, quant: str) -> bool:
-    """Has these blocks, and is not kept whole."""
-    return part.quant == quant and not part.name.endswith(KEPT_WHOLE) and part.shape[-1] % GROUP_SIZE == 0
+def _whole(matrix: torch.Tensor) -> LinearWeight:
+    return LinearWeight(*matrix.shape, matrix)
+
+
+def embed(token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    if isinstance(weight.packed, WordMatrix):
+        return rows_of(weight.packed, token_ids)
+    return functional.embedding(token_ids, weight.packed)
 
 
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -74,6 +110,8 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return word_linear(x, matrix, weight.bias)
     if isinstance(matrix, Fp8Matrix):
         return fp8_linear(x, matrix, weight.bias)
+    if isinstance(matrix, tuple):
+        return torch.cat([linear(x, piece) for piece in matrix], dim=1)
     if len(x) == 1 and matrix.dtype != torch.float32:
         return one_row_linear(x, matrix, weight.bias)
     if cut := strips.cut_for(len(x), *matrix.shape, matrix.dtype):

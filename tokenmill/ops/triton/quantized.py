@@ -1,9 +1,11 @@
-"""Matrices quantised while they are loaded, and the products with them.
+"""Quantised matrices, and the products with them. Made of plain ones while they are loaded:
 
 fp8     e4m3 values, one float32 scale a row; half the bytes of bfloat16
-int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes. What a file holds as such
-        in groups of 32 (Q4_0; GPTQ's, see `weights/group_quantized.py`) stays as it is
+int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes
 int8    values of -127 to 127 in groups of 32, which is Q8_0; half the bytes
+
+What a file has quantised already becomes words too, without being rounded again (`kept_words`; `arch/word_forms.py`
+says which formats those are, and in what form).
 
 A few rows are multiplied in their own precision while the matrix streams through: fp8 by splitting the rows (see
 `planes`), the others by expanding the matrix on its way (see `strips`, and `halves` for a single row and 4 bits).
@@ -17,16 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.word_forms import EXPANDED_BYTES, WordForm
+from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.triton import halves, planes
 from tokenmill.ops.triton.halves import Halves
 from tokenmill.ops.triton.planes import FP8, Rounded
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
-from tokenmill.ops.triton.words import expand_words, packed_words, unpacked_words
+from tokenmill.ops.triton.words import expand_words, packed_words, paired, unpacked_words, unpaired
 
 GROUP_SIZE = 128  # columns that share a scale in the 4-bit format
 INT4_SPANS = (32, 16)
-Q8_COLUMNS, Q8_BYTES = 32, 34  # of a Q8_0 block: a scale, then its values
+NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32}  # of formats with minima
+Q8_COLUMNS = 32  # of a Q8_0 block
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,13 @@ class Fp8Matrix:
 
 @dataclass(frozen=True)
 class WordMatrix:
-    """Values of 4 or 8 bits as words (see `words`), and their scales."""
+    """Values of 4 or 8 bits as words, and their scales, with minima or without (see `words`)."""
 
     words: torch.Tensor  # int32 [rows, columns * bits / 32]
     scales: torch.Tensor  # [rows, groups]
     span: int
     bits: int
+    dtype: torch.dtype = torch.bfloat16  # of rows that are looked up in it
 
     @property
     def num_columns(self) -> int:
@@ -74,27 +81,33 @@ def to_int4(matrix: torch.Tensor) -> WordMatrix:
     return WordMatrix(words, scales, span, 4)
 
 
-def kept_int4(blocks: torch.Tensor) -> WordMatrix:
-    """uint8 [rows, bytes] of a file's Q4_0 blocks (a scale, then 32 values: first halves low, second halves high)"""
-    parts = blocks.view(len(blocks), -1, 18)
-    scales = parts[:, :, :2].contiguous().view(torch.float16).squeeze(2)
-    codes = torch.cat((parts[:, :, 2:] & 15, parts[:, :, 2:] >> 4), dim=2).flatten(1)
-    span = _int4_span(codes.shape[1])
-    return WordMatrix(packed_words(codes, span, 4), scales, span, 4)
-
-
 def to_int8(matrix: torch.Tensor) -> WordMatrix:
-    parts = [kept_int8(quantized_q8(matrix[part].float())) for part in _parts(len(matrix))]
-    words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts])
-    return WordMatrix(words, scales, Q8_COLUMNS, 8)
+    form = WordForm(8, Q8_COLUMNS, has_minima=False, span=32)
+    made = [_rows_as_words(quantized_q8(matrix[part].float()), "Q8_0", form) for part in _parts(len(matrix))]
+    words, scales = (torch.cat(each) for each in zip(*made, strict=True))
+    return WordMatrix(words, scales, form.span, form.bits)
 
 
-def kept_int8(blocks: torch.Tensor) -> WordMatrix:
-    """uint8 [rows, bytes] of a file's Q8_0 blocks. The i-th values of a span's words are its i-th block."""
-    parts = blocks.view(len(blocks), -1, Q8_BYTES)
-    scales = parts[:, :, :2].contiguous().view(torch.float16).squeeze(2)
-    stored = (parts[:, :, 2:] ^ 128).flatten(1)  # from 0 to 255
-    return WordMatrix(packed_words(stored, Q8_COLUMNS, 8), scales, Q8_COLUMNS, 8)
+def kept_words(blocks: torch.Tensor, quant: str, form: WordForm, dtype: torch.dtype = torch.bfloat16) -> WordMatrix:
+    """uint8 [rows, bytes] of a file's blocks as they are"""
+    made = [_rows_as_words(blocks[part], quant, form) for part in _parts(len(blocks))]
+    words, scales = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*made, strict=True))
+    return WordMatrix(words, scales, form.span, form.bits, dtype)
+
+
+def _rows_as_words(blocks: torch.Tensor, quant: str, form: WordForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and scales. Values are -8 to 7 of 4 bits also where codes began at 0: the minimum is the middle's then."""
+    parts = BLOCK_FORMATS[quant](blocks.reshape(-1, GGML_TYPE_BY_NAME[quant].block_bytes))
+    codes = parts.codes.reshape(len(blocks), -1)
+    every = form.group // parts.codes.shape[2]  # neighbouring groups are alike
+    scales = parts.scales.view(len(blocks), -1)[:, ::every]
+    zero = parts.zero
+    if parts.minima is not None:
+        zero = NUM_CODES[quant] // 2
+        scales = paired(scales, parts.minima.view(len(blocks), -1)[:, ::every] + zero * scales)
+    stored = codes + ((1 << (form.bits - 1)) - zero)
+    scales = scales if parts.minima is not None else scales.to(torch.float16)
+    return packed_words(stored, form.span, form.bits), scales.contiguous()
 
 
 def _int4_span(num_columns: int) -> int:
@@ -111,8 +124,9 @@ def expanded(matrix: Fp8Matrix | WordMatrix) -> torch.Tensor:
     if isinstance(matrix, Fp8Matrix):
         return matrix.values.to(matrix.scales.dtype) * matrix.scales.unsqueeze(1)
     values = unpacked_words(matrix.words, matrix.span, matrix.bits)
-    groups = values.view(*matrix.scales.shape, -1).to(matrix.scales.dtype) - (1 << (matrix.bits - 1))
-    return (groups * matrix.scales.unsqueeze(2)).flatten(1)
+    scales, minima = unpaired(matrix.scales)
+    groups = (values.view(*scales.shape, -1).to(scales.dtype) - (1 << (matrix.bits - 1))) * scales.unsqueeze(2)
+    return (groups if minima is None else groups + minima.unsqueeze(2)).flatten(1)
 
 
 def rounded_product(rows: Rounded, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -131,7 +145,7 @@ def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) ->
 def has_halves(matrix: WordMatrix) -> bool:
     """Whether a single row in halves can be multiplied with it"""
     has_groups = matrix.num_columns == matrix.scales.shape[1] * halves.GROUP
-    return matrix.bits == 4 and matrix.span == halves.SPAN and has_groups
+    return matrix.bits == 4 and matrix.span == halves.SPAN and has_groups and matrix.scales.dtype != torch.int32
 
 
 def halves_linear(
@@ -143,4 +157,21 @@ def halves_linear(
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span, matrix.bits):
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
-    return functional.linear(x, expand_words(matrix.words, matrix.scales, matrix.span, matrix.bits, x.dtype), bias)
+    lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
+    if len(matrix.words) <= lines:
+        return functional.linear(x, _expanded_lines(matrix, slice(None), x.dtype), bias)
+    out = x.new_empty(len(x), len(matrix.words))
+    for start in range(0, len(matrix.words), lines):
+        part = slice(start, start + lines)
+        torch.mm(x, _expanded_lines(matrix, part, x.dtype).t(), out=out[:, part])
+    return out if bias is None else out.add_(bias)
+
+
+def _expanded_lines(matrix: WordMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:
+    return expand_words(matrix.words[lines], matrix.scales[lines], matrix.span, matrix.bits, dtype)
+
+
+def rows_of(matrix: WordMatrix, places: torch.Tensor) -> torch.Tensor:
+    """Those rows, expanded: [places, columns]"""
+    words, scales = matrix.words[places], matrix.scales[places]
+    return expand_words(words, scales, matrix.span, matrix.bits, matrix.dtype)

@@ -30,7 +30,7 @@ from tokenmill.ops.triton.overlap import (
     wait_for_previous,
 )
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
-from tokenmill.ops.triton.words import expand_4_bits, expand_8_bits, has_ptx
+from tokenmill.ops.triton.words import expand_4_bits, expand_8_bits, has_ptx, minimum_of, scale_of
 
 MAX_ROWS = 32
 MAX_WORD_ROWS = 128  # for more, expanding the matrix first is worth it
@@ -136,7 +136,8 @@ def _expanding_strips(
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Matrices of words, WORDS at a time (see `words`). GROUP columns share a scale; scales are on their way one turn
-    ahead, which compilers do for the factors of products only."""
+    ahead, which compilers do for the factors of products only. A group's minimum is multiplied by the sum of its
+    inputs, which is a product with ones: matrix units have time for that, and other units do not."""
     let_next_begin(OVERLAPS)
     values_each: tl.constexpr = 32 // BITS
     row_words = num_in // values_each
@@ -149,8 +150,10 @@ def _expanding_strips(
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, ROWS), tl.float32)
     groups: tl.constexpr = WORDS * values_each // GROUP
+    has_minima: tl.constexpr = scales.dtype.element_ty == tl.int32
     # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
-    scales_values: tl.constexpr = ROWS >= 2 * GROUP
+    scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
+    ones = tl.full((STRIP, WORDS), 1.0, x.dtype.element_ty)
     places = scales + (lines % num_out) * (num_in // GROUP)
     scales_here = _scales_from(places + low // WORDS * groups, groups)
     for start in range(low, high, WORDS):
@@ -161,16 +164,25 @@ def _expanding_strips(
             values = expand_8_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
         first = start * values_each
         part = tl.zeros((STRIP, ROWS), tl.float32)
+        whole = tl.zeros((STRIP, ROWS), tl.float32)
         for i in tl.static_range(values_each):
-            scale = scales_here[i * WORDS // GROUP].to(tl.float32)[:, None]
+            scale = scale_of(scales_here[i * WORDS // GROUP])[:, None]
             right = tl.trans(tl.load(inputs + first + i * WORDS))
             if scales_values:
-                sums = tl.dot((values[i].to(tl.float32) * scale).to(x.dtype.element_ty), right, sums)
+                left = values[i].to(tl.float32) * scale
+                if has_minima:
+                    left += minimum_of(scales_here[i * WORDS // GROUP])[:, None]
+                sums = tl.dot(left.to(x.dtype.element_ty), right, sums)
             else:
                 part = tl.dot(values[i], right, part)
+                if has_minima:
+                    whole = tl.dot(ones, right, whole)
                 if (i + 1) * WORDS % GROUP == 0:  # the end of a group
                     sums += part * scale
                     part = tl.zeros((STRIP, ROWS), tl.float32)
+                    if has_minima:
+                        sums += whole * minimum_of(scales_here[i * WORDS // GROUP])[:, None]
+                        whole = tl.zeros((STRIP, ROWS), tl.float32)
         scales_here = scales_next
     is_last = True
     if SPLITS > 1:

@@ -5,7 +5,10 @@ its column i * span + w, so that the i-th values of all its words are neighbours
 
     word w of 4 bits a value:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
 
-Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255.
+Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255. A weight is its value times the scale of its
+group of columns; where groups have a minimum too, which is added to that, both are a pair in one number of 32 bits:
+
+    scale [rows, groups]    float numbers; or int32:  [ minimum | scale ], float16 each
 """
 
 from __future__ import annotations
@@ -94,6 +97,32 @@ def expand_8_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
     return a.to(COMPUTE), b.to(COMPUTE), c.to(COMPUTE), d.to(COMPUTE)
 
 
+@triton.jit
+def scale_of(found):
+    """float32, of scales as they were loaded"""
+    if found.dtype == tl.int32:
+        found = found.to(tl.int16).to(tl.float16, bitcast=True)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def minimum_of(found):
+    return (found >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def paired(scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, groups] of both → int32 [rows, groups]"""
+    return torch.stack((scales, minima), dim=2).to(torch.float16).view(torch.int32).squeeze(2)
+
+
+def unpaired(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The inverse: scales, and minima where there are any"""
+    if scales.dtype != torch.int32:
+        return scales, None
+    low, high = scales.unsqueeze(2).view(torch.float16).unbind(2)
+    return low, high
+
+
 def has_ptx() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None
 
@@ -125,9 +154,11 @@ def _expand_words(
     found = tl.load(words + row * (num_in // values_each) + span * WORDS + places)
     for i in tl.static_range(values_each):
         column = (span * values_each + i) * WORDS
-        scale = tl.load(scales + row * (num_in // GROUP) + column // GROUP).to(tl.float32)
+        scale = tl.load(scales + row * (num_in // GROUP) + column // GROUP)
         stored = (found >> (BITS * i)) & ((1 << BITS) - 1)
-        value = (stored - (1 << (BITS - 1))).to(tl.float32) * scale
+        value = (stored - (1 << (BITS - 1))).to(tl.float32) * scale_of(scale)
+        if scales.dtype.element_ty == tl.int32:
+            value += minimum_of(scale)
         tl.store(out + row * num_in + column + places, value.to(out.dtype.element_ty))
 
 

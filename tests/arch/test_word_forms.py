@@ -1,0 +1,77 @@
+"""Which of a checkpoint's quantised matrices a GPU keeps, and in how many bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.word_forms import Stored, WordForm, stored_formats, word_form
+from tokenmill.planner.device import plan_device
+from tokenmill.planner.model import model_at
+from tokenmill.planner.plan import Question, make_plan
+from tokenmill.runner.memory import gpu_weight_parts
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,
+    "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("quant", "same_scales", "columns", "form"),
+    [
+        ("Q4_0", 1, 4096, WordForm(4, 32, has_minima=False, span=32)),
+        ("Q4_K", 1, 4096, WordForm(4, 32, has_minima=True, span=32)),
+        ("Q4_1", 4, 4096, WordForm(4, 128, has_minima=True, span=32)),  # AWQ's groups of 128 stay whole
+        ("Q4_1", 128, 4096, WordForm(4, 128, has_minima=True, span=32)),  # one group a row: in groups of 128
+        ("Q4_1", 6, 384, WordForm(4, 64, has_minima=True, span=16)),
+        ("Q4_1", 1, 576, WordForm(8, 32, has_minima=True, span=16)),  # SmolLM2's rows are no whole spans of 4 bits
+        ("Q6_K", 1, 4096, WordForm(8, 16, has_minima=False, span=16)),
+        ("Q8_0", 1, 4096, WordForm(8, 32, has_minima=False, span=32)),
+        ("Q8_0", 1, 32, None),
+        ("Q2_K", 1, 4096, None),
+    ],
+)
+def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: WordForm | None) -> None:
+    assert word_form("layers.0.q.weight", (64, columns), Stored(quant, same_scales)) == form
+    assert word_form("layers.0.router.weight", (64, columns), Stored(quant, same_scales)) is None
+    assert word_form("layers.0.experts.up.weight", (8, 64, columns), Stored(quant, same_scales)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "bytes_each"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 0.5 + 4 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}, 0.5 + 2 / 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, 0.5 + 4 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 2.0),
+    ],
+)
+def test_grouped_checkpoints_are_planned_as_they_are_kept(
+    config: dict[str, Any], bytes_each: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": config}))
+    spec = spec_from_hf(LLAMA)
+    parts = gpu_weight_parts(spec, 2, stored=stored_formats(tmp_path, spec))
+    vectors = 5 * 1024 * 4
+    assert parts.embedding == 32000 * 1024 * 2
+    assert parts.rest == MATRICES * bytes_each + vectors + 32000 * 1024 * 2
+    planned = make_plan(model_at(tmp_path, "a"), plan_device("H200"), Question()).memory
+    if bytes_each < 2:
+        assert planned.weights == parts.total
+
+
+def test_a_gguf_file_is_planned_as_it_is_kept(smollm2_path: Path) -> None:
+    """Its Q4_1 matrices have 576 columns, so they take 8 bits; the head is the embedding, of the same form."""
+    model = model_at(smollm2_path, "smollm2")
+    assert model.kept is not None and model.stored is not None and model.has_words
+    on_gpu = make_plan(model, plan_device("H200"), Question()).memory
+    assert on_gpu.weights == model.kept.total
+    assert model.stored.total < model.kept.total < 0.6 * 2 * 134_515_008
+    assert make_plan(model, plan_device("Xeon 8380"), Question()).memory.weights == model.stored.total

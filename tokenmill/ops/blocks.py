@@ -1,0 +1,124 @@
+"""The common block formats taken apart with torch operations, on any device.
+
+A block is a few scales in half precision and its weights as small integers, low bits packed two to a byte (the first
+half of the block in the low nibbles), fifth and sixth bits apart. The order of operations in `expanded` is the format's
+reference's, so results are equal to it bit for bit.
+
+    Q4_0  d[2] q[16]               d * (q - 8)              Q4_K  d[2] m[2] scales[12] q[128]      8 groups of 32:
+    Q4_1  d[2] m[2] q[16]          d * q + m                      d * scale * q - m * min
+    Q5_0  d[2] high[4] q[16]       d * (q - 16)             Q5_K  d[2] m[2] scales[12] high[32] q[128]
+    Q5_1  d[2] m[2] high[4] q[16]  d * q + m                Q6_K  q[128] high[64] scales[16] d[2]  16 groups of 16:
+    Q8_0  d[2] q[32]               d * q                          d * scale * (q - 32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """A weight is scale * (code - zero) + minimum of its group."""
+
+    codes: torch.Tensor  # uint8 [blocks, groups, columns of a group]
+    zero: int
+    scales: torch.Tensor  # float32 [blocks, groups]
+    minima: torch.Tensor | None = None  # float32 [blocks, groups]; None: all 0
+
+
+def expanded(quant: str, blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, bytes] → float32 [blocks, values]"""
+    parts = FORMATS[quant](blocks)
+    values = parts.codes.view(torch.int8).add(-parts.zero).float() * parts.scales.unsqueeze(2)
+    return (values if parts.minima is None else values + parts.minima.unsqueeze(2)).flatten(1)
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The half-precision number at byte `start` of each block: float32 [blocks, 1]"""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] → uint8 [..., 2n]: all low nibbles, then all high ones."""
+    return torch.cat([packed & 0x0F, packed >> 4], dim=-1)
+
+
+def _bits(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, n] → uint8 [blocks, 8n]: bits, lowest first."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> places) & 1).flatten(1)
+
+
+def _one_group(codes: torch.Tensor, zero: int, scales: torch.Tensor, minima: torch.Tensor | None = None) -> BlockParts:
+    """codes: uint8 [blocks, columns]"""
+    return BlockParts(codes.unsqueeze(1), zero, scales, minima)
+
+
+def _q4_0(blocks: torch.Tensor) -> BlockParts:
+    return _one_group(_nibbles(blocks[:, 2:]), 8, _half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> BlockParts:
+    return _one_group(_nibbles(blocks[:, 4:]), 0, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> BlockParts:
+    return _one_group(_nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4), 16, _half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> BlockParts:
+    codes = _nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
+    return _one_group(codes, 0, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> BlockParts:
+    return _one_group(blocks[:, 2:] ^ 128, 128, _half(blocks, 0))
+
+
+def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight 6-bit scales and mins out of 12 bytes; the top bits of the first four hold those of the last four."""
+    scale, minimum, low = packed.view(-1, 3, 4).unbind(1)
+    scales = torch.cat([scale & 0x3F, (low & 0x0F) | ((scale >> 2) & 0x30)], dim=1)
+    mins = torch.cat([minimum & 0x3F, (low >> 4) | ((minimum >> 2) & 0x30)], dim=1)
+    return scales.float(), mins.float()
+
+
+def _eight_groups(blocks: torch.Tensor, codes: torch.Tensor) -> BlockParts:
+    """codes: uint8 [blocks, 8, 32]"""
+    scales, mins = _scales_and_mins(blocks[:, 4:16].contiguous())
+    return BlockParts(codes, 0, _half(blocks, 0) * scales, -(_half(blocks, 2) * mins))
+
+
+def _q4_k(blocks: torch.Tensor) -> BlockParts:
+    return _eight_groups(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32))
+
+
+def _q5_k(blocks: torch.Tensor) -> BlockParts:
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    # byte j, bit g: fifth bit of weight j in group g
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(1, 8, 1)
+    high = (blocks[:, 16:48].unsqueeze(1) >> places) & 1
+    return _eight_groups(blocks, low | (high << 4))
+
+
+def _q6_k(blocks: torch.Tensor) -> BlockParts:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
+    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places) & 3).view(-1, 8, 32)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return BlockParts((low | (high << 4)).view(-1, 16, 16), 32, _half(blocks, 208) * scales)
+
+
+FORMATS: dict[str, Callable[[torch.Tensor], BlockParts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

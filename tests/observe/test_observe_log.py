@@ -34,6 +34,14 @@ def test_values_cannot_forge_lines_or_fields() -> None:
     assert len(shown("x" * 10_000)) <= 402
 
 
+def test_what_libraries_warn_of_is_a_line_like_others() -> None:
+    stream, _ = _lines()
+    server = logging.getLogger("uvicorn.error")
+    server.info("Started server process")
+    server.warning("Invalid HTTP request received.")
+    assert re.fullmatch(r"\S+Z warning Invalid HTTP request received\.\n", stream.getvalue())
+
+
 def test_level_and_repeated_configuration() -> None:
     stream, log = _lines("warning")
     event(log, "quiet")

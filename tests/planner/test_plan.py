@@ -171,8 +171,8 @@ def test_a_server_s_plan_warns_when_its_limits_can_t_hold(smollm2_path: Path, mo
     assert "weights 0.10 GB" in lines[0] and any("does not fit: one request of 8,192" in line for line in lines)
     some = serving_lines(EngineConfig(ModelConfig(max_context=1024)), smollm2_path, "smollm2")
     assert any("fewer than the 64 that may run" in line for line in some)
-    few_blocks = EngineConfig(ModelConfig(max_context=64), CacheConfig(num_blocks=9), SchedulerConfig(max_running=4))
-    assert any("memory holds 2 requests of 64 tokens" in line for line in serving_lines(few_blocks, smollm2_path, "x"))
+    few_blocks = EngineConfig(ModelConfig(max_context=64), CacheConfig(num_blocks=5), SchedulerConfig(max_running=4))
+    assert any("memory holds 1 request of 64 tokens" in line for line in serving_lines(few_blocks, smollm2_path, "x"))
     large = replace(small, available_bytes=4 << 30)
     monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda **_: large)
     assert len(serving_lines(EngineConfig(), smollm2_path, "smollm2")) == 2  # nobody chose these limits

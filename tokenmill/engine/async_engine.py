@@ -11,8 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.config.by_name import engine_config
 from tokenmill.engine.child import CoreChild
 from tokenmill.engine.front import Front, load_front
 from tokenmill.engine.intake import ClientRequest, Intake
@@ -40,6 +43,15 @@ FIRST_RESTART_DELAY_S = 0.2
 
 
 class AsyncEngine:
+    """A model for asyncio programs, in a process of its own: `submit` a request, iterate over its events.
+
+    engine = await AsyncEngine.start("smollm2:135m", max_context=2048)
+    asked = PromptRequest(prompt="The sky is", params=SamplingParams(max_tokens=16))
+    async for event in engine.submit(asked):
+        print(event.text, end="")
+    await engine.close()
+    """
+
     def __init__(self, front: Front, make_link: Callable[[], CoreLink]) -> None:
         self._front = front
         self._make_link = make_link
@@ -59,12 +71,19 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, in_process: bool = False, child: CoreChild | None = None
+        cls,
+        model: str | Path | EngineConfig = "smollm2:135m",
+        *,
+        in_process: bool = False,
+        child: CoreChild | None = None,
+        **settings: Any,
     ) -> AsyncEngine:
-        """Load the model and return once it answers. `in_process` keeps the core in a thread of this process.
+        """Load the model and return once it answers; model and settings are those of `LLM`.
 
-        `child` is a core's process that was started beforehand; it imports while the front reads the tokenizer.
+        `in_process` keeps the core in a thread of this process. `child` is a core's process that was started
+        beforehand; it imports while the front reads the tokenizer.
         """
+        config = engine_config(model, settings)
         waiting = [] if in_process else [child or CoreChild()]
         with contextlib.ExitStack() as undo:
             for one in waiting:
@@ -80,6 +99,7 @@ class AsyncEngine:
         return engine
 
     async def open(self) -> None:
+        """Connect to a core and wait until it answers; `start` does."""
         self._first_ready = asyncio.get_running_loop().create_future()
         await self._connect()
         async with contextlib.AsyncExitStack() as undo:
@@ -109,18 +129,22 @@ class AsyncEngine:
         return stream
 
     async def abort(self, request_id: str) -> None:
+        """End a request; whoever iterates over it gets a `RequestFailed`."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._forget(stream, tell_core=True)
             stream.fail(RequestFailed("the request was aborted"))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
         return self._loaded_intake().tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
+        """The token ids of a conversation in the model's chat template."""
         return self._loaded_intake().chat_ids(request)
 
     def detokenize(self, ids: list[int]) -> str:
+        """The text of token ids, special ones included."""
         return self._loaded_intake().tokenizer.decode(ids, skip_special_tokens=False)
 
     # ── being ──────────────────────────────────────────────────────────────────────────────────────────
@@ -137,9 +161,11 @@ class AsyncEngine:
         return self._core
 
     def health(self) -> Health:
+        """Whether a request would be answered now."""
         return self._health
 
     def stats(self) -> EngineStats:
+        """Running and waiting requests, the KV cache, sums since the start."""
         return self._stats
 
     async def drain(self, timeout_s: float) -> bool:
@@ -150,6 +176,7 @@ class AsyncEngine:
         return not self._streams
 
     async def close(self) -> None:
+        """End the core; running requests fail."""
         self._is_closed = True
         if self._restart is not None:
             self._restart.cancel()

@@ -7,34 +7,50 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config import EngineConfig
+from tokenmill.config.by_name import engine_config
 from tokenmill.engine.collector import seldom_full
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.device_ahead import device_ahead
 from tokenmill.engine.front import Front, load_front
+from tokenmill.engine.given import (
+    Conversation,
+    Prompt,
+    conversations_from,
+    messages_from,
+    params_from,
+    prompt_from,
+    prompts_from,
+    template_args_from,
+)
 from tokenmill.engine.intake import ClientRequest
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
 from tokenmill.engine.torch_import import import_meta_kernels, libraries_ahead, uncollected, without_meta_kernels
-from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, error_with_code
+from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
-from tokenmill.types import ChatRequest, EmbedRequest, Event, Message, Pooling, PromptRequest, Request, SequenceOutput
-
-Prompt = str | list[int]
-Conversation = Sequence[Message | dict[str, Any]]
+from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
 
 
 class LLM:
+    """A model in this process: prompts in, answers out, many at a time.
+
+        llm = LLM("smollm2:135m", max_context=2048)
+        answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0, max_tokens=16))
+        print(answers[0].outputs[0].text)
+
+    The model is a short name, the path of a GGUF file or model directory, or a Hugging Face id; it is
+    fetched if need be.
+    """
+
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
-        """`settings` are fields of the config dataclasses by name: `max_context=2048`, `threads=2`, ..."""
-        config = model if isinstance(model, EngineConfig) else EngineConfig(ModelConfig(model=str(model)))
+        """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
         # A list of prompts is as long as it is: nothing is refused for waiting.
-        self.config = with_settings(config, {"max_waiting": sys.maxsize, **settings})
+        self.config = engine_config(model, {"max_waiting": sys.maxsize, **settings})
         with libraries_ahead():
             self._front: Front = load_front(self.config)
         with uncollected(), without_meta_kernels(), device_ahead(self.config.ops.device):
@@ -49,10 +65,12 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
+        """What computes: `core.info` tells what was chosen and why."""
         return self._core
 
     @property
     def front(self) -> Front:
+        """What reads and writes text: the tokenizer, the chat template, the model's name."""
         return self._front
 
     # ── whole answers ──────────────────────────────────────────────────────────────────────────────────
@@ -64,9 +82,13 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts. Wrong input raises; a request that fails says so in `error`."""
-        many = as_prompts(prompts)
-        asked = [PromptRequest(prompt=p, params=q) for p, q in zip(many, spread(params, len(many)), strict=True)]
+        """Go on from each prompt, a string or a list of token ids; answers come in the order of the prompts.
+
+        `params` are for all of them, or a list with one each. Wrong input raises; a request that fails says so in the
+        `error` of its answer.
+        """
+        many = prompts_from(prompts)
+        asked = [PromptRequest(prompt=p, params=q) for p, q in zip(many, params_from(params, len(many)), strict=True)]
         return self._answer(asked, progress=progress)
 
     def chat(
@@ -77,16 +99,23 @@ class LLM:
         progress: bool = True,
         **template_args: Any,
     ) -> list[RequestOutput]:
-        """One conversation or a list of them; a message is a dict with `role` and `content`."""
-        conversations = as_conversations(messages)
+        """The next turn of a conversation, or of each of several; a message is a dict with `role` and `content`.
+
+        `template_args` are variables of the model's chat template: `enable_thinking=False`.
+        """
+        conversations = conversations_from(messages)
         asked = [
-            ChatRequest(messages=as_messages(c), params=q, template_args=template_args)
-            for c, q in zip(conversations, spread(params, len(conversations)), strict=True)
+            ChatRequest(messages=c, params=q, template_args=template_args_from(template_args))
+            for c, q in zip(conversations, params_from(params, len(conversations)), strict=True)
         ]
         return self._answer(asked, progress=progress)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None) -> list[EmbeddingOutput]:
-        asked = [EmbedRequest(prompt=p, pooling=pooling) for p in as_prompts(prompts)]
+        """One vector for each prompt, of length one: the mean over its tokens unless `pooling` says otherwise."""
+        given: Any = pooling
+        if given is not None and not isinstance(given, Pooling):
+            raise InvalidRequest(f"pooling must be a Pooling, got {given!r}", param="pooling", hint='Pooling("last")')
+        asked = [EmbedRequest(prompt=p, pooling=pooling) for p in prompts_from(prompts)]
         requests = [self._submit(one) for one in asked]
         vectors: dict[str, list[float]] = {}
         while self._outlets:
@@ -98,16 +127,21 @@ class LLM:
     # ── answers as they come ───────────────────────────────────────────────────────────────────────────
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
-        return self._stream(PromptRequest(prompt=prompt, params=params or SamplingParams()))
+        """Go on from one prompt, in pieces as they come. Leaving the iterator early ends the request."""
+        (knobs,) = params_from(params, 1)
+        return self._stream(PromptRequest(prompt=prompt_from(prompt), params=knobs))
 
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None, **template_args: Any
     ) -> Iterator[Event]:
+        """The next turn of one conversation, in pieces as they come."""
+        (knobs,) = params_from(params, 1)
         return self._stream(
-            ChatRequest(messages=as_messages(messages), params=params or SamplingParams(), template_args=template_args)
+            ChatRequest(messages=messages_from(messages), params=knobs, template_args=template_args_from(template_args))
         )
 
     def close(self) -> None:
+        """End whatever still runs. The model itself goes when nobody refers to this object any more."""
         for request_id in list(self._outlets):
             self._abort(request_id)
 
@@ -173,52 +207,6 @@ class LLM:
     def _abort(self, request_id: str) -> None:
         if self._outlets.pop(request_id, None) is not None:
             self._core.abort(request_id)
-
-
-def with_settings(config: EngineConfig, settings: dict[str, Any]) -> EngineConfig:
-    """The config with some fields replaced, each found by its name in whichever part has it."""
-    parts = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "ops": OpsConfig}
-    changed: dict[str, dict[str, Any]] = {name: {} for name in parts}
-    for key, value in settings.items():
-        homes = [name for name, kind in parts.items() if key in {f.name for f in fields(kind)}]
-        if not homes:
-            raise InvalidConfig(f"there is no setting {key!r}", param=key)
-        changed[homes[0]][key] = value
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in changed.items()})
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(part, int) for part in prompts):
-        return [cast(list[int], list(prompts))]
-    return cast(list[Prompt], list(prompts))
-
-
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    first = messages[0] if messages else None
-    return [messages] if isinstance(first, dict | Message) else list(messages)  # type: ignore[list-item,arg-type]
-
-
-def as_messages(conversation: Conversation) -> list[Message]:
-    return [m if isinstance(m, Message) else message_from(m) for m in conversation]
-
-
-def message_from(given: dict[str, Any]) -> Message:
-    known = set(Message.__struct_fields__)
-    unknown = set(given) - known
-    if unknown or "role" not in given:
-        problem = f"unknown keys {sorted(unknown)}" if unknown else "no role"
-        raise InvalidRequest(f"a message has {problem}; it takes {sorted(known)}", param="messages")
-    return Message(**given)
-
-
-def spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequest(f"{len(params)} sampling params for {count} prompts", param="params")
-    return list(params)
 
 
 def prompt_text(asked: ChatRequest | PromptRequest) -> str | None:

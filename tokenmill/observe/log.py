@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 MAX_VALUE_LENGTH = 400
+LIBRARIES = ("uvicorn", "asyncio")
 Value = str | int | float | bool | None
 
 
@@ -49,15 +50,17 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
-    """Send tokenmill's lines to `stream` (stderr). Called once by a program that starts, never by an import."""
-    root = logging.getLogger("tokenmill")
-    root.setLevel(level.upper())
-    root.propagate = False
-    for old in list(root.handlers):
-        root.removeHandler(old)
+    """Send tokenmill's lines to `stream` (stderr), and warnings of what it is built on in the same form. Called once by
+    a program that starts, never by an import."""
     writer = logging.StreamHandler(stream or sys.stderr)
     writer.setFormatter(LineFormatter())
-    root.addHandler(writer)
+    for name in ("tokenmill", *LIBRARIES):
+        root = logging.getLogger(name)
+        root.setLevel(max(logging.getLevelNamesMapping()[level.upper()], logging.WARNING if name in LIBRARIES else 0))
+        root.propagate = False
+        for old in list(root.handlers):
+            root.removeHandler(old)
+        root.addHandler(writer)
 
 
 def _one_line(text: str) -> str:

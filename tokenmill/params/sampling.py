@@ -26,6 +26,11 @@ INT32_MAX = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request's answer is drawn: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)`.
+
+    Checked when it is made. Defaults change nothing; every knob is explained in docs/SAMPLING.md.
+    """
+
     n: int = 1
     best_of: int | None = None
     temperature: float = 1.0
@@ -79,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_ranges(self)
         _check_lists(self)
+        _check_parts(self)
         _check_combinations(self)
         if self.thinking_markers is not None:
             _check_markers(self)
@@ -172,7 +178,7 @@ def _check_lists(params: SamplingParams) -> None:
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         refuse("allowed_token_ids", "must not be empty")
     bias: Any = {} if params.logit_bias is None else params.logit_bias
-    if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+    if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS or not all(isinstance(key, int) for key in bias):
         refuse("logit_bias", f"must map token ids to numbers, {MAX_LOGIT_BIAS} of them at most")
     for value in bias.values():
         require_number("logit_bias", value, -100.0, 100.0)
@@ -180,6 +186,13 @@ def _check_lists(params: SamplingParams) -> None:
     require_list("logits_processors", processors, MAX_PROCESSORS)
     if not all(callable(one) for one in processors):
         refuse("logits_processors", "must hold functions")
+
+
+def _check_parts(params: SamplingParams) -> None:
+    for name, kind in (("beam", BeamParams), ("guided", Guided), ("watermark", Watermark)):
+        value = getattr(params, name)
+        if value is not None and not isinstance(value, kind):
+            refuse(name, f"must be a {kind.__name__}, got {value!r}")
 
 
 def _check_combinations(params: SamplingParams) -> None:

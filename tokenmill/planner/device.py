@@ -85,7 +85,7 @@ def measured_cpu(machine: Machine, threads: int | None = None) -> DevicePeaks:
     flops = {"fp32": found.fp32_flops}
     if found.int8_flops is not None:
         flops["int8"] = found.int8_flops
-    name = f"{machine.cpu.name}, {found.threads} cores"
+    name = f"{machine.cpu.name}, {found.threads} core{'' if found.threads == 1 else 's'}"
     vendor = "arm" if machine.cpu.architecture in ("aarch64", "arm64") else "intel"
     memory = machine.memory.total_bytes
     return DevicePeaks(name, vendor, "cpu", memory, found.bandwidth_bytes_s, flops, 0.0)  # type: ignore[arg-type]

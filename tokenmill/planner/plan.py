@@ -229,9 +229,13 @@ def _warnings(plan: Plan) -> Iterator[str]:
         yield "the limits on TTFT and TPOT can't be held, not even for one request"
     elif memory.max_concurrency < q.max_running:
         yield (
-            f"memory holds {memory.max_concurrency} requests of {q.context:,} tokens, fewer than the {q.max_running} "
-            "that may run; more will wait or be preempted"
+            f"memory holds {counted(memory.max_concurrency, 'request')} of {q.context:,} tokens, fewer than the "
+            f"{q.max_running} that may run; more will wait or be preempted"
         )
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _why_not(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import default_limits
 from tokenmill.planner.device import this_machine
 from tokenmill.planner.model import model_at
-from tokenmill.planner.plan import Plan, Question, make_plan
+from tokenmill.planner.plan import Plan, Question, counted, make_plan
 
 MAX_AUTO_CONTEXT = 32_768  # what the engine takes of a longer context unless it is asked for more
 TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
@@ -40,7 +40,8 @@ def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:
     memory = plan.memory
     lines = [
         f"plan: weights {memory.weights / 1e9:.2f} GB, KV pool {memory.kv_pool / 1e9:.2f} GB for "
-        f"{memory.max_concurrency} requests of {plan.question.context:,} tokens, {memory.total / 1e9:.2f} GB in all",
+        f"{counted(memory.max_concurrency, 'request')} of {plan.question.context:,} tokens, "
+        f"{memory.total / 1e9:.2f} GB in all",
         f"plan: a prompt of {plan.question.input_len} tokens about {plan.ttft_s * 1e3:,.0f} ms to the first token, "
         f"then {plan.tpot_s * 1e3:.1f} ms a token alone ({plan.device.name})",
     ]

@@ -1,0 +1,67 @@
+"""An engine's config as Python programs write it: `LLM("smollm2:135m", max_context=2048)`.
+
+Each setting is found by its name in whichever part has it. No parser stood before it, as on the command line, so its
+value is held against the field's type here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.errors import InvalidConfig
+
+PARTS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "ops": OpsConfig,
+}
+WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+
+
+def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+    """The model's config with some fields replaced; a wrong name or value is refused by name."""
+    given: Any = model
+    if not isinstance(given, str | Path | EngineConfig):
+        raise InvalidConfig(f"a model is a name, a path or an EngineConfig, got {given!r}", param="model")
+    config = given if isinstance(given, EngineConfig) else EngineConfig(ModelConfig(model=str(given)))
+    hints = {part: get_type_hints(kind) for part, kind in PARTS.items()}
+    changed: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for name, value in settings.items():
+        part = _part_with(name, hints)
+        if not _fits(value, hint := hints[part][name]):
+            raise InvalidConfig(f"{name} must be {_in_words(hint)}, got {value!r}", param=name)
+        changed[part][name] = value
+    return replace(config, **{part: replace(getattr(config, part), **values) for part, values in changed.items()})
+
+
+def _part_with(name: str, hints: dict[str, dict[str, Any]]) -> str:
+    for part, fields in hints.items():
+        if name in fields:
+            return part
+    near = difflib.get_close_matches(name, [field for fields in hints.values() for field in fields], n=1)
+    raise InvalidConfig(f"there is no setting {name!r}{f'; did you mean {near[0]}?' if near else ''}", param=name)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _in_words(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_in_words(one) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    return WORDS[hint]

@@ -27,10 +27,12 @@ from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
+from tokenmill.ops.reference.kv_rounding import rounded
 from tokenmill.ops.triton import large_products, quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
+from tokenmill.ops.triton.prompt_attention import prompt_attention
 from tokenmill.ops.triton.seats import NO_ROW, give, look_up, remember
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_draws import DeviceDraws
@@ -39,6 +41,7 @@ from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights, random_blocks
 
 OPS = build_ops()
+CACHE_ERROR = {torch.int8: 0.01, torch.float8_e4m3fn: 0.1}  # of one vector; the interpreter cuts fp8 off
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 90, "hidden_size": 64,
     "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -128,25 +131,66 @@ def paged_batch(lengths: list[tuple[int, int]], block: int) -> ForwardBatch:
     )
 
 
-def check_attention(heads: int, kv_heads: int, dim: int, args: AttentionArgs) -> None:
+def cache_of(num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> LayerCache:
+    vectors = torch.randn(2, num_blocks, kv_heads, 16, dim)
+    if dtype == torch.float32:
+        return LayerCache(*vectors)
+    numbers, scales = rounded(vectors, dtype)
+    return LayerCache(*numbers, *scales)
+
+
+def check_attention(
+    heads: int, kv_heads: int, dim: int, args: AttentionArgs, dtype: torch.dtype = torch.float32
+) -> None:
     for lengths in ([(1, 90), (1, 3), (1, 200)], [(1, 70), (37, 37), (5, 50)]):
         batch = paged_batch(lengths, 16)
-        num_blocks = 1 + batch.groups[0].block_tables.numel()
-        shape = (num_blocks, kv_heads, 16, dim)
-        cache = LayerCache(torch.randn(shape), torch.randn(shape))
+        cache = cache_of(1 + batch.groups[0].block_tables.numel(), kv_heads, dim, dtype)
         queries = torch.randn(sum(count for count, _ in lengths), heads, dim)
         found = [ops.attention(queries, cache, ops.plan_attention(batch, 0, args.window), args) for ops in (OPS, PLAIN)]
         same(*found, tolerance=1e-4)
 
 
-def check_fresh_attention(heads: int, kv_heads: int, dim: int, rotary: int, args: AttentionArgs) -> None:
+def check_prompts(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Whole prompts of one length, gathered and attended densely."""
+    batch = paged_batch([(21, 21), (21, 21)], 16)
+    tables = batch.groups[0].block_tables
+    cache, args = cache_of(1 + tables.numel(), kv_heads, dim, dtype), AttentionArgs(0.3)
+    queries = torch.randn(42, heads, dim)
+    found = prompt_attention(queries.view(2, 21, heads, dim), cache, tables, args).flatten(0, 1).flatten(1)
+    same(found, PLAIN.attention(queries, cache, PLAIN.plan_attention(batch, 0, None), args), tolerance=1e-4)
+
+
+def check_fp8_by_bits() -> None:
+    """As on GPUs without such numbers: every one there is comes back as itself, what lies between as its nearest."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (torch.rand(63 * 30) - 0.5) * 2.0 ** torch.randint(-9, 10, (63 * 30,))
+    values = torch.cat((every[every.isfinite()][:252], between)).view(-1, 63)
+    vectors = torch.nn.functional.pad(values, (1, 0), value=448.0)  # so that the scale is 1
+    numbers = torch.zeros(2, len(values), 1, 1, 64).to(torch.float8_e4m3fn)
+    cache = LayerCache(*numbers, *torch.zeros(2, len(values), 1, 1))
+    assert OPS.place_qkv is not None
+    with patch("tokenmill.ops.triton.fp8_bits.has_fp8", lambda device: False):
+        OPS.place_qkv(vectors.repeat(1, 3), cache, torch.arange(len(values)), None, 1e-6, None)
+        check_rounded_caches(torch.float8_e4m3fn, AttentionArgs(0.3))
+    assert torch.equal(cache.keys.float().view(-1, 64), vectors.to(torch.float8_e4m3fn).float())
+
+
+def check_rounded_caches(dtype: torch.dtype, args: AttentionArgs) -> None:
+    """Decoding rows, chunks, whole prompts, placing and attending at once"""
+    check_attention(2, 1, 16, args, dtype)
+    check_fresh_attention(2, 1, 16, 8, args, dtype)
+    check_prompts(4, 2, 16, dtype)
+
+
+def check_fresh_attention(
+    heads: int, kv_heads: int, dim: int, rotary: int, args: AttentionArgs, dtype: torch.dtype = torch.float32
+) -> None:
     """Placing and attending at once: as one after the other, for rows of which one only fills up."""
     contexts, block = [90, 0, 1, 65, 200], 16
     batch = paged_batch([(1, context) for context in contexts], block)
     tables = batch.groups[0].block_tables
-    shape = (1 + tables.numel(), kv_heads, block, dim)
-    keys, values = torch.randn(shape), torch.randn(shape)
-    caches = [LayerCache(keys.clone(), values.clone()) for _ in range(2)]
+    first = cache_of(1 + tables.numel(), kv_heads, dim, dtype)
+    caches = [first, LayerCache(*(part.clone() for part in vars(first).values() if part is not None))]
     newest = (batch.context_lens.long() - 1).clamp(min=0)
     slots = tables.long().gather(1, (newest // block).unsqueeze(1)).squeeze(1) * block + newest % block
     slots[1] = 0  # the null block
@@ -161,9 +205,12 @@ def check_fresh_attention(heads: int, kv_heads: int, dim: int, rotary: int, args
     expected = PLAIN.attention(queries, caches[1], PLAIN.plan_attention(filled, 0, args.window), args)
     assert found is not None and not found[1].any()
     is_row = batch.context_lens > 0
-    same(found[is_row], expected[is_row], tolerance=1e-4)
-    same(caches[0].keys[1:], caches[1].keys[1:])
-    same(caches[0].values[1:], caches[1].values[1:])
+    # The newest key is not rounded before it is attended to, if it is only rounded to be kept.
+    same(found[is_row], expected[is_row], tolerance=CACHE_ERROR.get(dtype, 1e-4))
+    for ours, theirs in zip(vars(caches[0]).values(), vars(caches[1]).values(), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            same(ours[1:].float(), theirs[1:].float())
 
 
 def check_products() -> None:
@@ -306,6 +353,9 @@ def main() -> None:
     check_attention(2, 1, 16, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
     check_fresh_attention(4, 2, 20, 20, AttentionArgs(0.3))
     check_fresh_attention(2, 1, 16, 0, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        check_rounded_caches(dtype, AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2)))
+    check_fp8_by_bits()
     check_products()
     check_kept_blocks(("Q4_0", "Q4_0"), 256, (4,))
     check_kept_blocks(("Q4_1", "Q4_K"), 512, (4,))

@@ -67,11 +67,19 @@ def asked_at_once(*asks: Callable[[], None]) -> Compiled:
     return Compiled()
 
 
-def warm_up_for(config: dict[str, Any], quantization: str) -> WarmUp:
+def warm_up_for(
+    config: dict[str, Any],
+    quantization: str = "none",
+    *,
+    deterministic: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> WarmUp:
     spec = spec_from_hf(config)
     source: Any = Shapes(tensors_of(spec))
-    model = Decoder(spec, Loader(source, build_ops(quantization), torch.bfloat16, META), MAX_CONTEXT)
-    storage = KVStorage(KVLayout.from_spec(spec), 2, 16, torch.bfloat16, META)
+    ops = build_ops(quantization, deterministic=deterministic)
+    model = Decoder(spec, Loader(source, ops, dtype, META), MAX_CONTEXT)
+    storage = KVStorage(KVLayout.from_spec(spec), 2, 16, kv_dtype or dtype, META)
     with patch("torch.cuda.graph_pool_handle"):
         graphs = DecodeGraphs(model, storage, DeviceDraws(spec.vocab_size, 4, META), 4, 13, MAX_CONTEXT)
     return WarmUp(model, storage, graphs, MAX_ROWS, MAX_CONTEXT)

@@ -26,7 +26,7 @@ from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
 from tokenmill.config import EngineConfig
-from tokenmill.config.engine import GPU_LIMITS
+from tokenmill.config.engine import default_limits
 from tokenmill.engine.build import kept_formats
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
@@ -71,13 +71,22 @@ def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
     model, scheduler = config.model, config.scheduler
     if model.max_context is None:
         model = replace(model, max_context=workload.longest + 1)
-    is_default_enough = scheduler.max_running is None and most <= GPU_LIMITS[0] and bool(probe_machine().gpus)
-    if scheduler.num_rows < most and not is_default_enough:
+    if most > (scheduler.max_running or rows_by_default(config)):
         scheduler = replace(scheduler, max_running=most)
     if scheduler.speculate == "auto":
         scheduler = replace(scheduler, speculate="off")
     waiting = max(scheduler.max_waiting, workload.num_requests, most)
     return replace(config, model=model, scheduler=replace(scheduler, max_waiting=waiting))
+
+
+def rows_by_default(config: EngineConfig) -> int:
+    """How many sequences at once the engine would settle on by itself."""
+    gpus = probe_machine().gpus if config.ops.device != "cpu" else ()
+    if not gpus:
+        return default_limits(None)[0]
+    import torch  # which may be built without GPUs, or for others
+
+    return default_limits(gpus[0].free_bytes if torch.cuda.is_available() else None)[0]
 
 
 def open_measured(config: EngineConfig) -> Measured:

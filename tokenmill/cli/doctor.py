@@ -11,8 +11,9 @@ import tokenmill
 from tokenmill.cli.screen import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.errors import TokenmillError
-from tokenmill.hardware.gpu import driver_version
+from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import Machine, probe_machine
+from tokenmill.hardware.nvidia import driver_version
 from tokenmill.hardware.peaks import find_device
 from tokenmill.ops.cpu import is_available
 from tokenmill.store import DEFAULT_MODEL, Manifest, Store
@@ -68,8 +69,7 @@ def hardware_rows(machine: Machine) -> list[Row]:
         speed = (
             f", {size(peaks.bandwidth_bytes_s)}/s, {peaks.flops_for('bf16') / 1e12:.0f} TFLOP/s bf16" if peaks else ""
         )
-        major, minor = gpu.compute_capability
-        rows.append((f"gpu {gpu.index}", f"{gpu.name}, sm_{major}{minor}, {size(gpu.free_bytes)} free{speed}"))
+        rows.append((f"gpu {gpu.index}", f"{gpu.name}, {gpu.architecture}, {size(gpu.free_bytes)} free{speed}"))
     return rows if machine.gpus else [*rows, ("gpu", "none")]
 
 
@@ -118,19 +118,24 @@ def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[l
         (not manifests, lambda: f"no model here yet: tokenmill pull fetches {DEFAULT_MODEL} (98 MB)"),
         (machine.memory.available_bytes < LOW_MEMORY_BYTES, lambda: "less than 2 GiB of memory available"),
         (_free_disk(store) < LOW_DISK_BYTES, lambda: f"only {size(_free_disk(store))} free on the store's disk"),
-        (bool(machine.gpus) and not _torch_has_cuda(), lambda: "there is a GPU, but this torch is built without CUDA"),
-        (bool(machine.gpus) and _version("triton") is None, lambda: "GPU kernels need triton: pip install triton"),
-        (importlib.util.find_spec("pip") is None, lambda: "pip is missing: models from PyPI can't be pulled"),
+        (bool(machine.gpus), lambda: gpu_advice(machine.gpus[0])),
+        (
+            bool(machine.gpus) and importlib.util.find_spec("triton") is None,
+            lambda: "GPU kernels need triton: pip install triton",
+        ),
+        (not _is_there("pip"), lambda: "pip is missing: models from PyPI can't be pulled"),
     ]
-    return must, [text() for applies, text in advice if applies]
+    return must, [told for applies, text in advice if applies and (told := text())]
 
 
-def _torch_has_cuda() -> bool:
+def gpu_advice(gpu: Gpu) -> str:
+    """Empty where torch was built for it."""
     if _version("torch") is None:
-        return False
+        return ""
     import torch
 
-    return torch.version.cuda is not None
+    platform, built = ("ROCm", torch.version.hip) if gpu.vendor == "amd" else ("CUDA", torch.version.cuda)
+    return "" if built is not None else f"there is {gpu.name}, but this torch is built without {platform}"
 
 
 def _is_writable(store: Store) -> bool:
@@ -146,6 +151,11 @@ def _free_disk(store: Store) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def _is_there(module: str) -> bool:
+    """Whatever the package is called that brought it."""
+    return importlib.util.find_spec(module) is not None
 
 
 def _version(package: str) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 
+from tokenmill.hardware.amd import probe_amd
 from tokenmill.hardware.cpu import Cpu, probe_cpu
-from tokenmill.hardware.gpu import Gpu, probe_gpus
+from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.memory import Memory, probe_memory
+from tokenmill.hardware.nvidia import probe_nvidia
 
 
 @dataclass(frozen=True)
@@ -21,4 +23,5 @@ class Machine:
 
 def probe_machine() -> Machine:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Machine(system, platform.python_version(), probe_cpu(), probe_memory(), tuple(probe_gpus()))
+    gpus = (*probe_nvidia(), *probe_amd())
+    return Machine(system, platform.python_version(), probe_cpu(), probe_memory(), gpus)

@@ -185,5 +185,7 @@ def device_names() -> list[str]:
 
 
 def _plain(name: str) -> str:
-    words = re.sub(r"\((r|tm)\)|\b(nvidia|geforce|amd|intel|tesla|instinct|processor|cpu)\b|@.*", " ", name.lower())
+    words = re.sub(
+        r"\((r|tm)\)|\b(nvidia|geforce|amd|intel|tesla|instinct|oam|radeon|processor|cpu)\b|@.*", " ", name.lower()
+    )
     return re.sub(r"[^a-z0-9+]+", "", re.sub(r"\d+-core", "", words))

@@ -9,6 +9,7 @@ import torch
 from tokenmill.arch.spec import MoeSpec
 from tokenmill.ops.interface import Backend, Ops, OpsWanted
 from tokenmill.ops.reference.kv_rounding import LARGEST
+from tokenmill.ops.triton.device import has_fp8
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 256
@@ -33,13 +34,9 @@ def _refuse(wanted: OpsWanted) -> str | None:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
         if layer.attention.head_dim > MAX_HEAD_DIM:
             return f"heads of {layer.attention.head_dim} dimensions"
-    if wanted.quantization == "fp8" and not _has_fp8(wanted.device):
-        return "fp8 products need a GPU of compute capability 8.9 or higher; int4 does without"
+    if wanted.quantization == "fp8" and not has_fp8(wanted.device):
+        return "fp8 products need an NVIDIA GPU of compute capability 8.9 or higher; int8 and int4 do without"
     return None
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _build(wanted: OpsWanted) -> Ops:

@@ -16,7 +16,8 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
-from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
+from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of
+from tokenmill.ops.triton.fp8_bits import as_factors, numbers_of
 from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.sizes import next_power_of_2
 
@@ -36,11 +37,12 @@ def _attend(
         lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
         if IS_MASKED:
             kv_inside = inside[:, None] & (d < DIM)[None, :]
-            key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
-            value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+            key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
+            value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
         else:
-            key = tl.load(keys + lines[:, None] * DIM + d[None, :]).to(query.dtype)
-            value = tl.load(values + lines[:, None] * DIM + d[None, :]).to(query.dtype)
+            key = tl.load(keys + lines[:, None] * DIM + d[None, :])
+            value = tl.load(values + lines[:, None] * DIM + d[None, :])
+        key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         scores = scores * scale
         if IS_SCALED:
@@ -156,7 +158,7 @@ def chunk_attention(
     )
     tiles = num_tokens // num_queries + len(rows)
     _chunk[(tiles, num_heads)](
-        queries, cache.keys, cache.values, *scales_of(cache), out, tables, query_starts, contexts,
+        queries, *numbers_of(cache), out, tables, query_starts, contexts,
         args.sinks if args.sinks is not None else queries,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0), rows.start, rows.stop,
         num_heads, kv_heads, dim, padded, block_size, num_queries, tile,

@@ -16,6 +16,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
+from tokenmill.ops.triton.fp8_bits import as_factors, numbers_of
 from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.overlap import arrivals, is_last_to_arrive, launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
@@ -63,7 +64,7 @@ def add_tile(
     HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The softmax state [16], [16], [16, D] of some keys and of those of a tile"""
-    key, value = key.to(query.dtype), value.to(query.dtype)
+    key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if IS_SCALED:
         scores *= key_scale[None, :]
@@ -191,7 +192,7 @@ def decode_attention(
     out: torch.Tensor,
     num_splits: int,
     *,
-    tile: int = TILE,
+    tile: int | None = None,
     warps: int = 4,
     stages: int = 3,
 ) -> None:
@@ -203,8 +204,9 @@ def decode_attention(
     parts = parts_for(out, num_splits)
     sinks = args.sinks if args.sinks is not None else queries
     padded = max(16, next_power_of_2(dim))
+    tile = tile or (TILE if padded * queries.element_size() <= 512 else TILE // 2)  # in a multiprocessor's own memory
     _decode[(kv_heads, num_rows, num_splits)](
-        queries, cache.keys, cache.values, *scales_of(cache), out, *parts, tables, contexts, sinks,
+        queries, *numbers_of(cache), out, *parts, tables, contexts, sinks,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
         args.softcap is not None, args.sinks is not None, cache.key_scales is not None, precision_of(queries),
@@ -219,13 +221,6 @@ def parts_for(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.T
     num_rows, num_heads, dim = out.shape
     parts = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=out.device)
     return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device), arrivals(out.device)
-
-
-def scales_of(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of keys and values; where there are none, something to pass in their place."""
-    if cache.key_scales is None or cache.value_scales is None:
-        return cache.keys, cache.values
-    return cache.key_scales, cache.value_scales
 
 
 def precision_of(x: torch.Tensor) -> str:

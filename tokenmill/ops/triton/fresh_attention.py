@@ -27,10 +27,10 @@ from tokenmill.ops.triton.decode_attention import (
     num_splits_for,
     parts_for,
     precision_of,
-    scales_of,
     share_of,
     tile_of,
 )
+from tokenmill.ops.triton.fp8_bits import numbers_of
 from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.place import keep, placed
@@ -134,7 +134,7 @@ def place_and_attend(
     out = qkv.new_empty(num_rows, num_heads, dim)
     cos, sin = angles or (qkv, qkv)
     _place_and_attend[(num_rows, kv_heads, num_splits)](
-        qkv, cache.keys, cache.values, *scales_of(cache), out, *parts_for(out, num_splits), plan.tables, plan.contexts,
+        qkv, *numbers_of(cache), out, *parts_for(out, num_splits), plan.tables, plan.contexts,
         args.sinks if args.sinks is not None else qkv, *(norms or (qkv, qkv)), cos, sin,
         cos.shape[-1] if angles else 0, eps, args.scale, args.softcap or 1.0, args.window or NO_WINDOW,
         plan.tables.stride(0), num_heads, kv_heads, num_heads // kv_heads, dim, max(16, next_power_of_2(dim)),

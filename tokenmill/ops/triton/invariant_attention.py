@@ -22,7 +22,8 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.activation import tanh
 from tokenmill.ops.triton.attention import AttentionPlan
-from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of, scales_of
+from tokenmill.ops.triton.decode_attention import LOG2E, NO_WINDOW, precision_of
+from tokenmill.ops.triton.fp8_bits import as_factors, numbers_of
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
@@ -58,8 +59,9 @@ def _segment_state(
         blocks = tl.load(table + places // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
         kv_inside = inside[:, None] & (d < DIM)[None, :]
-        key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
-        value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0).to(query.dtype)
+        key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
+        value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
+        key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if IS_SCALED:
             scores = scores * tl.load(key_scales + lines, mask=inside, other=0.0)[None, :]
@@ -206,7 +208,7 @@ def invariant_attention(
     window = args.window or NO_WINDOW
     padded = max(16, next_power_of_2(dim))
     _attend[(tiles, kv_heads, num_segments)](
-        queries, cache.keys, cache.values, *scales_of(cache), out, states, mixed,
+        queries, *numbers_of(cache), out, states, mixed,
         plan.tables, plan.query_starts, plan.contexts, sinks,
         args.scale, args.softcap or 1.0, window, plan.tables.stride(0), num_rows,
         num_heads, kv_heads, group, members, dim, padded, block_size, lines, tile, SEGMENT, num_segments, in_turn,

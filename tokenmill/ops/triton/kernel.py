@@ -17,11 +17,14 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.triton import ahead
 from tokenmill.ops.triton.compilers import start_workers, wait_for
 
+USUAL_STAGES = 3  # where a launch does not say
+FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
 _asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
 
 
@@ -46,17 +49,28 @@ class Kernel:
         key = (*kinds, *options.values())
         found = self._made.get(key)
         if found is None:
-            self._make(key, self._jitted[grid](*args, **options), args, options)
+            self._make(key, self._run_first(grid, args, options), args, options)
             return
         run, function, metadata, named = found
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         run(*grid, *(1, 1, 1)[len(grid) :], stream, function, metadata, None, None, None, *args, *named)
 
+    def _run_first(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """With fewer tiles on their way at once where a multiprocessor has less memory of its own than an H200's."""
+        while True:
+            try:
+                return self._jitted[grid](*args, **FUSED | options)
+            except OutOfResources:
+                stages = options.get("num_stages", USUAL_STAGES)
+                if stages == 1:
+                    raise
+                options = {**options, "num_stages": stages - 1}
+
     def _ask(self, asked: set[Any], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         form = (self, *map(_form, args), *options.items())
         if form not in asked:
             asked.add(form)
-            self._jitted.warmup(*args, grid=grid, **options)
+            self._jitted.warmup(*args, grid=grid, **FUSED | options)
 
     def _make(self, key: Any, made: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if isinstance(made, CompiledKernel):  # and not one that is interpreted, or still being made

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.reference.kv_rounding import LARGEST
-from tokenmill.ops.triton.decode_attention import scales_of
+from tokenmill.ops.triton.fp8_bits import as_cached, numbers_of
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
@@ -53,7 +53,7 @@ def keep(vectors, numbers, scales, line, d, inside, DIM: tl.constexpr, LARGEST: 
         vectors = vectors / tl.maximum(scale, 1e-30)
         if LARGEST == 127:
             vectors = tl.minimum(tl.maximum(tl.floor(vectors + 0.5), -127.0), 127.0)
-    tl.store(numbers + line * DIM + d, vectors.to(numbers.dtype.element_ty), mask=inside)
+    tl.store(numbers + line * DIM + d, as_cached(vectors, numbers.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -113,7 +113,7 @@ def place_qkv(
     tiles = cdiv(num_heads, tile) + 2 * cdiv(kv_heads, tile)
     if num_tokens:
         _place[(num_tokens, tiles)](
-            qkv, queries, cache.keys, cache.values, *scales_of(cache), slots, q_norm, k_norm, cos, sin,
+            qkv, queries, *numbers_of(cache), slots, q_norm, k_norm, cos, sin,
             cos.shape[-1] if angles else 0, eps, qkv.stride(0),
             num_heads, kv_heads, dim, next_power_of_2(dim), block_size, tile,
             norms is not None, angles is not None, LARGEST.get(cache.keys.dtype, 0.0),

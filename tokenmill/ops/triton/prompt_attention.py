@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.decode_attention import scales_of
+from tokenmill.ops.triton.fp8_bits import as_factors, numbers_of
 from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -47,7 +47,7 @@ def _gather(
     found = tl.load(source + lines[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     if IS_SCALED:
         scales = value_scales if part else key_scales
-        found = found.to(tl.float32) * tl.load(scales + lines, mask=places < length, other=0.0)[:, None]
+        found = as_factors(found, tl.float32) * tl.load(scales + lines, mask=places < length, other=0.0)[:, None]
     line = ((part * num_rows + row) * KV_HEADS + head).to(tl.int64)
     target = out + (line * length + places)[:, None] * DIM + d[None, :]
     tl.store(target, found.to(out.dtype.element_ty), mask=inside)
@@ -64,7 +64,7 @@ def prompt_attention(
     grid = (cdiv(length, block_size), kv_heads, 2 * num_rows)
     padded = next_power_of_2(dim)
     _gather[grid](
-        cache.keys, cache.values, *scales_of(cache), tables, dense, length, tables.stride(0), num_rows,
+        *numbers_of(cache), tables, dense, length, tables.stride(0), num_rows,
         kv_heads, dim, padded, block_size, cache.key_scales is not None, num_warps=4,
     )  # fmt: skip
     with sdpa_kernel(BACKENDS, set_priority=True):

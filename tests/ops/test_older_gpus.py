@@ -1,0 +1,204 @@
+"""GPUs that are not at hand: every kernel that steps of large models launch is compiled for them and fits the memory of
+their multiprocessors, at the latest with one tile on its way at a time. Compilers need no device for that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runner"))
+
+from test_warmup import LLAMA, MAX_CONTEXT, QWEN, asked_at_once, warm_up_for
+from triton import compile as compiled_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
+
+from tokenmill.ops.triton import TRITON, device, halves, strips
+from tokenmill.ops.triton.kernel import FUSED, Kernel
+from tokenmill.runner.memory import graph_sizes
+
+KIB = 1024
+SHARED = {80: 163 * KIB, 89: 99 * KIB, 120: 99 * KIB, "gfx942": 64 * KIB}  # a program's at most; 8.6 has what 8.9 has
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584,
+    "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "attention_bias": False,
+}  # fmt: skip
+NAMES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers keep what they made, for GPUs that never come."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+class Launch:
+    """A kernel and its arguments, as a compiler sees them."""
+
+    def __init__(self, jitted: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        named = [parameter.name for parameter in jitted.params]
+        values = dict(zip(named, args, strict=False)) | {name: options[name] for name in named if name in options}
+        self.jitted = jitted
+        self.options = {name: value for name, value in options.items() if name not in named}
+        self.types: dict[str, str] = {}
+        self.constants: dict[tuple[int], Any] = {}
+        self.facts: dict[tuple[int], Any] = {}
+        for number, parameter in enumerate(jitted.params):
+            self._add(number, parameter, values[parameter.name])
+
+    def _add(self, number: int, parameter: Any, value: Any) -> None:
+        is_number = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (is_number and value == 1):
+            self.types[parameter.name], self.constants[(number,)] = "constexpr", value
+            return
+        if isinstance(value, torch.Tensor) or (is_number and value % 16 == 0):
+            self.facts[(number,)] = [["tt.divisibility", 16]]
+        if isinstance(value, torch.Tensor):
+            self.types[parameter.name] = "*" + NAMES[value.dtype]
+        else:
+            self.types[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+
+    @property
+    def form(self) -> Any:
+        return self.jitted.fn.__name__, str(self.types), str(self.constants), str(self.facts), str(self.options)
+
+    def shared_bytes(self, target: GPUTarget, num_stages: int | None = None) -> int:
+        source = ASTSource(self.jitted, self.types, self.constants, self.facts)
+        stages = {} if num_stages is None else {"num_stages": num_stages}
+        made = compiled_for(source, target=target, options=FUSED | self.options | stages)
+        return int(made.metadata.shared)
+
+
+def target_of(name: int | str) -> GPUTarget:
+    return GPUTarget("cuda", name, 32) if isinstance(name, int) else GPUTarget("hip", name, 64)
+
+
+def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[Launch]:
+    """Of a start and of decoding steps of every size, on a GPU that can do what this one can."""
+    found: dict[Any, Launch] = {}
+
+    def launch(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        one = Launch(self._jitted, args, options)
+        found.setdefault(one.form, one)
+
+    with (
+        patch.object(Kernel, "_launch", launch),
+        patch.object(torch.Tensor, "pin_memory", lambda self: self),
+        patch("tokenmill.runner.warmup.compile_beside", asked_at_once),
+        patch("tokenmill.ops.triton.fp8_bits.has_fp8", lambda device: isinstance(name, int) and name >= 89),
+        patch.object(strips, "has_ptx", lambda: isinstance(name, int)),
+        patch.object(halves, "has_ptx", lambda: isinstance(name, int)),
+    ):
+        warm_up = warm_up_for(config, **how)
+        warm_up.compile_first(8192, list)
+        warm_up.compile_rest()
+        warm_up._rehearse([(700, 1), (5, MAX_CONTEXT // 2)])
+        for size in graph_sizes(256):
+            warm_up._compute(warm_up._decoding(size))
+    yield from found.values()
+
+
+def require_fits(one: Launch, name: int | str) -> None:
+    """As a launch does: with fewer tiles on their way where there is no room for all."""
+    target = target_of(name)
+    stages = one.options.get("num_stages", 3)
+    taken = one.shared_bytes(target)
+    while taken > SHARED[name] and stages > 1:
+        stages -= 1
+        taken = one.shared_bytes(target, stages)
+    assert taken <= SHARED[name], (one.form, taken)
+
+
+def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
+    """Ampere; what decodes one row, the dearest of them to be wrong about"""
+    forms = launches(80, LLAMA, kv_dtype=torch.float8_e4m3fn)
+    found = {one.jitted.fn.__name__: one for one in forms}
+    for kernel in ("_place", "_place_and_attend"):
+        require_fits(found[kernel], 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (LLAMA, {}),
+        (LLAMA, {"kv_dtype": torch.float8_e4m3fn}),
+        (LLAMA, {"quantization": "int4", "kv_dtype": torch.int8}),
+        (LLAMA, {"deterministic": True}),
+        (QWEN, {}),
+        (GEMMA, {"kv_dtype": torch.int8}),
+        (GEMMA, {"dtype": torch.float32}),
+        (GEMMA, {"deterministic": True}),
+    ],
+)
+def test_kernels_fit_other_gpus(name: int | str, config: dict[str, Any], how: dict[str, Any]) -> None:
+    num_seen = 0
+    for one in launches(name, config, **how):
+        require_fits(one, name)
+        num_seen += 1
+    assert num_seen > 15
+
+
+class Jitted:
+    """A kernel that takes 40 KiB a stage."""
+
+    params = ()
+
+    def __init__(self, shared_bytes: int) -> None:
+        self.tried: list[int] = []
+        self._shared_bytes = shared_bytes
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, num_stages: int = 3, enable_fp_fusion: bool) -> str:
+            self.tried.append(num_stages)
+            if num_stages * 40 * KIB > self._shared_bytes:
+                raise OutOfResources(num_stages * 40 * KIB, self._shared_bytes, "shared memory")
+            return "ran"
+
+        return run
+
+
+def test_a_launch_makes_do_with_the_memory_there_is() -> None:
+    ada = Jitted(99 * KIB)
+    assert Kernel(ada)._run_first((1,), (), {"num_stages": 4}) == "ran" and ada.tried == [4, 3, 2]
+    unsaid = Jitted(99 * KIB)
+    assert Kernel(unsaid)._run_first((1,), (), {}) == "ran" and unsaid.tried == [3, 2]
+    with pytest.raises(OutOfResources):
+        Kernel(Jitted(39 * KIB))._run_first((1,), (), {"num_stages": 2})
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "has"), [(None, (8, 6), False), (None, (8, 9), True), ("6", (9, 4), False)]
+)
+def test_who_computes_with_fp8(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, capability: tuple[int, int], has: bool
+) -> None:
+    """An MI300 calls itself 9.4."""
+    from test_triton_refusals import WANTED
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    device.has_fp8.cache_clear()
+    try:
+        refusal = TRITON.refuse(replace(WANTED, quantization="fp8"))
+        assert refusal is None if has else "compute capability 8.9" in str(refusal)
+        assert TRITON.refuse(replace(WANTED, kv_dtype=torch.float8_e4m3fn)) is None
+    finally:
+        device.has_fp8.cache_clear()

@@ -1,0 +1,19 @@
+"""What the GPU at hand can do that not every one can. Whoever needs it asks here and has another way for the others.
+
+fp8     NVIDIA from Ada on computes with e4m3 numbers. AMD's matrix units, where they know fp8 at all, mean others by it
+        (fnuz)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Where there is no GPU nothing is held against it."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

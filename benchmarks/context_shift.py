@@ -35,7 +35,9 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
-from tokenmill.engine.build import assemble, build_model, kv_storage, machine_facts, open_source
+from tokenmill.engine.build import assemble
+from tokenmill.engine.facts import machine_facts
+from tokenmill.engine.model import build_model, kv_storage, open_source
 from tokenmill.engine.resolve import resolve
 from tokenmill.kv.layout import KVLayout
 from tokenmill.scheduler.window import num_dropped

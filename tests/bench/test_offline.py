@@ -22,7 +22,7 @@ from tokenmill.bench.offline import OfflineWorkload as Workload
 from tokenmill.bench.offline import measure_throughput, open_measured
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
-from tokenmill.engine.build import expected_weight_bytes
+from tokenmill.engine.facts import expected_weight_bytes
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.cpu import is_available

@@ -76,8 +76,12 @@ def test_leaving_early_frees_everything(stories_dir: Path, in_process: bool) -> 
             task = asyncio.create_task(collect(streams[1]))
             await asyncio.sleep(0)
             task.cancel()
-            await engine.abort(streams[2].outlet.request_id)
+            await engine.abort(streams[2].request_id)
             await streams[3].aclose()  # never read from
+            async for _ in engine.submit(story(LONG, "left")):
+                break
+            await asyncio.sleep(0)
+            await engine.submit(story(LONG, "left")).aclose()  # its name is free again at once
             await text_of(engine, story(SamplingParams(max_tokens=2)))
             await until(lambda: engine.stats().running == 0 and engine.stats().kv_blocks_used == 0)
             with pytest.raises(TokenmillError, match="aborted"):

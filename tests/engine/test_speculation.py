@@ -18,8 +18,9 @@ from scripted_engine import CONFIG, VOCAB, byte_intake, tokens_of
 from test_same_tokens_always import Answers, Ask, make_asks, run_together
 
 from tokenmill import LLM, SamplingParams
-from tokenmill.engine.build import assemble, draft_model
+from tokenmill.engine.build import assemble
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.draft import draft_model
 from tokenmill.engine.speculation import settled_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.storage import KVStorage

@@ -124,6 +124,7 @@ CHAT_CASES: list[tuple[str, Any]] = [
     ("guided_grammar", ["a"]),
     ("chat_template", "{{ x }}"),
     ("chat_template_kwargs", 5),
+    ("chat_template_kwargs", {"tools": []}),
     ("add_generation_prompt", "yes"),
     ("echo", True),
 ]

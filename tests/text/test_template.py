@@ -91,9 +91,9 @@ def test_chatml() -> None:
 
 def test_template_arguments_reach_the_template_and_may_not_shadow_it() -> None:
     template = ChatTemplate("{{ bos_token }}{{ mood }}{{ messages|length }}", {"bos_token": "<s>"})
-    assert template.render([{"role": "user"}], mood="calm") == "<s>calm1"
+    assert template.render([{"role": "user"}], extra={"mood": "calm"}) == "<s>calm1"
     with pytest.raises(InvalidRequest, match="documents"):
-        template.render([], documents=[])
+        template.render([], extra={"documents": []})
 
 
 def test_messages_for_template() -> None:

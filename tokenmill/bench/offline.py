@@ -27,7 +27,7 @@ from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import default_limits
-from tokenmill.engine.build import kept_formats
+from tokenmill.engine.facts import kept_formats
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import probe_machine

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from tokenmill.engine.front import Front, load_front
 from tokenmill.engine.intake import ClientRequest, Intake
 from tokenmill.engine.link import CoreLink, ThreadLink
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Submit
-from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.process import ProcessLink
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo
+from tokenmill.engine.stream import Arrivals, EventStream
 from tokenmill.errors import (
     Draining,
     EngineDead,
@@ -33,7 +33,7 @@ from tokenmill.errors import (
     TokenmillError,
     error_with_code,
 )
-from tokenmill.types import ChatRequest, Event, SequenceOutput
+from tokenmill.types import ChatRequest, SequenceOutput
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class AsyncEngine:
         self._core: CoreInfo | None = None
         self._intake: Intake | None = None
         self._info: ModelInfo | None = None
-        self._streams: dict[str, EventStream] = {}
+        self._running: dict[str, Arrivals] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = EngineStats()
         self._health = Health("loading")
         self._first_ready: asyncio.Future[None] | None = None
@@ -100,7 +101,8 @@ class AsyncEngine:
 
     async def open(self) -> None:
         """Connect to a core and wait until it answers; `start` does."""
-        self._first_ready = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._first_ready = self._loop.create_future()
         await self._connect()
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
@@ -119,21 +121,21 @@ class AsyncEngine:
                 param="logits_processors",
                 hint="use tokenmill.LLM",
             )
-        if request.request_id in self._streams:
+        if request.request_id in self._running:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        stream = EventStream(self._front.outlet(asked, request), on_leave=self._leave)
-        self._streams[request.request_id] = stream
+        arrivals = Arrivals(self._front.outlet(asked, request))
+        self._running[request.request_id] = arrivals
         self._idle.clear()
-        assert self._link is not None
+        assert self._link is not None and self._loop is not None
         self._link.send(Submit(request))
-        return stream
+        return EventStream(arrivals, self._leave, self._loop)
 
     async def abort(self, request_id: str) -> None:
         """End a request; whoever iterates over it gets a `RequestFailed`."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self._forget(stream, tell_core=True)
-            stream.fail(RequestFailed("the request was aborted"))
+        arrivals = self._running.get(request_id)
+        if arrivals is not None:
+            self._forget(arrivals, tell_core=True)
+            arrivals.fail(RequestFailed("the request was aborted"))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
@@ -173,7 +175,7 @@ class AsyncEngine:
         self._health = Health("draining", "finishing running requests")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        return not self._streams
+        return not self._running
 
     async def close(self) -> None:
         """End the core; running requests fail."""
@@ -200,21 +202,21 @@ class AsyncEngine:
                 self._core_died(message)
 
     def _deliver(self, output: SequenceOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:  # aborted meanwhile
+        arrivals = self._running.get(output.request_id)
+        if arrivals is None:  # aborted meanwhile
             return
         if output.finish_reason == "error":
-            self._forget(stream, tell_core=False)
-            stream.fail(error_with_code(output.error_code, output.error or "the request failed"))
+            self._forget(arrivals, tell_core=False)
+            arrivals.fail(error_with_code(output.error_code, output.error or "the request failed"))
             return
-        for event in stream.outlet.push(output):
-            stream.put(event)
-        for index in stream.outlet.take_stopped():
+        for event in arrivals.outlet.push(output):
+            arrivals.put(event)
+        for index in arrivals.outlet.take_stopped():
             assert self._link is not None
             self._link.send(Abort(output.request_id, index))
-        if stream.outlet.is_finished:
-            self._forget(stream, tell_core=False)
-            stream.end()
+        if arrivals.outlet.is_finished:
+            self._forget(arrivals, tell_core=False)
+            arrivals.end()
 
     def _become_ready(self, info: CoreInfo) -> None:
         self._core = info
@@ -258,21 +260,21 @@ class AsyncEngine:
 
     # ── one request ────────────────────────────────────────────────────────────────────────────────────
 
-    def _leave(self, stream: EventStream) -> None:
-        if self._streams.get(stream.outlet.request_id) is stream:
-            self._forget(stream, tell_core=True)
+    def _leave(self, arrivals: Arrivals) -> None:
+        if self._running.get(arrivals.outlet.request_id) is arrivals:
+            self._forget(arrivals, tell_core=True)
 
-    def _forget(self, stream: EventStream, *, tell_core: bool) -> None:
-        self._streams.pop(stream.outlet.request_id, None)
+    def _forget(self, arrivals: Arrivals, *, tell_core: bool) -> None:
+        self._running.pop(arrivals.outlet.request_id, None)
         if tell_core and self._link is not None:
-            self._link.send(Abort(stream.outlet.request_id))
-        if not self._streams:
+            self._link.send(Abort(arrivals.outlet.request_id))
+        if not self._running:
             self._idle.set()
 
     def _fail_all(self, error: TokenmillError) -> None:
-        for stream in list(self._streams.values()):
-            self._forget(stream, tell_core=False)
-            stream.fail(error)
+        for arrivals in list(self._running.values()):
+            self._forget(arrivals, tell_core=False)
+            arrivals.fail(error)
 
     def _loaded_intake(self) -> Intake:
         if self._intake is None:
@@ -284,45 +286,10 @@ class AsyncEngine:
             raise Draining("the server is shutting down", retry_after_s=5)
         if self._health.state != "ready":
             raise EngineDead(f"the engine is not ready: {self._health.detail or self._health.state}")
-        running = self._core.max_running if self._core else 0
-        if len(self._streams) >= self._front.config.scheduler.max_waiting + running:
+        most_running = self._core.max_running if self._core else 0
+        if len(self._running) >= self._front.config.scheduler.max_waiting + most_running:
             raise Overloaded("too many requests are waiting", retry_after_s=1)
         return self._loaded_intake()
-
-
-class EventStream(AsyncIterator[Event]):
-    """The events of one request. `aclose`, being cancelled and being dropped all abort what is not finished."""
-
-    def __init__(self, outlet: Outlet, on_leave: Callable[[EventStream], None]) -> None:
-        self.outlet = outlet
-        self._on_leave = on_leave
-        self._events: asyncio.Queue[Event | TokenmillError | None] = asyncio.Queue()
-
-    async def __anext__(self) -> Event:
-        try:
-            event = await self._events.get()
-        except asyncio.CancelledError:
-            self._on_leave(self)
-            raise
-        if event is None:
-            self.end()  # an exhausted iterator stays exhausted
-            raise StopAsyncIteration
-        if isinstance(event, TokenmillError):
-            raise event
-        return event
-
-    async def aclose(self) -> None:
-        self._on_leave(self)
-
-    def put(self, event: Event) -> None:
-        self._events.put_nowait(event)
-
-    def end(self) -> None:
-        self._events.put_nowait(None)
-
-    def fail(self, error: TokenmillError) -> None:
-        self._events.put_nowait(error)
-        self.end()
 
 
 def open_link(front: Front, *, in_process: bool, child: CoreChild | None = None) -> CoreLink:

@@ -13,8 +13,8 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.engine.intake import Intake
+from tokenmill.engine.lengths import Shifting
 from tokenmill.engine.outlet import Outlet
-from tokenmill.engine.shifting import Shifting
 from tokenmill.engine.status import ModelInfo
 from tokenmill.store import resolve_model
 from tokenmill.text.load import load_tokenizer, tokenizer_from_gguf

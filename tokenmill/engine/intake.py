@@ -12,7 +12,7 @@ from functools import cached_property
 
 import msgspec
 
-from tokenmill.engine.shifting import NO_SHIFTING, Shifting, longest_prompt
+from tokenmill.engine.lengths import NO_SHIFTING, Shifting, longest_prompt, require_plausible_length
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.text.messages import messages_for_template
@@ -46,9 +46,7 @@ class Intake:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequest(
-                "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
-            )
+            raise no_tokenizer()
         return self._tokenizer
 
     @cached_property
@@ -85,18 +83,20 @@ class Intake:
     def chat_text(self, asked: ChatRequest) -> str:
         if not asked.messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        tokenizer, template = self.tokenizer, self._template
-        assert tokenizer is not None and template is not None
-        return template.render(
+        if self._template is None:
+            raise no_tokenizer()
+        return self._template.render(
             messages_for_template(asked.messages),
             tools=asked.tools or None,
             add_generation_prompt=asked.add_generation_prompt,
-            **asked.template_args,
+            extra=asked.template_args,
         )
 
     def chat_ids(self, asked: ChatRequest) -> list[int]:
         """A template that writes the begin token itself must not get a second one."""
         text = self.chat_text(asked)
+        # Whoever checked the messages' length saw neither what a template adds nor reasoning, tool calls and arguments.
+        require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
         bos = self.tokenizer.special_tokens.get("bos_token")
         return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
 
@@ -113,8 +113,8 @@ class Intake:
     def _settle(self, params: SamplingParams) -> SamplingParams:
         for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids", "logit_bias"):
             self._require_known(list(getattr(params, name) or []), name)
-        if params.stop or params.stop_regex:
-            assert self.tokenizer is not None
+        if (params.stop or params.stop_regex) and self._tokenizer is None:
+            raise no_tokenizer()
         if params.stop_regex:
             stop_patterns(tuple(params.stop_regex))
         if params.best_of is not None:
@@ -201,6 +201,12 @@ class Intake:
             arrival_s=time.monotonic(),
             pooling=asked.pooling or Pooling(),
         )
+
+
+def no_tokenizer() -> InvalidRequest:
+    return InvalidRequest(
+        "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
+    )
 
 
 def new_request_id() -> str:

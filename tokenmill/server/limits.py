@@ -9,14 +9,12 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from tokenmill.config.server import ServerConfig
-from tokenmill.engine.shifting import longest_prompt
+from tokenmill.engine.lengths import longest_prompt
 from tokenmill.engine.status import ModelInfo
-from tokenmill.errors import ContextLengthExceeded
 from tokenmill.params import SamplingParams
 from tokenmill.server.failures import BodyTooLarge, BodyTooSlow, WrongContentType
 from tokenmill.server.fields import parse_object
 
-MAX_CHARACTERS_PER_TOKEN = 64  # more text than this per token of context cannot fit: not even tokenised
 DISCARD_BYTES = 64 * 1024 * 1024  # read and thrown away after a refusal, so that the client gets to see it
 DISCARD_S = 2.0
 
@@ -81,13 +79,3 @@ def prompt_limit(params: SamplingParams, info: ModelInfo) -> int:
     """Tokens of the longest prompt that such a request may have."""
     shifts = info.shifts_context if params.context_shift is None else params.context_shift
     return longest_prompt(info.max_context) if shifts and params.beam is None else info.max_context
-
-
-def require_plausible_length(num_characters: int, longest: int, param: str) -> None:
-    """Text that cannot fit is refused before it is tokenised, which for megabytes would take seconds."""
-    if num_characters > longest * MAX_CHARACTERS_PER_TOKEN:
-        raise ContextLengthExceeded(
-            f"a prompt of {num_characters} characters does not fit in {longest} tokens",
-            param=param,
-            hint="shorten the prompt",
-        )

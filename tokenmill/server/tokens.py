@@ -8,11 +8,11 @@ import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from tokenmill.engine.lengths import require_plausible_length
 from tokenmill.engine.status import ModelInfo
 from tokenmill.server.desk import Desk
 from tokenmill.server.door import Engine
 from tokenmill.server.fields import Fields, refuse
-from tokenmill.server.limits import require_plausible_length
 from tokenmill.server.openai import examples
 from tokenmill.server.openai.messages import parse_messages
 from tokenmill.server.openai.parse import require_model, template_args

@@ -29,7 +29,8 @@ CHATML = (
 _MAX_SOURCE_CHARS = 1 << 20
 _RUNTIME_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _SIMPLEST = [{"role": "user", "content": "hi"}]
-_OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+NO_ARGUMENTS: Mapping[str, Any] = {}
+OUR_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
 
 class ChatTemplate:
@@ -46,9 +47,10 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **extra: Any,
+        extra: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> str:
-        if taken := _OURS & extra.keys():
+        """`extra`: more variables for the template, by the client's names: a mapping, since they may be any."""
+        if taken := OUR_VARIABLES & extra.keys():
             raise InvalidRequest(f"{sorted(taken)[0]!r} can't be given as a template argument", param="template_args")
         tools_given = None if tools is None else list(tools)
         asked = {"tools": tools_given, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.lengths import require_plausible_length
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from tokenmill.params import SamplingParams
 from tokenmill.server.fields import Fields, refuse, require_token_ids, shown
-from tokenmill.server.limits import prompt_limit, require_plausible_length
+from tokenmill.server.limits import prompt_limit
 from tokenmill.server.openai.messages import parse_messages
 from tokenmill.server.openai.sampling import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
+from tokenmill.text.template import OUR_VARIABLES
 from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest
 
 CHAT_UNSUPPORTED = (
@@ -86,6 +88,9 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
 
 def template_args(fields: Fields) -> dict[str, Any]:
     given = fields.object("chat_template_kwargs")
+    for name in given.values if given else ():
+        if name in OUR_VARIABLES:
+            refuse("chat_template_kwargs", f"must not hold {name}, which the request itself says")
     return given.values if given else {}
 
 

@@ -234,15 +234,15 @@ def check_products() -> None:
             same(quantized.fp8_linear(x, eight, None), x @ quantized.expanded(eight).T, tolerance=0.01)
 
 
-def random_raw(quant: str, num_in: int, same_scales: int) -> RawTensor:
+def random_raw(quant: str, num_in: int, same_scales: int, num_out: int = 24) -> RawTensor:
     """Blocks of which each, or so many together, have scales of their own"""
-    blocks = random_blocks((24, num_in), quant, torch.Generator().manual_seed(1))
+    blocks = random_blocks((num_out, num_in), quant, torch.Generator().manual_seed(1))
     if quant in ("Q4_0", "Q4_1"):
         each = blocks.view(-1, same_scales, GGML_TYPE_BY_NAME[quant].block_bytes)
         drawn = (torch.rand(len(each), 1, 1) * 0.01 + 0.001) * torch.tensor([1.0, -6.5])
         num_bytes = 2 if quant == "Q4_0" else 4
         each[:, :, :num_bytes] = drawn.half().view(torch.uint8)[:, :, :num_bytes]
-    return RawTensor("a.weight", (24, num_in), blocks, quant, same_scales)
+    return RawTensor("a.weight", (num_out, num_in), blocks, quant, same_scales)
 
 
 def check_kept_blocks(quants: tuple[str, ...], num_in: int, bits: tuple[int, ...], same_scales: int = 1) -> None:

@@ -9,8 +9,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from interpreted_kernels import same
+from interpreted_kernels import random_raw, same
 
+from tokenmill.arch.word_forms import Stored, word_form
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton import halves, planes, quantized, rounded_stream
@@ -19,12 +20,23 @@ from tokenmill.ops.triton.strips import Cut
 EPS = 1e-5
 
 
+def kept(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantized.WordMatrix:
+    raw = random_raw(quant, num_in, same_scales, num_out)
+    form = word_form(raw.name, raw.shape, Stored(quant, same_scales))
+    assert form is not None
+    return quantized.kept_words(raw.data, quant, form)
+
+
 def check_halves() -> None:
     """Of a plain row; those of norms and gates: see below."""
-    for num_out, num_in, splits in ((48, 512, 1), (40, 1024, 3)):
-        packed, bias, x = quantized.to_int4(torch.randn(num_out, num_in)), torch.randn(num_out), torch.randn(1, num_in)
+    plain = [(quantized.to_int4(torch.randn(48, 512)), 1), (quantized.to_int4(torch.randn(40, 1024)), 3)]
+    files = [(kept("Q4_0", 40, 512), 1), (kept("Q4_K", 40, 1024), 3), (kept("Q4_1", 48, 512, same_scales=4), 1)]
+    for packed, splits in plain + files:
+        num_out, num_in = len(packed.words), packed.num_columns
+        assert quantized.has_halves(packed)
+        bias, x = torch.randn(num_out), torch.randn(1, num_in)
         found = halves.halves_product(x, packed.words, packed.scales, bias, torch.float32, halves.Cut(16, splits))
-        same(found, x @ quantized.expanded(packed).T + bias, tolerance=1e-3)
+        same(found, x @ quantized.expanded(packed).float().T + bias, tolerance=1e-3)
 
 
 def check_planes() -> None:
@@ -43,18 +55,23 @@ def check_planes() -> None:
 
 def check_layer(kind: str, num_rows: int, tolerance: float) -> None:
     hidden, inter = 256, 1280
-    ops, pack = rounded_stream.STREAMS[kind], {"fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind]
+    ops = rounded_stream.STREAMS.get(kind, rounded_stream.IN_HALVES)
     assert ops.takes(num_rows)
     x, delta, norm = torch.randn(num_rows, hidden), torch.randn(num_rows, hidden), torch.rand(hidden) + 0.5
-    gate_up, down = pack(torch.randn(2 * inter, hidden)), pack(torch.randn(hidden, inter))
+    if kind in ("fp8", "int4"):
+        pack = {"fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind]
+        gate_up, down = pack(torch.randn(2 * inter, hidden)), pack(torch.randn(hidden, inter))
+    else:
+        gate_up, down = kept(kind, 2 * inter, hidden), kept(kind, hidden, inter)
     weights = [LinearWeight(2 * inter, hidden, gate_up), LinearWeight(hidden, inter, down)]
     assert all(map(ops.can_multiply, weights))
     stream = ops.join(delta, ops.join(x, None, norm, EPS), norm, EPS)
     same(stream.total, x + delta)
-    expected = PLAIN.act_mul(PLAIN.rms_norm(x + delta, norm, EPS) @ quantized.expanded(gate_up).T, "silu")
+    expected = PLAIN.act_mul(PLAIN.rms_norm(x + delta, norm, EPS) @ quantized.expanded(gate_up).float().T, "silu")
     gated = ops.gated_linear(stream, weights[0], "silu")
-    same(ops.any_linear(gated, weights[1]), expected @ quantized.expanded(down).T, tolerance)
-    same(ops.any_linear(expected, weights[1]), expected @ quantized.expanded(down).T, tolerance)
+    matrix = quantized.expanded(down).float()
+    same(ops.any_linear(gated, weights[1]), expected @ matrix.T, tolerance)
+    same(ops.any_linear(expected, weights[1]), expected @ matrix.T, tolerance)
 
 
 def main() -> None:
@@ -62,6 +79,7 @@ def main() -> None:
     check_halves()
     check_planes()
     check_layer("int4", 1, tolerance=1e-3)
+    check_layer("Q4_K", 1, tolerance=1e-3)
     check_layer("fp8", 2, tolerance=0.01)
     print("all kernels agree with the reference")
 

@@ -18,6 +18,7 @@ from tokenmill.ops.table import choose_ops
 from tokenmill.runner.inputs import build_batch
 from tokenmill.types import RowPlan
 from tokenmill.weights.dummy import dummy_weights
+from tokenmill.weights.source import WeightSource
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,13 +45,18 @@ SPEC = spec_from_hf(
 
 
 def logits(
-    backend: str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, *, deterministic: bool = False
+    backend: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    deterministic: bool = False,
+    source: WeightSource | None = None,
 ) -> torch.Tensor:
     """Of a long prompt, of a short one, then of one more token of each."""
     device, block = torch.device("cuda"), 16
     wanted = OpsWanted(SPEC, device, dtype, kv_dtype or dtype, backend, deterministic=deterministic)  # type: ignore[arg-type]
     ops, _ = choose_ops(wanted)
-    model = Decoder(SPEC, Loader(dummy_weights(SPEC, device=device), ops, dtype, device))
+    model = Decoder(SPEC, Loader(source or dummy_weights(SPEC, device=device), ops, dtype, device))
     storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, wanted.kv_dtype, device)
     tables = np.arange(1, 181, dtype=np.int32).reshape(1, 2, 90)
     tokens = torch.randint(0, 32000, (1500,), generator=torch.Generator().manual_seed(0)).tolist()

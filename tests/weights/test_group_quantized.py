@@ -123,12 +123,12 @@ def test_parts_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], tmp_
         opened(tensors, "gptq", tmp_path).load("a.weight")
 
 
-@pytest.mark.parametrize("layout", ["gptq", "awq"])
-def test_a_whole_model_answers_like_its_plain_twin(layout: str, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+def write_twins(folder: Path, layout: str, *, hidden: int, group: int, symmetric: bool) -> tuple[Path, Path]:
+    """A plain checkpoint, and one in parts with the same values"""
+    sizes = {"vocab_size": 96, "hidden_size": hidden, "intermediate_size": hidden * 3 // 2, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(0)
-    twin, packed = tmp_path / "twin", tmp_path / "packed"
+    twin, packed = folder / "twin", folder / "packed"
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(twin)
     tensors = load_file(twin / "model.safetensors")
     theirs: dict[str, torch.Tensor] = {}
@@ -136,20 +136,27 @@ def test_a_whole_model_answers_like_its_plain_twin(layout: str, tmp_path: Path) 
         if "_proj" not in name:
             theirs[name] = weight
             continue
-        parts = quantised(weight * 10, 32, symmetric=True)
-        tensors[name] = plain(*parts, [column // 32 for column in range(weight.shape[1])])
+        parts = quantised(weight * 10, group, symmetric=symmetric)
+        tensors[name] = plain(*parts, [column // group for column in range(weight.shape[1])])
         theirs |= written(name.removesuffix(".weight"), layout, *parts)
     save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
     packed.mkdir()
     save_file(theirs, packed / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((twin / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(layout)}))
+    quantization = config_of(layout) | {"group_size": group, "sym": symmetric, "zero_point": not symmetric}
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return twin, packed
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_a_whole_model_answers_like_its_plain_twin(layout: str, tmp_path: Path) -> None:
+    folders = write_twins(tmp_path, layout, hidden=64, group=32, symmetric=True)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     answers = [
         LLM(str(folder), device="cpu", backend="reference", dtype="float32", max_context=64, num_blocks=20)
         .generate([[5, 9, 33, 71]], params, progress=False)[0]
         .outputs[0]
         .token_ids
-        for folder in (twin, packed)
+        for folder in folders
     ]
     assert answers[0] == answers[1] and len(set(answers[0])) > 1

@@ -8,6 +8,7 @@ word do (see `words`; spans of 32 words, 256 columns):
 
 So one instruction puts two of a word's values behind the exponent of 1024, one makes them -8 to 7, and one multiplies
 and adds. Four products at a time are added up in float16, in groups of 128 columns that share a scale; then in float32.
+Where groups are smaller or have minima, one instruction more makes two weights of two values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tokenmill.ops.triton.sizes import cdiv
 from tokenmill.ops.triton.strips import join_splits, share_of_strip, splits_for
 from tokenmill.ops.triton.words import has_ptx
 
-SPAN, GROUP = 32, 128
+SPAN = 32
 LARGEST = tl.constexpr(1024.0)  # 32 times as much is a float16 number too
 SMALLER = tl.constexpr(1 / 64)  # where nobody has looked for the largest: up to 2 ** 17 of a row that is not in halves
 
@@ -55,6 +56,39 @@ fma.rn.f16x2 a, d, $6, a;
 mov.b32 {low, high}, a;
 cvt.f32.f16 $0, low;
 cvt.f32.f16 $1, high;
+}""")
+
+
+# The sum of a word's eight values, weighed by pairs of scales and minima, times their halves.
+TIMES_WEIGHED = tl.constexpr("""{
+.reg .b32 a, b, c, d, t, upper, less, sixteenth, less72;
+.reg .b16 low, high;
+.reg .f32 first, second;
+mov.b32 upper, 0x64006400;
+mov.b32 less, 0xE408E408;
+mov.b32 sixteenth, 0x2C002C00;
+mov.b32 less72, 0xD480D480;
+shr.u32 t, $1, 8;
+lop3.b32 a, $1, 0x000F000F, upper, 0xEA;
+lop3.b32 b, $1, 0x00F000F0, upper, 0xEA;
+lop3.b32 c, t, 0x000F000F, upper, 0xEA;
+lop3.b32 d, t, 0x00F000F0, upper, 0xEA;
+add.f16x2 a, a, less;
+fma.rn.f16x2 b, b, sixteenth, less72;
+add.f16x2 c, c, less;
+fma.rn.f16x2 d, d, sixteenth, less72;
+fma.rn.f16x2 a, a, $6, $10;
+fma.rn.f16x2 b, b, $7, $11;
+fma.rn.f16x2 c, c, $8, $12;
+fma.rn.f16x2 d, d, $9, $13;
+mul.f16x2 a, a, $2;
+fma.rn.f16x2 a, b, $3, a;
+fma.rn.f16x2 a, c, $4, a;
+fma.rn.f16x2 a, d, $5, a;
+mov.b32 {low, high}, a;
+cvt.f32.f16 first, low;
+cvt.f32.f16 second, high;
+add.f32 $0, first, second;
 }""")
 
 
@@ -109,6 +143,48 @@ def _times_halves(words, a, b, c, d, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
+def _weights_of(line_scales, NUMBER: tl.constexpr, GROUP: tl.constexpr):
+    """Pair NUMBER of the scales of a span's groups, and of their minima: int32 [STRIP] each"""
+    low = tl.load(line_scales + NUMBER * 32 // GROUP)
+    high = tl.load(line_scales + (NUMBER + 4) * 32 // GROUP)
+    if low.dtype == tl.int32:
+        minima = (high & -65536) | ((low >> 16) & 0xFFFF)
+    else:
+        low, high = low.to(tl.int16, bitcast=True).to(tl.int32), high.to(tl.int16, bitcast=True).to(tl.int32)
+        minima = tl.zeros_like(low)
+    return (high << 16) | (low & 0xFFFF), minima
+
+
+@triton.jit
+def _weighed(words, pairs, scales, minima, NUMBER: tl.constexpr):
+    """Two of a word's values, as weights, times their halves, added up"""
+    low = _value(words, NUMBER) * _half(scales, 0)[:, None] + _half(minima, 0)[:, None]
+    high = _value(words, NUMBER + 4) * _half(scales, 1)[:, None] + _half(minima, 1)[:, None]
+    return low * _half(pairs, 0)[None, :] + high * _half(pairs, 1)[None, :]
+
+
+@triton.jit
+def _times_weighed(words, a, b, c, d, line_scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
+    """The same where values become weights first → sums of all columns, [STRIP, SPAN]"""
+    scales_a, minima_a = _weights_of(line_scales, 0, GROUP)
+    scales_b, minima_b = _weights_of(line_scales, 1, GROUP)
+    scales_c, minima_c = _weights_of(line_scales, 2, GROUP)
+    scales_d, minima_d = _weights_of(line_scales, 3, GROUP)
+    if HAS_PTX:
+        sums = tl.inline_asm_elementwise(
+            TIMES_WEIGHED, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [words, a[None, :], b[None, :], c[None, :], d[None, :],
+             scales_a[:, None], scales_b[:, None], scales_c[:, None], scales_d[:, None],
+             minima_a[:, None], minima_b[:, None], minima_c[:, None], minima_d[:, None]],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        sums = _weighed(words, a, scales_a, minima_a, 0) + _weighed(words, b, scales_b, minima_b, 1)
+        sums += _weighed(words, c, scales_c, minima_c, 2) + _weighed(words, d, scales_d, minima_d, 3)
+    return sums
+
+
+@triton.jit
 def _pair(x, places, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.constexpr):
     """Pair NUMBER of each word, made of the row itself"""
     low = tl.load(x + NUMBER * SPAN + places).to(tl.float32) * SMALLER
@@ -125,16 +201,18 @@ def _pair(x, places, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.const
 def _one_row(
     x, row_scales, weight, scales, bias, out, parts, arrived, num_out, num_in,
     STRIP: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, IS_HALVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
-    IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale."""
+    IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale.
+    GROUP columns share a scale."""
     let_next_begin(OVERLAPS)
     places = tl.arange(0, SPAN)
     row_words = num_in // 8
     strip, stands, low, high = share_of_strip(row_words, STRIP, SPAN, SPLITS)
     lines = weight + (stands % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
-    line_scales = scales + (stands % num_out) * (num_in // 128)
+    line_scales = scales + (stands % num_out) * (num_in // GROUP)
+    weighs: tl.constexpr = GROUP < 128 or scales.dtype.element_ty == tl.int32
     words = tl.load(lines + low, mask=low + places[None, :] < high, other=0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, SPAN), tl.float32)
@@ -149,10 +227,14 @@ def _one_row(
             a, b = _pair(here, places, 0, SPAN, HAS_PTX), _pair(here, places, 1, SPAN, HAS_PTX)
             c, d = _pair(here, places, 2, SPAN, HAS_PTX), _pair(here, places, 3, SPAN, HAS_PTX)
             row_scale = 1.0 / SMALLER
-        first, second = _times_halves(words, a, b, c, d, HAS_PTX)
-        group = line_scales + start // SPAN * 2
-        sums += first * (tl.load(group).to(tl.float32) * row_scale)[:, None]
-        sums += second * (tl.load(group + 1).to(tl.float32) * row_scale)[:, None]
+        if weighs:
+            group = line_scales + start // SPAN * (256 // GROUP)
+            sums += _times_weighed(words, a, b, c, d, group, GROUP, HAS_PTX) * row_scale
+        else:
+            first, second = _times_halves(words, a, b, c, d, HAS_PTX)
+            group = line_scales + start // SPAN * 2
+            sums += first * (tl.load(group).to(tl.float32) * row_scale)[:, None]
+            sums += second * (tl.load(group + 1).to(tl.float32) * row_scale)[:, None]
         words = following
     total = tl.sum(sums, axis=1)[:, None]
     is_last = True
@@ -188,7 +270,7 @@ def halves_product(
     cut: Cut | None = None,
 ) -> torch.Tensor:
     """A row in halves, or a plain one [1, columns] of moderate size; words int32 [num_out, columns / 8], scales
-    [num_out, columns / 128] → [1, num_out]"""
+    [num_out, groups] (see `words`) → [1, num_out]"""
     num_out, num_in, device = len(words), 8 * words.shape[1], words.device
     cut = cut or cut_for(num_out, num_in)
     strips = cdiv(num_out, cut.strip)
@@ -200,7 +282,7 @@ def halves_product(
     _one_row[(strips, cut.splits)](
         *(row if isinstance(row, Halves) else (row.contiguous(), out)), words, scales,
         bias if bias is not None else out, out, parts, arrived, num_out, num_in,
-        cut.strip, SPAN, cut.splits, isinstance(row, Halves), bias is not None, has_ptx(),
+        cut.strip, SPAN, cut.splits, isinstance(row, Halves), bias is not None, num_in // scales.shape[1], has_ptx(),
         num_warps=cut.warps, **launch_options(),
     )  # fmt: skip
     return out

@@ -144,8 +144,7 @@ def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) ->
 
 def has_halves(matrix: WordMatrix) -> bool:
     """Whether a single row in halves can be multiplied with it"""
-    has_groups = matrix.num_columns == matrix.scales.shape[1] * halves.GROUP
-    return matrix.bits == 4 and matrix.span == halves.SPAN and has_groups and matrix.scales.dtype != torch.int32
+    return matrix.bits == 4 and matrix.span == halves.SPAN
 
 
 def halves_linear(
@@ -155,6 +154,8 @@ def halves_linear(
 
 
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    if len(x) == 1 and has_halves(matrix) and x.dtype != torch.float32:
+        return halves_linear(x, matrix, bias, x.dtype)
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span, matrix.bits):
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
     lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))

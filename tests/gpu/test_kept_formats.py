@@ -1,0 +1,91 @@
+"""Files' own formats on a real GPU: products with them, and models of them, as of the same weights expanded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights"))
+
+from test_group_quantized import write_twins
+from test_large_shapes import SPEC, logits, relative_error
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.dummy import DummyWeights, dummy_weights, random_blocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0"])
+def test_products_of_any_number_of_rows(quant: str) -> None:
+    from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.linear import WordMatrix
+
+    def dense(raw: RawTensor) -> torch.Tensor:
+        return dequantize(raw, torch.bfloat16).cuda()
+
+    torch.manual_seed(0)
+    num_out, num_in = 1544, 2048
+    ops, generator = build_ops(), torch.Generator().manual_seed(0)
+    raw = RawTensor("a.weight", (num_out, num_in), random_blocks((num_out, num_in), quant, generator), quant)
+    packed, exact = ops.pack_linear([raw], None, dense), dequantize(raw).cuda()
+    assert isinstance(packed.packed, WordMatrix)
+    for num_rows in (1, 8, 17, 32, 128, 700):
+        x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
+        error = relative_error(ops.linear(x, packed), x.float() @ exact.T)
+        assert error < 0.004, (num_rows, error)
+    ids = torch.tensor([3, 500, 3], device="cuda")
+    assert relative_error(ops.embed(ids, ops.pack_embedding(raw, dense)), exact[ids]) < 0.003
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """As Q4_K_M files are: some matrices have more bits than those that they are stacked with."""
+
+    most: DummyWeights
+    some: DummyWeights
+
+    def names(self) -> list[str]:
+        return self.most.names()
+
+    def check(self) -> None: ...
+
+    def get(self, name: str) -> RawTensor:
+        return (self.some if ".v." in name or ".0.down." in name or "head" in name else self.most).get(name)
+
+
+def test_logits_are_as_close_to_float32_as_of_expanded_weights() -> None:
+    source = Mixed(dummy_weights(SPEC, quant="Q4_K"), dummy_weights(SPEC, quant="Q6_K"))
+    exact = logits("reference", torch.float32, source=source)
+    plain = relative_error(logits("reference", torch.bfloat16, source=source), exact)
+    ours = relative_error(logits("triton", torch.bfloat16, source=source), exact)
+    print(f"error of logits: expanded {plain:.4f}, as they are {ours:.4f}")
+    assert ours < 1.2 * plain
+
+
+def test_a_grouped_checkpoint_scores_like_its_plain_twin(tmp_path: Path) -> None:
+    """In words on the GPU, and in float32, for which it is expanded."""
+    twin, packed = write_twins(tmp_path, "awq", hidden=256, group=128, symmetric=False)
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    prompt = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def scores(folder: Path, device: str, dtype: str) -> torch.Tensor:
+        backend = "reference" if device == "cpu" else "triton"
+        llm = LLM(str(folder), device=device, backend=backend, dtype=dtype, max_context=64, num_blocks=20)
+        (found,) = llm.generate([prompt], params, progress=False)
+        assert found.error is None and found.prompt_logprobs is not None
+        return torch.tensor([info.logprob for info in found.prompt_logprobs if info is not None])
+
+    expected = scores(twin, "cpu", "float32")
+    assert relative_error(scores(packed, "cuda", "float32"), expected) < 1e-3
+    assert relative_error(scores(packed, "cuda", "float16"), expected) < 1e-2

@@ -32,8 +32,8 @@ def test_the_probe_agrees_with_psutil() -> None:
 def test_affinity_is_respected() -> None:
     one = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, {{{one}}}); from tokenmill.hardware.cpu import probe_cpu; "
-    code += "c = probe_cpu(); print(c.allowed_cores, c.usable_cores)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["1", "1"]
+    code += "print(probe_cpu().usable_cores)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "1"
 
 
 def test_probing_imports_nothing_heavy() -> None:

@@ -13,7 +13,6 @@ from tokenmill.planner.device import plan_device
 from tokenmill.planner.memory import rule_of_thumb_bytes
 from tokenmill.planner.model import PlannedModel, find_model
 from tokenmill.planner.plan import Question, make_plan
-from tokenmill.planner.roofline import model_bandwidth_utilisation
 
 # Qwen2.5-32B, config.json on the hub: Qwen/Qwen2.5-32B.
 QWEN_32B = {
@@ -54,11 +53,6 @@ def test_qwen2_5_32b() -> None:
 def test_memory_of_70b_by_the_rule_of_thumb() -> None:
     """ "Calculating GPU memory for serving LLMs" (substratus.ai, 2023): 70B, 16 bits, 20 % overhead."""
     assert rule_of_thumb_bytes(70e9, 16) / 1e9 == pytest.approx(168)
-
-
-def test_bandwidth_utilisation() -> None:
-    """ "LLM Inference Performance Engineering: Best Practices" (Databricks, 2023): 7B, 16 bits, 14 ms a token."""
-    assert model_bandwidth_utilisation(14e9, 14e-3, 2e12) == pytest.approx(0.5)
 
 
 def test_kv_of_llama_13b() -> None:

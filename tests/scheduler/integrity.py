@@ -29,7 +29,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     assert cache.pool.refs[0] == 0
     for block in range(1, cache.num_usable + 1):
         assert cache.pool.refs[block] == holders[block], f"block {block}: count and holders differ"
-        assert cache.pool.is_free(block) == (holders[block] == 0), f"block {block} is lost"
+        assert (block in cache.pool._free) == (holders[block] == 0), f"block {block} is lost"
     for block, (group, name) in cache.prefix._names.items():
         assert cache.prefix.find(group, name) == block
 

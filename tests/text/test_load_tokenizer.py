@@ -83,7 +83,7 @@ def test_settings_of_the_directory_act(copied: Path) -> None:
 def test_listed_tokens_are_added_on_their_ids(copied: Path) -> None:
     configure(copied, added_tokens_decoder={"512": {"content": "<|tool|>", "special": True}})
     tokenizer = load_tokenizer(copied)
-    assert tokenizer.encode("<|tool|>", add_special_tokens=False) == [512] and tokenizer.is_special(512)
+    assert tokenizer.encode("<|tool|>", add_special_tokens=False) == [512] and 512 in tokenizer.special_ids
     configure(copied, added_tokens_decoder={"900": {"content": "<|far|>", "special": True}})
     with pytest.raises(DamagedFile, match="listed as 900"):
         load_tokenizer(copied)

@@ -11,7 +11,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenmill.errors import InvalidRequest, ModelError
-from tokenmill.text.template import CHATML, Bounds, ChatTemplate, messages_for_template
+from tokenmill.text.messages import messages_for_template
+from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.template_bounds import Bounds
 from tokenmill.types import Message
 
 TEMPLATES = sorted(

@@ -41,11 +41,6 @@ UNKNOWN_EXPERTS = (
     "leading_dense_block_count",
     "expert_group_count",
 )
-_CONTROL = 3  # tokenizer.ggml.token_type of a token that is no text
-# Files name one end token; a chat model has more. These texts, where they are control tokens, end a turn.
-_END_TEXTS = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
-)
 
 
 def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
@@ -119,21 +114,10 @@ class _Reader:
         return {"tensor_types": shares} if shares else {}
 
     def _eos_ids(self, metadata: Fields) -> tuple[int, ...]:
+        """Those that the file names; a chat model has more, which the tokenizer knows by their text."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         named = [number for key in keys for number in metadata.integers("tokenizer.ggml." + key)]
-        tokens, kinds = (self._list("tokenizer.ggml." + key) for key in ("tokens", "token_type"))
-        found = [
-            number
-            for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if kind == _CONTROL and text in _END_TEXTS
-        ]
-        return tuple(dict.fromkeys((*named, *found)))
-
-    def _list(self, key: str) -> list[Any]:
-        value = self.gguf.metadata.get(key, [])
-        if not isinstance(value, list):
-            self.fields.refuse(f"{key} is {value!r}, expected a list")
-        return value
+        return tuple(dict.fromkeys(named))
 
     # ── layers ──
 

@@ -17,6 +17,7 @@ from tokenmill.hardware.nvidia import driver_version
 from tokenmill.hardware.peaks import find_device
 from tokenmill.ops.cpu import is_available
 from tokenmill.store import DEFAULT_MODEL, Manifest, Store
+from tokenmill.store.fetched import nearest_existing
 
 PACKAGES = (
     "torch",
@@ -147,10 +148,7 @@ def _is_writable(store: Store) -> bool:
 
 
 def _free_disk(store: Store) -> int:
-    folder = store.root
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(nearest_existing(store.root)).free
 
 
 def _is_there(module: str) -> bool:

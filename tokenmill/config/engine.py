@@ -16,6 +16,7 @@ BatchPolicy = Literal["continuous", "static"]
 # Sequences and tokens of a step, where nobody asks for others.
 CPU_LIMITS, SMALL_GPU_LIMITS, GPU_LIMITS = (64, 512), (256, 2048), (1024, 8192)
 LARGE_GPU_BYTES = 64 * 10**9
+MAX_AUTO_CONTEXT = 32_768  # models that promise a million tokens still start on a small machine
 
 
 def default_limits(gpu_bytes: int | None) -> tuple[int, int]:

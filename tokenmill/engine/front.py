@@ -17,7 +17,8 @@ from tokenmill.engine.lengths import Shifting
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.status import ModelInfo
 from tokenmill.store import resolve_model
-from tokenmill.text.load import load_tokenizer, tokenizer_from_gguf
+from tokenmill.text.gguf_vocab import tokenizer_from_gguf
+from tokenmill.text.load import load_tokenizer
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request
 
@@ -58,7 +59,6 @@ class Front:
             created=self.created,
             fingerprint=fingerprint(self.config, self.spec),
             spec=self.spec,
-            has_chat_template=self.tokenizer is not None and self.tokenizer.chat_template is not None,
             can_embed=True,
             shifts_context=self.config.cache.context_shift,
         )

@@ -13,7 +13,7 @@ from typing import Any
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.config.engine import default_limits
+from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
 from tokenmill.engine.speculation import settled_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
@@ -33,7 +33,6 @@ FASTEST = (
     "sums in the fastest order: the last bits of a request's logits may change with its batch "
     f"(--deterministic: never, for about {COST})"
 )
-MAX_AUTO_CONTEXT = 32_768  # models that promise a million tokens still start on a small machine
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ class ModelInfo:
     created: int  # seconds since the epoch
     fingerprint: str  # constant for a build, a model and its settings
     spec: ModelSpec
-    has_chat_template: bool
     can_embed: bool
     shifts_context: bool = False  # unless a request says otherwise
 

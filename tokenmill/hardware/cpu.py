@@ -26,7 +26,6 @@ class Cpu:
     architecture: str  # "x86_64", "aarch64", "arm64"
     logical_cores: int  # of the machine
     physical_cores: int  # of the machine
-    allowed_cores: int  # logical cores in this process's affinity mask
     usable_cores: int  # physical cores this process may really use: affinity and quota taken into account
     quota: float | None  # cores' worth of time a control group allows
     instruction_sets: tuple[str, ...]
@@ -49,7 +48,6 @@ def _probe_linux() -> Cpu:
         architecture=platform.machine(),
         logical_cores=logical,
         physical_cores=physical,
-        allowed_cores=len(allowed),
         usable_cores=usable_cores(_physical_cores(allowed), quota),
         quota=quota,
         instruction_sets=known_sets(first.get("flags") or first.get("Features") or ""),
@@ -106,7 +104,6 @@ def _probe_mac() -> Cpu:
         architecture=platform.machine(),
         logical_cores=logical,
         physical_cores=physical,
-        allowed_cores=logical,
         usable_cores=fast,  # slow cores would hold up every step
         quota=None,
         instruction_sets=_mac_sets(facts),

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from tokenmill.kv.layout import blocks_in_group
 from tokenmill.kv.pool import NULL_BLOCK, BlockPool
 from tokenmill.kv.prefix import HashChain, PrefixIndex
 from tokenmill.kv.table import Table
@@ -62,14 +63,7 @@ class KVCache:
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Blocks one sequence holds at most on its way to `num_tokens`, computed in steps of up to `chunk` tokens."""
-        return sum(self._blocks_in_group(window, num_tokens, chunk) for window in self.windows)
-
-    def _blocks_in_group(self, window: int | None, num_tokens: int, chunk: int) -> int:
-        everything = -(-num_tokens // self.block_size)
-        if window is None:
-            return everything
-        # What the first query of a chunk sees plus the chunk, at the worst alignment: one block more.
-        return min(everything, -(-(window - 1 + chunk) // self.block_size) + 1)
+        return sum(blocks_in_group(window, num_tokens, chunk, self.block_size) for window in self.windows)
 
     # ── what is there already ──────────────────────────────────────────────────────────────────────────
 

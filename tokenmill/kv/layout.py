@@ -68,6 +68,16 @@ class KVLayout:
         return 2 * self.layers_per_group * self.num_kv_heads * block_size * kv_vector_bytes(self.head_dim, dtype)
 
 
+def blocks_in_group(window: int | None, num_tokens: int, chunk: int, block_size: int) -> int:
+    """Blocks that one sequence holds at most in a group on its way to `num_tokens`, in steps of up to `chunk` tokens.
+
+    A window group holds what the queries of a chunk see:  [ window - 1 tokens before | chunk ], which may begin
+    anywhere in a block, hence one block more. The scheduler admits by this count, and pools are sized with it.
+    """
+    everything = ceil(num_tokens / block_size)
+    return everything if window is None else min(everything, ceil((window - 1 + chunk) / block_size) + 1)
+
+
 def _cache_shape(spec: ModelSpec) -> tuple[int, int]:
     shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers}
     if len(shapes) != 1:

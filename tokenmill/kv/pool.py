@@ -56,6 +56,3 @@ class BlockPool:
             self._free[block] = None
             if not keep:
                 self._free.move_to_end(block, last=False)
-
-    def is_free(self, block: int) -> bool:
-        return block in self._free

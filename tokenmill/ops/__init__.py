@@ -1,0 +1,1 @@
+"""The arithmetic of a model as a table of functions (`interface`): torch's reference, Triton, native CPU kernels."""

@@ -8,7 +8,7 @@ else looks inside. What a step has in common for all layers of a KV group is wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -174,7 +174,6 @@ class OpsWanted:
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     quantization: str = "none"  # of plain weights, while they are loaded
     deterministic: bool = False  # the same sums for a row whatever the batch
-    quants: frozenset[str] = field(default_factory=frozenset)  # block formats among the weights
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,6 @@ def grid(
     ]
 
 
-def smallest_split(model: PlannedModel, device: PlanDevice, question: Question) -> Split | None:
-    """The fewest devices that hold the model and one request."""
-    for split in _allowed(model, device, SPLITS):
-        if make_plan(model, device, replace(question, split=split)).memory.fits:
-            return split
-    return None
-
-
 def _allowed(model: PlannedModel, device: PlanDevice, splits: Sequence[Split]) -> Iterator[Split]:
     for split in splits if not device.is_cpu else (Split(),):
         try:

@@ -80,11 +80,6 @@ class Roofline:
         return self.spec.num_layers * 2 * (ALL_REDUCE_S + moved / self.device.link_bytes_s)
 
 
-def model_bandwidth_utilisation(bytes_per_step: float, step_s: float, peak_bytes_s: float) -> float:
-    """MBU: the bytes a step must move, against what the memory could have moved in that time."""
-    return bytes_per_step / step_s / peak_bytes_s
-
-
 def quick_flops(num_active_parameters: int, num_tokens: int) -> float:
     """The estimate everyone uses: two operations per parameter and token."""
     return 2.0 * num_active_parameters * num_tokens

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
-from tokenmill.config.engine import default_limits
+from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
 from tokenmill.planner.device import this_machine
 from tokenmill.planner.model import model_at
 from tokenmill.planner.plan import Plan, Question, counted, make_plan
 
-MAX_AUTO_CONTEXT = 32_768  # what the engine takes of a longer context unless it is asked for more
 TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
 
 

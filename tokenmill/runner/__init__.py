@@ -1,0 +1,1 @@
+"""Runs the steps that the scheduler plans: permanent rows, inputs, forward, draws. On a GPU ahead of the host."""

@@ -19,7 +19,7 @@ from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.arch.word_forms import EXPANDED_BYTES, Stored, word_form
 from tokenmill.errors import InvalidConfig
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import KVLayout, blocks_in_group
 
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
 LOGIT_BYTES = 6  # as computed, and as float32
@@ -160,16 +160,8 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def blocks_for_context(layout: KVLayout, context: int, block_size: int, max_chunk: int = 1) -> int:
-    """Blocks that one sequence of `context` tokens holds at most, all KV groups together.
-
-    A window group holds what the queries of one chunk see:  [ window - 1 tokens before | max_chunk tokens ], which may
-    begin anywhere in a block, hence one block more. The scheduler admits a request by the same count.
-    """
-    full = ceil(context / block_size)
-    return sum(
-        full if window is None else min(full, ceil((window - 1 + max_chunk) / block_size) + 1)
-        for window in layout.windows
-    )
+    """Blocks that one sequence of `context` tokens holds at most, all KV groups together."""
+    return sum(blocks_in_group(window, context, max_chunk, block_size) for window in layout.windows)
 
 
 def num_blocks_that_fit(

@@ -8,7 +8,7 @@ finaliser (Steele, Lea, Flood 2014) applied once per word of the key, on the hos
 from __future__ import annotations
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 
 DRAW = 0  # purposes: each has its own stream, so a second draw at one position is independent of the first
 XTC = 1
@@ -16,7 +16,7 @@ XTC = 1
 
 def mix(word: int) -> int:
     """SplitMix64's finaliser: 64 bits to 64 bits."""
-    word = (word + _GOLDEN) & _MASK
+    word = (word + GOLDEN) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
     return word ^ (word >> 31)

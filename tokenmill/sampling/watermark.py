@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.params import Watermark
-from tokenmill.sampling.stream import mix
+from tokenmill.sampling.stream import GOLDEN, mix
 
 _RANGE = 1 << 64
 
@@ -41,7 +41,7 @@ def is_green(mark: Watermark, context: Sequence[int], token: int) -> bool:
 def green_tokens(mark: Watermark, context: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
     """`is_green` of every token at once: bool [vocab_size]."""
     word = np.arange(vocab_size, dtype=np.uint64) ^ np.uint64(_seed(mark, context))
-    word += np.uint64(0x9E3779B97F4A7C15)
+    word += np.uint64(GOLDEN)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (word ^ (word >> np.uint64(31))) < np.uint64(_threshold(mark))

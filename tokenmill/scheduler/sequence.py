@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.kv.prefix import HashChain
 from tokenmill.kv.table import Table
+from tokenmill.sampling.stream import GOLDEN, mix
 from tokenmill.scheduler.window import num_dropped, window_of
 from tokenmill.speculate.trail import Trail
 from tokenmill.types import NewRow, TokenLogprobs
@@ -21,16 +22,10 @@ from tokenmill.types import NewRow, TokenLogprobs
 if TYPE_CHECKING:
     from tokenmill.scheduler.job import Gang, Job
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
 
 def mixed_seed(seed: int, index: int) -> int:
-    """A seed of its own for every sequence of a request (splitmix64), as a non-negative 63-bit number."""
-    z = (seed + (index + 1) * _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> 1
+    """A seed of its own for every sequence of a request (SplitMix64's stream), as a non-negative 63-bit number."""
+    return mix(seed + index * GOLDEN) >> 1
 
 
 class Sequence:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 import tokenmill
 from tokenmill.engine.status import Health
-from tokenmill.server.desk import Desk
+from tokenmill.server.desk import Desk, json_response
 from tokenmill.server.openai.errors import error_type
 
 RETRY_AFTER_S = 2
@@ -26,15 +25,15 @@ def admin_router(desk: Desk, render_metrics: Callable[[], tuple[bytes, str]]) ->
 
     @router.get("/ping", response_model=None, description="The front process is alive.")
     async def ping(request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @router.get("/version", response_model=None)
     async def show_version(request: Request) -> Response:
-        return _json({"version": tokenmill.__version__})
+        return json_response({"version": tokenmill.__version__})
 
     @router.get("/", response_model=None)
     async def root(request: Request) -> Response:
-        return _json({"name": "tokenmill", "version": tokenmill.__version__, "docs": "/docs"})
+        return json_response({"name": "tokenmill", "version": tokenmill.__version__, "docs": "/docs"})
 
     @router.get("/metrics", response_model=None, description="Prometheus text format.")
     async def metrics(request: Request) -> Response:
@@ -47,11 +46,7 @@ def admin_router(desk: Desk, render_metrics: Callable[[], tuple[bytes, str]]) ->
 def health_response(health: Health) -> Response:
     content: dict[str, Any] = {"status": health.state, "detail": health.detail}
     if health.state == "ready":
-        return _json(content)
+        return json_response(content)
     message = f"not ready: {health.detail or health.state}"
     error = {"message": message, "type": error_type(503), "param": None, "code": health.state}
-    return _json({**content, "error": error}, 503, {"retry-after": str(RETRY_AFTER_S)})
-
-
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status, headers, "application/json")
+    return json_response({**content, "error": error}, 503, {"retry-after": str(RETRY_AFTER_S)})

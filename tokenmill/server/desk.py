@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,10 @@ from tokenmill.server.door import Door
 from tokenmill.server.limits import read_json
 from tokenmill.server.native import Job, Reply, Run
 from tokenmill.server.record import Record
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from tokenmill.engine.lengths import require_plausible_length
 from tokenmill.engine.status import ModelInfo
-from tokenmill.server.desk import Desk
+from tokenmill.server.desk import Desk, json_response
 from tokenmill.server.door import Engine
 from tokenmill.server.fields import Fields, refuse
 from tokenmill.server.openai import examples
-from tokenmill.server.openai.messages import parse_messages
+from tokenmill.server.openai.messages import num_characters, parse_messages
 from tokenmill.server.openai.parse import require_model, template_args
 from tokenmill.types import ChatRequest
 
@@ -29,7 +28,7 @@ def tokens_router(desk: Desk) -> APIRouter:
         fields = Fields(await desk.read(request))
         engine = desk.door.engine
         require_model(fields, desk.info, desk.config, is_required=False)
-        return Response(orjson.dumps(tokenized(fields, engine, desk.info)), media_type="application/json")
+        return json_response(tokenized(fields, engine, desk.info))
 
     @router.post("/detokenize", response_model=None, openapi_extra=examples.DETOKENIZE)
     async def detokenize(request: Request) -> Response:
@@ -39,7 +38,7 @@ def tokens_router(desk: Desk) -> APIRouter:
         ids = fields.token_ids("tokens", MAX_DETOKENIZED, desk.info.vocab_size)
         if ids is None:
             refuse("tokens", "is required: a list of token ids")
-        return Response(orjson.dumps({"prompt": engine.detokenize(ids)}), media_type="application/json")
+        return json_response({"prompt": engine.detokenize(ids)})
 
     return router
 
@@ -64,8 +63,7 @@ def _ids(fields: Fields, engine: Engine, info: ModelInfo) -> list[int]:
 
 def _conversation(fields: Fields, info: ModelInfo) -> ChatRequest:
     messages = parse_messages(fields)
-    num_characters = sum(len(message.content or "") for message in messages)
-    require_plausible_length(num_characters, info.max_context, "messages")
+    require_plausible_length(num_characters(messages), info.max_context, "messages")
     fields.refuse_any(("tools", "chat_template", "continue_final_message"))
     return ChatRequest(
         messages=messages,

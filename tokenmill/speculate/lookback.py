@@ -33,10 +33,6 @@ class LookBack:
         self._last: dict[int, int] = {}  # pair → index of its second token
         self._before = array("i", [-1])  # one entry a token
 
-    @property
-    def num_indexed(self) -> int:
-        return len(self._before)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Takes in what has been added to the list since the last call."""
         last, before = self._last, self._before

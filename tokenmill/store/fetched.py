@@ -33,7 +33,7 @@ def is_disk_full(problem: BaseException) -> bool:
 
 
 def disk_full(folder: Path, needed_bytes: int) -> PullFailed:
-    free = shutil.disk_usage(_nearest_existing(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     return PullFailed(
         f"no space left on the disk of {folder}: {megabytes(needed_bytes)} needed, {megabytes(free)} free",
         hint="free some space, or set TOKENMILL_HOME to a directory on another disk",
@@ -42,7 +42,7 @@ def disk_full(folder: Path, needed_bytes: int) -> PullFailed:
 
 def require_space(folder: Path, needed_bytes: int) -> None:
     """Say no before the download rather than in the middle of it."""
-    if shutil.disk_usage(_nearest_existing(folder)).free < needed_bytes:
+    if shutil.disk_usage(nearest_existing(folder)).free < needed_bytes:
         raise disk_full(folder, needed_bytes)
 
 
@@ -50,7 +50,8 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes < 10e9 else f"{num_bytes / 1e9:,.1f} GB"
 
 
-def _nearest_existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or where it would be made: what can be asked about its disk."""
     while not folder.exists():
         folder = folder.parent
     return folder

@@ -14,11 +14,8 @@ from typing import Any
 import jinja2
 
 from tokenmill.errors import InvalidRequest, ModelError
-from tokenmill.text.messages import messages_for_template
 from tokenmill.text.template_bounds import Bounds, Budget, OutOfBounds, current_budget
 from tokenmill.text.template_sandbox import ChatSandbox, Refusal
-
-__all__ = ["CHATML", "Bounds", "ChatTemplate", "messages_for_template"]
 
 # The layout to fall back on for a model without a template; whether to use it is the caller's decision.
 CHATML = (

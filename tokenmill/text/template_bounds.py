@@ -58,14 +58,14 @@ class Budget:
             raise OutOfBounds(f"it wrote more than {self.bounds.max_chars} characters")
 
 
-_current: ContextVar[Budget | None] = ContextVar("template_budget", default=None)
-current_budget = _current  # set around a rendering; absent while constants are folded at compile time
+# Set around a rendering; absent while constants are folded at compile time.
+current_budget: ContextVar[Budget | None] = ContextVar("template_budget", default=None)
 _COMPILING = Bounds(max_chars=1 << 20)
 
 
 def tick(num_chars: int = 0) -> None:
     """Called at the head of each loop body and macro, with the length of the fixed text inside."""
-    budget = _current.get()
+    budget = current_budget.get()
     if budget is not None:
         budget.tick()
         budget.wrote(num_chars)
@@ -73,7 +73,7 @@ def tick(num_chars: int = 0) -> None:
 
 def written(value: Any) -> Any:
     """Passes every printed value through, counted."""
-    budget = _current.get()
+    budget = current_budget.get()
     if budget is not None:
         budget.wrote(size_of(value))
     return value
@@ -97,7 +97,7 @@ def size_of(value: Any) -> int:
 
 
 def _limit() -> int:
-    budget = _current.get()
+    budget = current_budget.get()
     return (budget.bounds if budget is not None else _COMPILING).max_chars
 
 

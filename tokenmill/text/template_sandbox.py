@@ -8,8 +8,6 @@ parsed template, its loops.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from tokenmill.text import template_bounds as bounds
+from tokenmill.text.template_filters import BOUNDED_FILTERS
 
 
 class Refusal(jinja2.TemplateError):
@@ -42,7 +41,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.concat_bounded = _concatenated
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         del self.globals["lipsum"]
-        self.filters |= _bounded_filters(dict(self.filters))
+        self.filters |= BOUNDED_FILTERS
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -122,72 +121,3 @@ def _raise_exception(message: str) -> NoReturn:
 def _strftime_now(layout: str) -> str:
     bounds.require_width(len(layout))
     return datetime.now().strftime(layout)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    bounds.size_of(value)
-    if indent and (indent if isinstance(indent, int) else len(indent)) > 16:
-        raise bounds.OutOfBounds("it indents JSON by more than 16")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _bounded_filters(plain: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Jinja's filters that can make much out of little, each behind its check."""
-
-    def center(value: str, width: int = 80) -> Any:
-        bounds.require_width(width)
-        return plain["center"](value, width)
-
-    def indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
-        pad = width if isinstance(width, int) else len(width)
-        bounds.require_width(pad)
-        bounds.require_chars(len(s) + (s.count("\n") + 1) * pad)
-        return plain["indent"](s, width, first, blank)
-
-    def batch(value: Any, linecount: int, fill_with: Any = None) -> Any:
-        bounds.require_items(linecount)
-        return plain["batch"](value, linecount, fill_with)
-
-    def pieces(value: Any, slices: int, fill_with: Any = None) -> Any:
-        bounds.require_items(slices)
-        return plain["slice"](value, slices, fill_with)
-
-    def format_text(value: str, *args: Any, **kwargs: Any) -> Any:
-        bounds.check_format(str(value), [*args, *kwargs.values()])
-        return plain["format"](value, *args, **kwargs)
-
-    def string(value: Any) -> Any:
-        bounds.size_of(value)
-        return plain["string"](value)
-
-    @jinja2.pass_eval_context
-    def replace(context: nodes.EvalContext, s: str, old: str, new: str, count: int | None = None) -> Any:
-        bounds.check_replace(str(s), str(old), str(new))
-        return plain["replace"](context, s, old, new, count)
-
-    @jinja2.pass_eval_context
-    def join(context: nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> Any:
-        return plain["join"](context, bounds.joinable(value, str(d)), d, attribute)
-
-    @jinja2.pass_environment
-    def total(
-        environment: jinja2.Environment, iterable: Any, attribute: str | int | None = None, start: Any = 0
-    ) -> Any:
-        if not isinstance(start, int | float):
-            raise bounds.OutOfBounds("it sums things that are not numbers")
-        return plain["sum"](environment, iterable, attribute, start)
-
-    checked: dict[str, Callable[..., Any]] = {
-        "center": center,
-        "indent": indent,
-        "batch": batch,
-        "slice": pieces,
-        "format": format_text,
-    }
-    return checked | {"string": string, "replace": replace, "join": join, "sum": total, "tojson": _tojson}

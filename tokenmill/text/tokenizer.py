@@ -76,9 +76,6 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
-
     def token_id(self, text: str) -> int | None:
         """The id of a token by the string its vocabulary stores, such as `<|im_end|>`."""
         return self.backend.token_to_id(text)

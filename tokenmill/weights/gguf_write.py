@@ -21,12 +21,12 @@ from tokenmill.arch.rules import TensorSource, sources_of
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import ModelError, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
+from tokenmill.text.gguf_fields import TokenType
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.gguf_metadata import architecture_metadata
 from tokenmill.weights.source import WeightSource, row_order
 
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_UNUSED_TOKEN = 5  # tokenizer.ggml.token_type
 _PADDING_SCORE = -1000.0
 _SIZED_QUANTS = ("Q4_K", "Q5_K")  # file types of these come in sizes; M is the usual one
 
@@ -73,7 +73,7 @@ def padded_vocabulary(vocabulary: Mapping[str, Any], vocab_size: int) -> dict[st
         raise ModelError(f"the vocabulary has {len(tokens)} tokens, the model only {vocab_size}")
     padding = {
         "tokenizer.ggml.tokens": [f"[PAD{len(tokens) + index}]" for index in range(missing)],
-        "tokenizer.ggml.token_type": [_UNUSED_TOKEN] * missing,
+        "tokenizer.ggml.token_type": [int(TokenType.UNUSED)] * missing,
         "tokenizer.ggml.scores": [_PADDING_SCORE] * missing,
     }
     return {key: value + padding[key] if key in padding else value for key, value in vocabulary.items()}

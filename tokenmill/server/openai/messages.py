@@ -34,6 +34,11 @@ def parse_messages(fields: Fields) -> list[Message]:
     return [_message(value, f"messages[{place}]") for place, value in enumerate(given)]
 
 
+def num_characters(messages: list[Message]) -> int:
+    """Of what was said; what a template makes of all the rest is measured once it is rendered."""
+    return sum(len(message.content or "") for message in messages)
+
+
 def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
         refuse(place, f"must be an object with role and content, got {kind_of(value)}")

@@ -16,10 +16,10 @@ from tokenmill.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from tokenmill.params import SamplingParams
 from tokenmill.server.fields import Fields, refuse, require_token_ids, shown
 from tokenmill.server.limits import prompt_limit
-from tokenmill.server.openai.messages import parse_messages
+from tokenmill.server.openai.messages import num_characters, parse_messages
 from tokenmill.server.openai.sampling import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
 from tokenmill.text.template import OUR_VARIABLES
-from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest
+from tokenmill.types import ChatRequest, EmbedRequest, Pooling, PromptRequest
 
 CHAT_UNSUPPORTED = (
     "audio",
@@ -73,7 +73,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     stream = _stream_options(fields)
     messages = parse_messages(fields)
     params = parse_chat_params(fields, info, config)
-    require_plausible_length(_length(messages), prompt_limit(params, info), "messages")
+    require_plausible_length(num_characters(messages), prompt_limit(params, info), "messages")
     request = ChatRequest(
         messages=messages,
         params=params,
@@ -92,10 +92,6 @@ def template_args(fields: Fields) -> dict[str, Any]:
         if name in OUR_VARIABLES:
             refuse("chat_template_kwargs", f"must not hold {name}, which the request itself says")
     return given.values if given else {}
-
-
-def _length(messages: list[Message]) -> int:
-    return sum(len(message.content or "") for message in messages)
 
 
 def _refuse_unsupported_output(fields: Fields) -> None:

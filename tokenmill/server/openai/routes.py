@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import UnknownModel
-from tokenmill.server.desk import Desk
+from tokenmill.server.desk import Desk, json_response
 from tokenmill.server.door import Engine
 from tokenmill.server.fields import shown
 from tokenmill.server.native import Job
@@ -25,30 +24,29 @@ EMBEDDINGS_IN_FLIGHT = 32  # a batch of thousands shares the queue with others
 def openai_router(desk: Desk) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
+    @router.post("/chat/completions", response_model=None, openapi_extra=examples.CHAT)
     async def chat_completions(request: Request) -> Response:
         return await desk.answer(request, chat_job)
 
+    @router.post("/completions", response_model=None, openapi_extra=examples.COMPLETION)
     async def completions(request: Request) -> Response:
         return await desk.answer(request, completion_job)
 
+    @router.post("/embeddings", response_model=None, openapi_extra=examples.EMBEDDING)
     async def embeddings(request: Request) -> Response:
         return await desk.answer(request, embedding_job)
 
+    @router.get("/models", response_model=None)
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [model_card(desk.info)]})
+        return json_response({"object": "list", "data": [model_card(desk.info)]})
 
+    @router.get("/models/{model_id:path}", response_model=None)
     async def model(request: Request, model_id: str) -> Response:
         info = desk.info
         if model_id != info.name and not desk.config.any_model_name:
             raise UnknownModel(f"the model {shown(model_id)} does not exist", param="model")
-        return _json(model_card(info))
+        return json_response(model_card(info))
 
-    post, get = {"methods": ["POST"], "response_model": None}, {"methods": ["GET"], "response_model": None}
-    router.add_api_route("/chat/completions", chat_completions, openapi_extra=examples.CHAT, **post)  # type: ignore[arg-type]
-    router.add_api_route("/completions", completions, openapi_extra=examples.COMPLETION, **post)  # type: ignore[arg-type]
-    router.add_api_route("/embeddings", embeddings, openapi_extra=examples.EMBEDDING, **post)  # type: ignore[arg-type]
-    router.add_api_route("/models", models, **get)  # type: ignore[arg-type]
-    router.add_api_route("/models/{model_id:path}", model, **get)  # type: ignore[arg-type]
     return router
 
 
@@ -98,7 +96,3 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
         "owned_by": "tokenmill",
         "max_model_len": info.max_context,
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

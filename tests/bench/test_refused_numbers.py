@@ -35,6 +35,11 @@ SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
         (["serve", *SERVER, "--num-prefixes", "0"], ["--num-prefixes"]),
         (["serve", *SERVER, "--turns", "0"], ["--turns"]),
         (["serve", *SERVER, "--rate", "1", "--concurrency", "2"], ["--concurrency and --rate exclude each other"]),
+        (["serve", *SERVER, "--trace-s", "5"], ["--trace-s needs --trace"]),
+        (["serve", *SERVER, "--arrivals", "gamma"], ["--arrivals needs --rate"]),
+        (["serve", *SERVER, "--rate", "1", "--burstiness", "2"], ["--burstiness needs --arrivals gamma"]),
+        (["serve", *SERVER, "--file", "/etc/hostname"], ["--file needs --workload text"]),
+        (["search", *SERVER, "--turns", "2"], ["--turns needs --workload multi-turn"]),
         (["serve", "--url", "nonsense"], ["nonsense", "http://"]),
         (["search", *SERVER, "--waves", "0"], ["--waves"]),
         (["search", *SERVER, "--waves", "9" * 20], ["--waves"]),
@@ -74,7 +79,7 @@ def test_a_peer_that_is_not_installed(
     script.write_text("import no_such_engine")
     monkeypatch.setitem(compare.PEERS, "openvino", str(script))
     assert main(["bench", "compare", str(model), "--peers", "openvino"]) == 1
-    assert "tokenmill[peers]" in (told := capsys.readouterr().err) and "--peer-python" in told
+    assert "pip install llama-cpp-python" in (told := capsys.readouterr().err) and "--peer-python" in told
     assert main(["bench", "compare", str(model), "--peers", "", "--batched-bench", str(model)]) == 2
     assert "no program" in capsys.readouterr().err
     assert main(["bench", "compare", str(model), "--peers", "openvino,tokenmill"]) == 2

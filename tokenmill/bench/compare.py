@@ -89,7 +89,8 @@ def _remedy(last_line: str) -> str | None:
     """What helps against the commonest failure: a Python that lacks the peer."""
     if not last_line.startswith("ModuleNotFoundError"):
         return None
-    return "pip install 'tokenmill[peers]', name a Python that has it with --peer-python, or leave it out with --peers"
+    installed = "pip install llama-cpp-python openvino-genai"
+    return f"{installed}, name a Python that has it with --peer-python, or leave it out with --peers"
 
 
 @contextmanager

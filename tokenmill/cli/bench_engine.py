@@ -141,7 +141,7 @@ def compare(
     model
         GGUF file, or a short name whose file is one.
     peers
-        Engines to compare with, a list of llama.cpp and openvino (`pip install 'tokenmill[peers]'`).
+        Engines to compare with, a list of llama.cpp and openvino (`pip install llama-cpp-python openvino-genai`).
     peer_python
         Python that has the peers installed.
     batched_bench

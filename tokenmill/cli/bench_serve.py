@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from tokenmill.cli import load_flags
 from tokenmill.cli.amounts import Amount, AmountOrZero, Count
-from tokenmill.cli.load_flags import WorkloadConfig, closed_load, settings_of
+from tokenmill.cli.load_flags import WorkloadConfig, closed_load, refuse_idle, settings_of
 from tokenmill.cli.load_screen import show_run
 from tokenmill.cli.tables import print_json_line, print_rich_table
 from tokenmill.errors import InvalidConfig
@@ -58,6 +58,12 @@ class ArrivalConfig:
         given = [flag for flag in ("concurrency", "rate", "trace") if getattr(self, flag) is not None]
         if len(given) > 1:
             raise InvalidConfig(f"--{given[0]} and --{given[1]} exclude each other", param=given[1])
+        of_a_trace = (self.trace is not None, "--trace")
+        needs = dict.fromkeys(("time_scale", "length_scale", "trace_s", "trace_share"), of_a_trace)
+        needs["arrivals"] = (self.rate is not None, "--rate")
+        needs["burstiness"] = (self.arrivals == "gamma", "--arrivals gamma")
+        needs["rate_end"] = (self.arrivals == "ramp", "--arrivals ramp")
+        refuse_idle(self, needs)
 
     def load(self, work: Workload, asked: WorkloadConfig) -> ClosedLoop | OpenLoop:
         if self.trace is not None:

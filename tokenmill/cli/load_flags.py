@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +47,16 @@ class TargetConfig:
                 return str(json.load(reply)["data"][0]["id"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as problem:
             raise RequestFailed(f"{base} does not list its models: {problem}", hint="name one with --model") from None
+
+
+# Options that only some workloads read.
+READ_BY = {
+    "file": ("text", "lengths"),
+    "schema": ("schema",),
+    "prefix_len": ("shared-prefix",),
+    "num_prefixes": ("shared-prefix",),
+    "turns": ("multi-turn",),
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,17 @@ class WorkloadConfig:
             seed=self.bench_seed,
         )
         next(iter(work.sessions()))
+        refuse_idle(self, {name: (self.workload in kinds, f"--workload {kinds[0]}") for name, kinds in READ_BY.items()})
         return work
+
+
+def refuse_idle(settings: Any, needs: dict[str, tuple[bool, str]]) -> None:
+    """An option that would do nothing is a mistake, and told before anything is sent. Field → whether it acts, what
+    it needs to."""
+    for option in fields(settings):
+        acts, wanted = needs.get(option.name, (True, ""))
+        if not acts and getattr(settings, option.name) != option.default:
+            raise InvalidConfig(f"--{option.name.replace('_', '-')} needs {wanted}", param=option.name)
 
 
 def _read_schema(path: Path) -> dict[str, Any]:

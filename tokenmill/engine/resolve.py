@@ -62,7 +62,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: Ma
     cache = _resolve_cache(config, spec, model, _auto_kv_dtype(spec, model, ops), layout, machine, reasons)
     model = _within_pool(model, cache, layout, reasons)
     mode, reason = settled_mode(config.scheduler.speculate, ops.device)
-    reasons += [reason, f"context of {model.max_context} tokens"]
+    reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     return Resolved(replace(config, model=model, cache=cache, scheduler=scheduler, ops=ops), reasons)
 
@@ -178,7 +178,7 @@ def _resolve_cache(
     )
     tokens = num_blocks * cache.block_size // len(layout.groups)
     gib = num_blocks * block_bytes / 2**30
-    reasons.append(f"KV cache of {kv_dtype}: {num_blocks} blocks, {gib:.2f} GiB, about {tokens} tokens")
+    reasons.append(f"KV cache of {kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
     return replace(cache, num_blocks=num_blocks)
 
 
@@ -187,7 +187,7 @@ def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reaso
     assert model.max_context is not None and cache.num_blocks is not None
     longest = longest_context(layout, cache, model.max_context)
     if longest < model.max_context:
-        reasons.append(f"context cut to {longest} tokens, which is what the KV cache holds")
+        reasons.append(f"context cut to {longest:,} tokens, which is what the KV cache holds")
     return replace(model, max_context=longest)
 
 

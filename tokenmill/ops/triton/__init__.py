@@ -20,7 +20,7 @@ def _refuse(wanted: OpsWanted) -> str | None:
     if wanted.device.type != "cuda":
         return f"it computes on a GPU, not on {wanted.device}"
     if find_spec("triton") is None:
-        return "triton is not installed (pip install 'tokenmill[gpu]')"
+        return "triton is not installed (pip install triton)"
     if wanted.dtype not in DTYPES:
         return f"{wanted.dtype} for activations"
     if wanted.kv_dtype not in (*DTYPES, *LARGEST):

@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from tokenmill.engine.collector import FULL_AFTER, seldom_full
+from tokenmill.engine.collector import FULL_AFTER, YOUNG_AFTER, seldom_full
 
 
 def test_full_collections_are_seldom_inside_only() -> None:
     before = gc.get_threshold()
     with seldom_full():
-        assert gc.get_threshold() == (*before[:2], max(before[2], FULL_AFTER))
+        assert gc.get_threshold() == (max(before[0], YOUNG_AFTER), before[1], max(before[2], FULL_AFTER))
     assert gc.get_threshold() == before
 
 

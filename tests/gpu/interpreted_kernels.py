@@ -271,7 +271,10 @@ def check_best() -> None:
     logits[1, 7000] = logits[1, 20] = 9.0
     logits[2, 8999] = 9.0
     logits[3, 4100], logits[4, 3] = float("nan"), float("inf")
-    assert pick_best(logits).tolist() == [int(logits[0].argmax()), 20, 8999, -1, -1]
+    tokens, values = pick_best(logits)
+    assert tokens.tolist() == [int(logits[0].argmax()), 20, 8999, -1, -1]
+    assert values[:3].equal(logits.amax(1)[:3]) and values[3:].isnan().all()
+    assert pick_best(logits.bfloat16())[0].tolist()[1:] == [20, 8999, -1, -1]
 
 
 def check_experts() -> None:

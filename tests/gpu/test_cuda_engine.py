@@ -16,6 +16,8 @@ from tiny import FAMILIES, VOCAB, make_reference
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.params import Guided
+from tokenmill.runner.cuda_runner import CudaRunner, Early
+from tokenmill.types import StepPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,3 +104,22 @@ def test_guided_rows_equal_the_reference(stories_dir: Path, temperature: float) 
     for text in found["cuda"][0::3]:
         json.loads(text)
     assert all(text.endswith(" years old.") for text in found["cuda"][1::3])
+
+
+def test_prompts_are_started_before_the_step_ahead_of_them_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_reference("llama").save_pretrained(tmp_path)
+    started: list[int] = []
+    start_early = CudaRunner._start_early
+
+    def watched(self: CudaRunner, plan: StepPlan | None) -> Early:
+        early = start_early(self, plan)
+        started.extend(row.start for row in early.started.values())
+        return early
+
+    monkeypatch.setattr(CudaRunner, "_start_early", watched)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    found = answers(tmp_path, "cuda", params, 4)
+    assert 0 in started and any(started), "newcomers, and the rest of prompts"
+    assert found == answers(tmp_path, "cpu", params, 7)

@@ -8,6 +8,8 @@ of (seed, output index, history), so the tokens of a request are known beforehan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.sequence import mixed_seed
 from tokenmill.types import ContextShift, NewRow, Request, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
@@ -96,17 +98,28 @@ class SimulatedRunner:
         self.rows: dict[int, Row] = {}
         self.fail_rows_of: set[int] = set()  # seeds whose rows report an error
         self.shifts: dict[int, ContextShift] = {}  # by the seed of a row
+        self._early: list[tuple[RowPlan, RowResult]] = []  # computed before they were planned
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, plan_ahead: Callable[[], StepPlan | None] = lambda: None) -> StepResult:
+        early, self._early = self._early, []
+        rows = [row for row in plan.rows if not any(row is known for known, _ in early)]
+        found = {result.row: result for known, result in early if any(known is row for row in plan.rows)}
+        assert len(found) == len(plan.rows) - len(rows)
+        found |= {result.row: result for result in self._compute(plan, rows)}
+        if ahead := plan_ahead():
+            self._early = list(zip(ahead.rows, self._compute(ahead, ahead.rows), strict=True))
+        return StepResult(rows=[found[row.row] for row in plan.rows])
+
+    def _compute(self, plan: StepPlan, rows: list[RowPlan]) -> list[RowResult]:
         for row in plan.freed_rows:
             del self.rows[row]
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away while it was taken"
             self.rows[new.row] = Row(new, len(self.cache.windows))
         self._copy(plan.copies)
-        for row_plan in plan.rows:
+        for row_plan in rows:
             self._write(row_plan)
-        return StepResult(rows=[self._read(row_plan) for row_plan in plan.rows])
+        return [self._read(row_plan) for row_plan in rows]
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         targets = [to for _, to in copies]

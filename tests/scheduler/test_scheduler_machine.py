@@ -10,6 +10,7 @@ from random_drafter import RandomDrafter
 from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 
 from tokenmill.config.engine import SchedulerConfig
+from tokenmill.engine.core import failed_step
 from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
@@ -70,9 +71,19 @@ class Life(RuleBasedStateMachine):
         token_budget=st.integers(4, 24),
         policy=st.sampled_from(["continuous", "continuous", "static"]),
         wrong_drafts=st.sampled_from([None, 0.0, 0.1, 0.5]),
+        works_ahead=st.booleans(),
     )
     def start(
-        self, windows, num_blocks, block_size, prefix_caching, max_running, token_budget, policy, wrong_drafts
+        self,
+        windows,
+        num_blocks,
+        block_size,
+        prefix_caching,
+        max_running,
+        token_budget,
+        policy,
+        wrong_drafts,
+        works_ahead,
     ) -> None:
         self.cache = KVCache(
             windows=windows, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
@@ -84,8 +95,10 @@ class Life(RuleBasedStateMachine):
             cache=self.cache,
             max_rows=16,
             clock=lambda: self.now,
-            drafter=NO_DRAFTS if wrong_drafts is None else RandomDrafter(num_blocks, wrong_drafts),
+            drafter=NO_DRAFTS if wrong_drafts is None or works_ahead else RandomDrafter(num_blocks, wrong_drafts),
+            lookahead_tokens=1 if works_ahead else 0,
         )
+        self.works_ahead = works_ahead
         self.runner = SimulatedRunner(self.cache)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answers] = {}
@@ -125,6 +138,8 @@ class Life(RuleBasedStateMachine):
         shift,
     ) -> None:
         self.num_added += 1
+        if self.works_ahead and width % 3:  # what can be planned ahead
+            kind, prompt_logprobs, shift, max_tokens = "one", False, None, max(max_tokens, 1)
         params = SamplingParams(
             n={"n": width, "beam": 2}.get(kind, 1),
             beam=BeamParams(min(width, 4), early_stopping=width % 2 == 0) if kind == "beam" else None,
@@ -187,7 +202,12 @@ class Life(RuleBasedStateMachine):
     def abort_in_mid_step(self, data) -> None:
         self.step(abort=data.draw(st.sampled_from(sorted(self.requests))))
 
-    def step(self, abort: str | None) -> None:
+    @precondition(lambda self: self.scheduler.has_work and self.works_ahead)
+    @rule()
+    def fail_a_whole_step(self) -> None:
+        self.step(abort=None, fails=True)
+
+    def step(self, abort: str | None, *, fails: bool = False) -> None:
         plan = self.scheduler.plan()
         self.now += 1.0
         if plan is None:
@@ -195,7 +215,12 @@ class Life(RuleBasedStateMachine):
             return
         check_plan(self.scheduler, plan, self.config)
         check_all(self.scheduler) if abort is None else None
-        result = self.runner.run(plan)
+        result = self.runner.run(plan, self.scheduler.plan_ahead) if self.works_ahead else self.runner.run(plan)
+        if fails:
+            result = failed_step(plan, "the device is gone")
+            self.scheduler.take_back()
+            in_it = {one.sequence.job.request.request_id for one in self.scheduler._planned}
+            self.dropped |= {(request_id, index) for request_id in in_it for index in range(16)}
         if abort is not None:
             self.scheduler.abort(abort)
             self.dropped |= {(abort, index) for index in range(16)}

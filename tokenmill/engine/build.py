@@ -35,6 +35,7 @@ from tokenmill.ops.table import choose_ops
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
+from tokenmill.types import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def assemble(
         drafter=make_drafter(config, grammars.num_allowed, load_draft),
     )
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
-    runner = make_runner(model, storage, sampler, max_rows, config.model.max_context)
+    runner = make_runner(model, storage, sampler, max_rows, config.model.max_context, scheduler.plan_ahead)
     info = CoreInfo(
         max_context=config.model.max_context,
         num_blocks=storage.num_blocks,
@@ -167,9 +168,16 @@ def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
     return Vocabulary(tokenizer, spec.vocab_size, eos_ids(spec, tokenizer))
 
 
-def make_runner(model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int) -> Runner:
+def make_runner(
+    model: Model,
+    storage: KVStorage,
+    sampler: Sampler,
+    max_rows: int,
+    max_context: int,
+    plan_ahead: Callable[[], StepPlan | None],
+) -> Runner:
     if storage.device.type != "cuda":
         return ModelRunner(model, storage, sampler, max_rows, max_context)
     from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
 
-    return CudaRunner(model, storage, sampler, max_rows, max_context)
+    return CudaRunner(model, storage, sampler, max_rows, max_context, plan_ahead)

@@ -145,6 +145,7 @@ class EngineCore:
             result = self._runner.run(plan, masks) if masks is not None else self._runner.run(plan)
         except Exception as error:
             self._failed_steps += 1
+            self._scheduler.take_back()
             if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.rows))

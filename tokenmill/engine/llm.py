@@ -6,6 +6,7 @@ The same core as in serving, in this process, stepped by whoever waits for the a
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from tokenmill.engine.torch_import import import_meta_kernels, libraries_ahead, 
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
+
+Asked = tuple[ChatRequest | PromptRequest, Request]
+TAKEN_IN_A_STEP = 128  # requests: 20 ms of work
 
 
 class LLM:
@@ -153,15 +157,14 @@ class LLM:
             request.request_id: empty_output(request, prompt_text(one), one.params.n)
             for one, request in zip(asked, requests, strict=True)
         }
-        for one, request in zip(asked, requests, strict=True):
-            self._outlets[request.request_id] = self._front.outlet(one, request)
-            self._core.add(request)
+        waiting = deque(zip(asked, requests, strict=True))
         with progress_over(len(requests), enabled=progress) as report, seldom_full():
-            self._run_until_done(answers, report)
+            self._run_until_done(waiting, answers, report)
         return [answers[request.request_id] for request in requests]
 
-    def _run_until_done(self, answers: dict[str, RequestOutput], report: Any) -> None:
-        while self._outlets:
+    def _run_until_done(self, waiting: deque[Asked], answers: dict[str, RequestOutput], report: Any) -> None:
+        while waiting or self._outlets:
+            self._add_some(waiting)
             for output in self._core.step():
                 try:
                     for event in self._deliver(output):
@@ -169,6 +172,14 @@ class LLM:
                 except TokenmillError as error:
                     answers[output.request_id].error = error.message
                 report(done=len(answers) - len(self._outlets), new_tokens=len(output.token_ids))
+
+    def _add_some(self, waiting: deque[Asked]) -> None:
+        """The first step begins while most of a long list is still to be taken in; a static batch is one as a whole."""
+        count = len(waiting) if self.config.scheduler.policy == "static" else min(len(waiting), TAKEN_IN_A_STEP)
+        for _ in range(count):
+            asked, request = waiting.popleft()
+            self._outlets[request.request_id] = self._front.outlet(asked, request)
+            self._core.add(request)
 
     def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
         request = self._submit(asked)

@@ -12,6 +12,7 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.layer import Layer
 from tokenmill.models.loading import Loader
+from tokenmill.models.protocol import BestLogits
 from tokenmill.models.rope import RopeTable, make_rope_table
 from tokenmill.models.step import Step, plan_step
 from tokenmill.ops.batch import ForwardBatch
@@ -19,7 +20,7 @@ from tokenmill.ops.interface import StreamOps
 
 
 class Decoder:
-    best_logits = direct = None
+    direct = None
 
     def __init__(self, spec: ModelSpec, load: Loader, max_context: int | None = None) -> None:
         """`max_context`: the longest context that will be served, the model's own by default."""
@@ -72,9 +73,22 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.ops.linear(hidden, self.head).float()
+        return self._logits(hidden).float()
+
+    @property
+    def best_logits(self) -> BestLogits | None:
+        return None if self.ops.pick_best is None else self._best_logits
+
+    @torch.inference_mode()
+    def _best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.ops.pick_best is not None, "see `best_logits`"
+        return self.ops.pick_best(self._logits(hidden))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In the head's own precision, unless there is more to compute"""
+        logits = self.ops.linear(hidden, self.head)
         cap = self.spec.logit_softcap
-        return logits if cap is None else self.ops.softcap(logits, cap)
+        return logits if cap is None else self.ops.softcap(logits.float(), cap)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         embedded = self.ops.embed(token_ids, self.embedding)

@@ -160,6 +160,8 @@ class Ops:
     add_linear: Callable[[torch.Tensor, LinearWeight, torch.Tensor], torch.Tensor | None] | None = None
     """(x, weight, residual) → residual + linear(x), written over the residual; None where nothing is won by it"""
     add_norm_experts: AddNormExperts | None = None
+    pick_best: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Logits of any precision [L, vocab] → see `BestLogits` of models"""
     stream: StreamOps | None = None
 
 

@@ -3,10 +3,11 @@
 Most rows of a server decode: next step they will feed the token they draw in this one. So as soon as a step is on the
 stream, the runner starts the next one for all its decoding rows, with tokens that only the device knows yet. When the
 scheduler's next plan arrives, rows that are in it as expected find their token computed or on its way; a row that has
-ended meanwhile was computed once in vain; everything else (prompt chunks, rows just admitted) runs on its own:
+ended meanwhile was computed once in vain. Prompts depend on no drawn token: the scheduler is asked for those of the
+next step (`plan_ahead`), and they are started too, before this step is waited for. Everything else runs on its own:
 
     stream:   | rows A, step k | prompts, step k | rows A + those prompts, step k+1 (ahead) | prompts, step k+1 | ...
-    host:       plan k ────────► start ahead ─► wait for k ─► apply k, emit, plan k+1 ──────►
+    host:       plan k ────────► start both of k+1 ─► wait for k ─► apply k, emit, plan k+1 ──────►
 
 What a row computed in vain wrote lies behind the end of its sequence: no full block is ever touched, and whoever gets
 the block writes it first, later on the same stream.
@@ -27,8 +28,7 @@ import torch
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.ops.triton.best import pick_best
-from tokenmill.runner.decode_graphs import DecodeGraphs, Fed, Kind
+from tokenmill.runner.decode_graphs import DecodeGraphs, Fed, Kind, best_tokens
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
@@ -64,6 +64,28 @@ class Ahead:
     positions: dict[int, int] = field(default_factory=dict)  # of the token fed, by row; rows that changed are dropped
 
 
+@dataclass(frozen=True)
+class Early:
+    """Rows of the next step that the runner was told of before this one was done."""
+
+    rows: dict[int, RowPlan]
+    started: dict[int, RowPlan]  # and not left to the plain runner
+    drawing: Drawing | None = None
+
+    def knows(self, plan: RowPlan) -> bool:
+        return self.rows.get(plan.row) is plan
+
+    def has_started(self, plan: RowPlan) -> bool:
+        return self.started.get(plan.row) is plan
+
+
+NOTHING_EARLY = Early({}, {})
+
+
+def nothing_ahead() -> StepPlan | None:
+    return None
+
+
 class CudaRunner:
     def __init__(
         self,
@@ -72,9 +94,11 @@ class CudaRunner:
         sampler: RowSampler,
         max_rows: int,
         max_context: int,
+        plan_ahead: Callable[[], StepPlan | None] = nothing_ahead,
         *,
         runs_ahead: bool = True,
     ) -> None:
+        """`plan_ahead`: rows of the next step that can be computed behind this one; the next plan repeats them."""
         # One block more than the longest context has: where the scheduler looks ahead.
         in_slices = SlicedSampler(sampler, model.vocab_size)
         self._plain = ModelRunner(model, storage, in_slices, max_rows, max_context + storage.block_size)
@@ -90,20 +114,27 @@ class CudaRunner:
         self._graphs = DecodeGraphs(model, storage, self._draws, max_rows, self._rows.tables.shape[2], max_context)
         self._runs_ahead = runs_ahead
         self._ahead: Ahead | None = None
+        self._plan_ahead = plan_ahead
+        self._early = NOTHING_EARLY
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
         self._preparations: Iterator[Callable[[], object]] = iter(())
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         began = time.perf_counter()
-        self._apply_changes(plan)
-        expected, fresh, other = self._sort(plan.rows)
-        drawings = [self._ahead.drawing] if self._ahead is not None and expected else []
+        early, self._early = self._early, NOTHING_EARLY
+        self._apply_changes(plan, [row for row in plan.rows if not early.knows(row)])
+        expected, begun, fresh, other = self._sort(plan.rows, early)
+        waited = [(self._ahead.drawing, expected)] if self._ahead is not None and expected else []
+        if early.drawing is not None and begun:
+            waited.append((early.drawing, begun))
         if fresh:
-            drawings.append(self._start(fresh))
+            waited.append((self._start(fresh), fresh))
         found = {row.row: row for row in self._run_others(other, masks)} if other else {}
-        self._ahead = self._start_ahead([*expected, *fresh]) if self._runs_ahead else None
-        for drawing, plans in zip(drawings, [part for part in (expected, fresh) if part], strict=True):
+        if self._runs_ahead:
+            self._ahead = self._start_ahead([*expected, *begun, *fresh])
+            self._early = self._start_early(self._plan_ahead())
+        for drawing, plans in waited:
             tokens = drawing.wait()
             found |= {row.row: _result(row, tokens, drawing.lines) for row in plans}
         return StepResult(rows=[found[row.row] for row in plan.rows], step_s=time.perf_counter() - began)
@@ -144,7 +175,8 @@ class CudaRunner:
 
     # ── what the plan changes ──────────────────────────────────────────────────────────────────────────
 
-    def _apply_changes(self, plan: StepPlan) -> None:
+    def _apply_changes(self, plan: StepPlan, rows: list[RowPlan]) -> None:
+        """`rows`: those of the plan that are new to the runner"""
         expected = self._ahead.positions if self._ahead is not None else {}
         for freed in plan.freed_rows:
             expected.pop(freed, None)
@@ -155,7 +187,7 @@ class CudaRunner:
             self._max_outputs[new.row] = new.params.max_tokens or NO_LIMIT
         self._draws.take([new for new in plan.new_rows if self._kinds[new.row] != "hidden"])
         changes: list[tuple[int, int, int, list[int]]] = []
-        for row in plan.rows:
+        for row in rows:
             if row.num_dropped != self._dropped[row.row]:  # all its blocks are others
                 self._held[row.row], self._dropped[row.row] = 0, row.num_dropped
             for update in row.table_updates:
@@ -164,7 +196,7 @@ class CudaRunner:
                 position = expected.get(row.row)
                 if position is not None and self._moves(row.row, position, update.start, len(update.blocks)):
                     expected.pop(row.row)
-        self._plain.apply_changes(plan)
+        self._plain.apply_changes(plan, rows)
         self._send_tables(changes)
 
     def _moves(self, row: int, position: int, start: int, count: int) -> bool:
@@ -188,20 +220,24 @@ class CudaRunner:
 
     # ── who computes what ──────────────────────────────────────────────────────────────────────────────
 
-    def _sort(self, plans: Sequence[RowPlan]) -> tuple[list[RowPlan], list[RowPlan], list[RowPlan]]:
-        """Rows that were computed ahead; rows to compute now; rows for the plain runner."""
+    def _sort(self, plans: Sequence[RowPlan], early: Early) -> tuple[list[RowPlan], ...]:
+        """Rows that were computed ahead; prompts that were started early; rows to compute now; rows for the plain
+        runner."""
         expected: list[RowPlan] = []
+        begun: list[RowPlan] = []
         fresh: list[RowPlan] = []
         other: list[RowPlan] = []
         positions = self._ahead.positions if self._ahead is not None else {}
         for plan in plans:
             if positions.get(plan.row) == plan.start and len(plan.token_ids) == 1:
                 expected.append(plan)
+            elif early.has_started(plan):
+                begun.append(plan)
             elif self._is_simple(plan):
                 fresh.append(plan)
             else:
                 other.append(plan)
-        return expected, fresh, other
+        return expected, begun, fresh, other
 
     def _is_simple(self, plan: RowPlan) -> bool:
         is_asked = plan.num_logprobs is not None or plan.num_prompt_logprobs is not None
@@ -240,20 +276,20 @@ class CudaRunner:
         hidden = self._model.forward(batch, self._storage)
         if not drawing:
             return self._on_its_way(hidden.new_empty(0, dtype=torch.int64), [])
-        return self._on_its_way(self._picked(self._model.logits(hidden), drawing), [plan.row for plan in drawing])
+        return self._on_its_way(self._picked(hidden, drawing), [plan.row for plan in drawing])
 
-    def _picked(self, logits: torch.Tensor, plans: list[RowPlan]) -> torch.Tensor:
+    def _picked(self, hidden: torch.Tensor, plans: list[RowPlan]) -> torch.Tensor:
         """Tokens [R] for the rows of `plans`, which become their newest."""
         rows = [plan.row for plan in plans]
         if self._kind(rows) == "best":
-            drawn = pick_best(logits)
+            drawn = best_tokens(self._model, hidden)
             self._graphs.newest.index_copy_(0, self._sent(rows, torch.int64), drawn)
             return drawn
         indices = [plan.output_index for plan in plans]
         uniforms = self._sent(self._draws.uniforms(rows, indices), torch.float64)
         seats, places = self._sent(rows, torch.int32), self._sent(indices, torch.int32)
         self._draws.count_fed(seats, places, self._sent([plan.token_ids[-1] for plan in plans], torch.int32))
-        return self._draws.draw(logits, seats, places, uniforms, self._graphs.newest)
+        return self._draws.draw(self._model.logits(hidden), seats, places, uniforms, self._graphs.newest)
 
     def _sent(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self._storage.device, non_blocking=True)
@@ -271,6 +307,14 @@ class CudaRunner:
             return None
         rows, ends, indices = (list(part) for part in zip(*ready, strict=True))
         return Ahead(self._start_graph(Fed(rows, ends, None, indices)), dict(zip(rows, ends, strict=True)))
+
+    def _start_early(self, plan: StepPlan | None) -> Early:
+        if plan is None:
+            return NOTHING_EARLY
+        self._apply_changes(plan, plan.rows)
+        simple = [row for row in plan.rows if self._is_simple(row)]
+        drawing = self._start(simple) if simple else None
+        return Early({row.row: row for row in plan.rows}, {row.row: row for row in simple}, drawing)
 
     def _has_room(self, row: int, position: int) -> bool:
         return position < self._max_context and self._held[row] > position // self._storage.block_size

@@ -56,6 +56,13 @@ class Fed:
     indices: list[int]  # how many output tokens each has
 
 
+def best_tokens(model: Model, hidden: torch.Tensor) -> torch.Tensor:
+    """The most likely tokens behind hidden states [R, H], int64 [R]; negative where there is none."""
+    best_logits = model.best_logits
+    tokens, _ = pick_best(model.logits(hidden)) if best_logits is None else best_logits(hidden)
+    return tokens
+
+
 class DecodeGraphs:
     def __init__(
         self, model: Model, storage: KVStorage, draws: DeviceDraws, max_rows: int, max_blocks: int, max_context: int
@@ -124,10 +131,11 @@ class DecodeGraphs:
                 yield partial(self._capture, size, "best")
 
     def capture_largest(self) -> None:
-        """Takes the memory that decoding will ever take; draws happen in place, and their kernels can wait."""
-        self._capture(self._sizes[-1], "best")
+        """Takes the memory that decoding will ever take. Kernels of draws can wait, but not what they draw from."""
+        self._capture(self._sizes[-1], "best", keeps_room=True)
 
-    def _capture(self, size: int, kind: Kind) -> DecodeGraph:
+    def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False) -> DecodeGraph:
+        """`keeps_room`: for logits in float32, which the pool has from then on"""
         device = self._storage.device
         given = torch.zeros(4, size, dtype=torch.int32, device=device)
         given[ROW] = NO_ROW  # a rehearsal with rows that only fill up changes nothing
@@ -139,6 +147,8 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = self._step(given, uniforms, kind)
+                if keeps_room:
+                    torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=device)
         captured = DecodeGraph(graph, given, uniforms, result)
         self._captured[(size, kind)] = captured
         return captured
@@ -150,10 +160,10 @@ class DecodeGraphs:
         hidden = self._model.forward(batch, self._storage)
         if kind == "hidden":
             return hidden
-        logits = self._model.logits(hidden)
         if kind == "draw":
+            logits = self._model.logits(hidden)
             return self._draws.draw(logits, given[ROW], given[INDEX], uniforms, self.newest)
-        drawn = pick_best(logits)
+        drawn = best_tokens(self._model, hidden)
         remember(given, drawn, self.newest)
         return drawn
 

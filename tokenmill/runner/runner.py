@@ -68,11 +68,12 @@ class ModelRunner:
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         began = time.perf_counter()
-        self.apply_changes(plan)
+        self.apply_changes(plan, plan.rows)
         rows = self.run_rows(plan.rows, masks) if plan.rows else []
         return StepResult(rows=rows, step_s=time.perf_counter() - began)
 
-    def apply_changes(self, plan: StepPlan) -> None:
+    def apply_changes(self, plan: StepPlan, rows: Sequence[RowPlan]) -> None:
+        """`rows`: those of the plan that are new"""
         for row in plan.freed_rows:
             if self.rows[row].pooler is None:
                 self.sampler.free_row(row)
@@ -82,9 +83,9 @@ class ModelRunner:
             if new.pooling is None:
                 self.sampler.add_row(new)
         self.storage.copy_blocks(plan.copies)
-        for row_plan in plan.rows:
+        for row_plan in rows:
             self.rows.update_tables(row_plan.row, row_plan.table_updates)
-        self.sampler.observe(plan.rows)
+        self.sampler.observe(rows)
 
     def run_rows(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> list[RowResult]:
         direct = self.model.direct

@@ -18,9 +18,8 @@ import torch
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.kernel import compile_beside
-from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
 from tokenmill.types import RowPlan
@@ -116,4 +115,6 @@ class WarmUp:
         return build_batch(plans, wanted, nulls, self._storage.block_size, self._storage.device)
 
     def _compute(self, batch: ForwardBatch) -> None:
-        pick_best(self._model.logits(self._model.forward(batch, self._storage)))
+        hidden = self._model.forward(batch, self._storage)
+        best_tokens(self._model, hidden)
+        self._model.logits(hidden)  # which draws would need

@@ -20,6 +20,10 @@ from tokenmill.scheduler.sequence import Sequence
 from tokenmill.scheduler.stats import Counters
 
 
+def anyone(_: Gang) -> bool:
+    return True
+
+
 class Admission:
     def __init__(
         self,
@@ -65,13 +69,13 @@ class Admission:
                 return True
         return False
 
-    def admit(self, draft: Draft) -> None:
-        """Waiting gangs, in order, with what is left of the step's budget."""
+    def admit(self, draft: Draft, is_welcome: Callable[[Gang], bool] = anyone) -> None:
+        """Waiting gangs, in order and up to the first unwelcome one, with what is left of the step's budget."""
         if self._config.policy == "static" and not self._floor.gangs:
             self._batch_is_open = True
-        while draft.budget.left > 0 and self._batch_is_open:
+        while draft.budget.spare > 0 and self._batch_is_open:
             gang = self._waiting.peek()
-            if gang is None or not self._let_in(gang, draft):
+            if gang is None or not is_welcome(gang) or not self._let_in(gang, draft):
                 # A static batch closes when it is full, not when one step's budget is spent.
                 self._batch_is_open = self._config.policy != "static" or not self._floor.gangs
                 return

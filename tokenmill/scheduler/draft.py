@@ -24,13 +24,29 @@ class Draft:
         self._rows: list[RowPlan] = []
         self._copies: list[tuple[int, int]] = []
 
+    @property
+    def pairs(self) -> list[tuple[Planned, RowPlan]]:
+        return list(zip(self.planned, self._rows, strict=True))
+
+    def repeat(self, planned: Planned, row: RowPlan) -> None:
+        """What the runner was told before."""
+        self._rows.append(row)
+        self.planned.append(planned)
+
     def add(
-        self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]], drafts: list[int] | None = None
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        copies: list[tuple[int, int]],
+        drafts: list[int] | None = None,
+        *,
+        behind: int = 0,
     ) -> None:
+        """`behind`: tokens of it that are being computed"""
         if not sequence.is_seated:
             self._new_rows.append(sequence.new_row())
             sequence.is_seated = True
-        self._rows.append(row_plan(sequence, num_tokens, drafts or []))
+        self._rows.append(row_plan(sequence, num_tokens, drafts or [], behind))
         self._copies.extend(copies)
         self.planned.append(Planned(sequence, num_tokens, drafts or []))
 
@@ -38,9 +54,10 @@ class Draft:
         return StepPlan(new_rows=self._new_rows, freed_rows=freed_rows, copies=self._copies, rows=self._rows)
 
 
-def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
+def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int], behind: int = 0) -> RowPlan:
     job = sequence.job
-    start, end = sequence.computed, sequence.computed + num_tokens
+    start = sequence.computed + behind
+    end = start + num_tokens
     draws = end == len(sequence.window) and sequence.is_whole and job.draws_tokens
     is_scored = job.lacks_prompt_logprobs(end + sequence.num_dropped)
     return RowPlan(

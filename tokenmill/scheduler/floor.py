@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 
 from tokenmill.kv.cache import Hit, KVCache
 from tokenmill.scheduler.beam import Branch
+from tokenmill.scheduler.early import EarlyRows
 from tokenmill.scheduler.job import Gang
 from tokenmill.scheduler.seats import Seats
 from tokenmill.scheduler.sequence import Sequence
@@ -23,6 +24,7 @@ class Floor:
         self._lookahead_tokens = lookahead_tokens
         self.seats = Seats(num_rows)
         self.gangs: list[Gang] = []
+        self.early = EarlyRows()
 
     def __len__(self) -> int:
         return len(self.gangs)
@@ -64,6 +66,7 @@ class Floor:
         gang.fold()
 
     def dismiss(self, gang: Gang) -> None:
+        self.early.drop(gang)
         for sequence in gang.members:
             self._vacate(sequence)
             self.seats.give_back(sequence.row)

@@ -20,6 +20,7 @@ from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.draft import Draft, Planned
 from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, num_right
+from tokenmill.scheduler.early import is_last_draw, is_plain, names_underway
 from tokenmill.scheduler.floor import Floor
 from tokenmill.scheduler.intake import build_job, refuse_impossible
 from tokenmill.scheduler.job import Gang, Job
@@ -133,11 +134,12 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
         self._admission.make_way()
-        draft = Draft(TokenBudget(self._config.num_tokens, self._floor.num_sequences))
+        draft = Draft(self._floor.early.budget(self._config.num_tokens, self._floor.num_sequences))
         self._drafts = self._drafter.propose(self._floor.gangs)
         self._serve_running(draft)
-        if not draft.num_preempted:
+        if not draft.num_preempted and draft.budget.spare >= self._floor.early.least_to_add(self._config.num_tokens):
             self._admission.admit(draft)
+        self._floor.early.join(draft)
         self._planned = draft.planned
         if not draft.planned:
             return None
@@ -147,7 +149,10 @@ class Scheduler:
     def _serve_running(self, draft: Draft) -> None:
         """In order; the tail may be preempted on the way, so the list is walked by position."""
         position = 0
-        while position < len(self._floor.gangs) and self._serve(self._floor.gangs[position], draft):
+        while position < len(self._floor.gangs):
+            gang = self._floor.gangs[position]
+            if gang not in self._floor.early and not self._serve(gang, draft):
+                return
             position += 1
 
     def _serve(self, gang: Gang, draft: Draft) -> bool:
@@ -191,11 +196,62 @@ class Scheduler:
         while (copies := self._cache.reserve(sequence.held_table, start, end)) is None:
             victim = self._floor.gangs[-1]
             draft.num_preempted += 1
-            draft.budget.give_up(len(victim.members))
+            if victim not in self._floor.early:
+                draft.budget.give_up(len(victim.members))
             self._admission.preempt(victim)
             if victim is gang:
                 return None
         return copies + self._floor.look_ahead(sequence, end)
+
+    # ── plan ahead ─────────────────────────────────────────────────────────────────────────────────────
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Rows of the next step that can be computed behind this one, whatever comes of it; the next plan repeats them.
+        May be called once between `plan` and `apply`."""
+        if self._config.policy == "static" or self._drafter is not NO_DRAFTS:
+            return None
+        # Whoever has a row, or will fork onto one, is promised a token of the next step, if there is one for him.
+        num_staying = self._num_rows - self._floor.seats.num_free - sum(map(is_last_draw, self._planned))
+        draft = Draft(TokenBudget(self._config.num_tokens, num_staying))
+        if self._continue_prompts(draft):
+            underway = names_underway(self._planned, self._cache.block_size)
+            self._admission.admit(draft, lambda gang: is_plain(gang) and not self._begins_with(gang, underway))
+        self._floor.early.keep(draft)
+        return draft.step_plan(self._floor.seats.rows_left()) if draft.planned else None
+
+    def take_back(self) -> None:
+        """The step failed: what was planned ahead waits again, as the runner may not have heard of it."""
+        for gang in self._floor.early.gangs:
+            self._admission.preempt(gang)
+
+    def _continue_prompts(self, draft: Draft) -> bool:
+        """What this step leaves of running prompts; False where not all of it can be had yet."""
+        underway = {one.sequence: one.num_tokens for one in self._planned}
+        for gang in self._floor.gangs:
+            for sequence in gang.members:
+                behind = underway.get(sequence, 0)
+                if gang.wants(sequence) > behind and not self._continue(gang, sequence, behind, draft):
+                    return False
+        return True
+
+    def _continue(self, gang: Gang, sequence: Sequence, behind: int, draft: Draft) -> bool:
+        # Blocks behind a window come free only when the chunk before is done.
+        if not is_plain(gang) or any(window is not None for window in self._cache.windows):
+            return False
+        wanted = gang.wants(sequence) - behind
+        granted = draft.budget.grant(wanted)
+        start = sequence.computed + behind
+        copies = self._cache.reserve(sequence.held_table, start, start + granted) if granted else None
+        if copies is None:
+            return False
+        draft.add(sequence, granted, copies + self._floor.look_ahead(sequence, start + granted), behind=behind)
+        return granted == wanted
+
+    def _begins_with(self, gang: Gang, names: set[bytes]) -> bool:
+        """The first block that a gang would compute has one of these names."""
+        hit = self._admission.hit(gang, gang.leader, len(gang.leader.window) - 1)
+        index = hit.num_tokens // self._cache.block_size
+        return not names.isdisjoint(gang.leader.chain.names[index : index + 1])
 
     # ── apply ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -31,7 +31,7 @@ def _best_of_part(
 
 @kernel
 def _best_of_row(
-    highest, best, out, num_parts, NOWHERE: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr
+    highest, best, out, logit, num_parts, NOWHERE: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:  # fmt: skip
     let_next_begin(OVERLAPS)
     wait_for_previous(OVERLAPS)
@@ -44,21 +44,24 @@ def _best_of_row(
     found = tl.min(tl.where((values == top) & inside, ids, 0x7FFFFFFF), axis=0)
     is_finite = (top < float("inf")) & (top > float("-inf"))
     tl.store(out + row, tl.where(is_finite, found, NOWHERE).to(tl.int64))
+    tl.store(logit + row, tl.where(is_finite, top, float("nan")))
 
 
-def pick_best(logits: torch.Tensor) -> torch.Tensor:
-    """The highest logit's id per row, the lowest among equals; -1 where it is not finite. [R, vocab] → int64 [R]"""
+def pick_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, vocab] → the highest logit's id, the lowest among equals, -1 where it is not finite, int64 [R]; that logit,
+    or NaN, float32 [R]"""
     num_rows, vocab_size = logits.shape
     num_parts = cdiv(vocab_size, _BLOCK)
     highest = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     best = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    logit = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         _best_of_part[(num_rows, num_parts)](
             logits.contiguous(), highest, best, vocab_size, num_parts, _BLOCK, num_warps=4, **launch_options()
         )
         _best_of_row[(num_rows,)](
-            highest, best, out, num_parts, NOT_FINITE, next_power_of_2(num_parts),
+            highest, best, out, logit, num_parts, NOT_FINITE, next_power_of_2(num_parts),
             num_warps=1, **launch_options(),
         )  # fmt: skip
-    return out
+    return out, logit

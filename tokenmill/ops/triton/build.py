@@ -10,6 +10,7 @@ from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.activation import act_mul
 from tokenmill.ops.triton.attention import attention, plan_attention
+from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.chosen_experts import add_norm_experts
 from tokenmill.ops.triton.experts import experts
 from tokenmill.ops.triton.fresh_attention import place_and_attend
@@ -47,6 +48,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         route=route,
         experts=experts,
         add_norm_experts=add_norm_experts,
+        pick_best=pick_best,
     )
     if not deterministic:
         return fastest

@@ -1,13 +1,4 @@
-"""What the next step computes whatever comes of this one: it can be started before this one is done.
-
-A prompt depends on no token that is drawn. So while a device computes a step, the next chunks of unfinished prompts,
-and behind them waiting prompts, are planned already, within what the budget leaves when everyone else has a token:
-
-    this step:   [ a token each | chunk ... ]                        on the device
-    next step:   [ a token each | rest of the chunk, newcomers ]
-                   planned when    └ planned early, started at once
-                   this is done
-"""
+"""Rows of the next step that were planned before this one was done (see `ahead`)."""
 
 from __future__ import annotations
 
@@ -57,28 +48,3 @@ class EarlyRows:
         for planned, row in self._rows.values():
             draft.repeat(planned, row)
         self._rows = {}
-
-
-def is_plain(gang: Gang) -> bool:
-    """One sequence that draws on its own, from its prompt's last token on, and of whose prompt nothing is asked."""
-    job, params = gang.job, gang.job.request.params
-    is_alone = len(gang.members) == 1 and not gang.unborn and not job.delivery.holds_back
-    is_asked = params.prompt_logprobs is not None or params.guided is not None
-    return is_alone and job.draws_tokens and not is_asked and job.request.shift is None
-
-
-def is_last_draw(planned: Planned) -> bool:
-    """Its sequence draws the last token that was asked for, and is gone when the step is done."""
-    sequence, num_tokens, _ = planned
-    job = sequence.job
-    draws = sequence.is_whole and sequence.computed + num_tokens == len(sequence.window)
-    return draws and is_plain(job.gang_of(sequence)) and sequence.num_outputs + 1 >= job.request.max_tokens
-
-
-def names_underway(planned: list[Planned], block_size: int) -> set[bytes]:
-    """Of full blocks that are being computed: who begins with one had better wait until it is in the cache."""
-    found: set[bytes] = set()
-    for sequence, num_tokens, _ in planned:
-        first, last = sequence.computed // block_size, (sequence.computed + num_tokens) // block_size
-        found.update(sequence.chain.names[first:last])
-    return found

@@ -16,11 +16,10 @@ from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.admission import Admission
+from tokenmill.scheduler.ahead import Ahead
 from tokenmill.scheduler.beam import BeamSearch
-from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.draft import Draft, Planned
 from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, num_right
-from tokenmill.scheduler.early import is_last_draw, is_plain, names_underway
 from tokenmill.scheduler.floor import Floor
 from tokenmill.scheduler.intake import build_job, refuse_impossible
 from tokenmill.scheduler.job import Gang, Job
@@ -52,6 +51,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._counters = Counters()
         self._admission = Admission(config, cache, self._floor, self._waiting, self._counters, clock)
+        self._ahead = Ahead(config, cache, self._floor, self._admission)
         self._jobs: dict[str, Job] = {}
         self._num_added = 0
         self._planned: list[Planned] = []
@@ -208,50 +208,12 @@ class Scheduler:
     def plan_ahead(self) -> StepPlan | None:
         """Rows of the next step that can be computed behind this one, whatever comes of it; the next plan repeats them.
         May be called once between `plan` and `apply`."""
-        if self._config.policy == "static" or self._drafter is not NO_DRAFTS:
-            return None
-        # Whoever has a row, or will fork onto one, is promised a token of the next step, if there is one for him.
-        num_staying = self._num_rows - self._floor.seats.num_free - sum(map(is_last_draw, self._planned))
-        draft = Draft(TokenBudget(self._config.num_tokens, num_staying))
-        if self._continue_prompts(draft):
-            underway = names_underway(self._planned, self._cache.block_size)
-            self._admission.admit(draft, lambda gang: is_plain(gang) and not self._begins_with(gang, underway))
-        self._floor.early.keep(draft)
-        return draft.step_plan(self._floor.seats.rows_left()) if draft.planned else None
+        return None if self._drafter is not NO_DRAFTS else self._ahead.plan(self._planned)
 
     def take_back(self) -> None:
         """The step failed: what was planned ahead waits again, as the runner may not have heard of it."""
         for gang in self._floor.early.gangs:
             self._admission.preempt(gang)
-
-    def _continue_prompts(self, draft: Draft) -> bool:
-        """What this step leaves of running prompts; False where not all of it can be had yet."""
-        underway = {one.sequence: one.num_tokens for one in self._planned}
-        for gang in self._floor.gangs:
-            for sequence in gang.members:
-                behind = underway.get(sequence, 0)
-                if gang.wants(sequence) > behind and not self._continue(gang, sequence, behind, draft):
-                    return False
-        return True
-
-    def _continue(self, gang: Gang, sequence: Sequence, behind: int, draft: Draft) -> bool:
-        # Blocks behind a window come free only when the chunk before is done.
-        if not is_plain(gang) or any(window is not None for window in self._cache.windows):
-            return False
-        wanted = gang.wants(sequence) - behind
-        granted = draft.budget.grant(wanted)
-        start = sequence.computed + behind
-        copies = self._cache.reserve(sequence.held_table, start, start + granted) if granted else None
-        if copies is None:
-            return False
-        draft.add(sequence, granted, copies + self._floor.look_ahead(sequence, start + granted), behind=behind)
-        return granted == wanted
-
-    def _begins_with(self, gang: Gang, names: set[bytes]) -> bool:
-        """The first block that a gang would compute has one of these names."""
-        hit = self._admission.hit(gang, gang.leader, len(gang.leader.window) - 1)
-        index = hit.num_tokens // self._cache.block_size
-        return not names.isdisjoint(gang.leader.chain.names[index : index + 1])
 
     # ── apply ──────────────────────────────────────────────────────────────────────────────────────────
 

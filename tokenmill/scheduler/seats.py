@@ -18,6 +18,10 @@ class Seats:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_taken(self) -> int:
+        return self.num_rows - len(self._free)
+
     def take(self) -> int:
         return heapq.heappop(self._free)
 

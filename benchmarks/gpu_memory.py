@@ -22,10 +22,10 @@ import torch
 from tokenmill.arch.read import read_spec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import build
-from tokenmill.engine.resolve import DTYPE_BYTES, resolve
+from tokenmill.engine.resolve import DTYPE_BYTES, planned_bytes, resolve
 from tokenmill.kv.layout import KVLayout
 from tokenmill.params import SamplingParams
-from tokenmill.runner.memory import GPU_START_BYTES, RunnerLimits, gpu_weight_bytes, runner_bytes
+from tokenmill.runner.memory import GPU_START_BYTES, gpu_weight_bytes
 from tokenmill.types import Request
 
 MIB = 1 << 20
@@ -54,10 +54,8 @@ def planned(config: EngineConfig, spec: Any) -> dict[str, int]:
     layout, cache = KVLayout.from_spec(spec), config.cache
     assert cache.num_blocks is not None and config.model.max_context is not None
     value_bytes = DTYPE_BYTES[config.model.dtype]
-    limits = RunnerLimits(
-        config.scheduler.num_rows, config.scheduler.num_tokens, config.model.max_context, cache.block_size, value_bytes
-    )
-    runner = runner_bytes(spec, limits)
+    facts = build.machine_facts(config, spec, Path(config.model.model))
+    runner = planned_bytes(spec, config, has_words=facts.has_words)
     return {
         "pool": cache.num_blocks * layout.block_bytes(cache.block_size, cache.kv_dtype),
         "weights": gpu_weight_bytes(spec, value_bytes, config.model.quantization),
@@ -85,7 +83,7 @@ class Meter:
         return self.seen - before
 
 
-def measured(config: EngineConfig, spec: Any) -> dict[str, int]:
+def measured(config: EngineConfig, spec: Any, step_bytes: int) -> dict[str, int]:
     free_before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     found, meter = {}, Meter()
     storage = build.kv_storage(config, KVLayout.from_spec(spec))
@@ -103,6 +101,7 @@ def measured(config: EngineConfig, spec: Any) -> dict[str, int]:
     runner.capture_largest()
     runner.prepare()
     found["graphs"] = kept_back() - reserved
+    runner.hold(step_bytes)
     serve(core)
     torch.cuda.synchronize()
     found["reserved"] = torch.cuda.memory_reserved()
@@ -136,7 +135,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.cuda.init()
     config, spec = settled(given), read_spec(Path(given.model))
-    plan, found = planned(config, spec), measured(config, spec)
+    plan = planned(config, spec)
+    found = measured(config, spec, plan["step"])
     for part, size in plan.items():
         print(f"{part:10} planned {size / MIB:12,.1f} MiB   measured {found[part] / MIB:12,.1f} MiB")
     total = sum(plan.values())

@@ -90,6 +90,8 @@ def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
     assert found.graphs > logits * 6
     halved = runner_bytes(LLAMA, RunnerLimits(512, 4096, 8192))
     assert found.total > 1.5 * halved.total
+    alone = runner_bytes(LLAMA, RunnerLimits(1, 512, 8192)).step
+    assert alone > 130 * 128_256 * 16, "a prompt may be scored, whoever is alone with it"
 
 
 @pytest.mark.parametrize(("quantization", "gb"), [("none", 16.06), ("fp8", 9.08), ("int8", 9.52), ("int4", 5.65)])

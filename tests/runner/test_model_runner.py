@@ -219,7 +219,7 @@ def expected_score(position: int, prompt: list[int]) -> float:
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 7])
 def test_prompt_scores_do_not_depend_on_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_scores, "MAX_LOGITS", 2 * VOCAB)  # two positions at once
+    monkeypatch.setattr(prompt_scores, "MAX_HOST_LOGITS", 2 * VOCAB)  # two positions at once
     prompt = [3, 4, 9, 10, 11, 2, 3]
     runner = make_runner(ScriptedModel(VOCAB))
     found, new_rows = [], [new_row(0, prompt)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -110,6 +110,23 @@ def forms(work: Callable[[], object]) -> set[Any]:
     ):
         work()
     return found
+
+
+def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time() -> None:
+    """Smallest first, whatever was met already left out; those of drawing steps when all greedy ones are there."""
+    graphs = warm_up_for(LLAMA)._graphs
+    captured: list[tuple[int, str]] = []
+
+    def capture(size: int, kind: Any) -> None:
+        graphs._captured[(size, kind)] = Mock()
+        captured.append((size, kind))
+
+    with patch.object(graphs, "_capture", capture):
+        graphs.capture_largest()
+        capture(1, "draw")  # a step that was met before there was time
+        for prepare in graphs.captures():
+            prepare()
+    assert captured == [(4, "best"), (1, "draw"), (1, "best"), (2, "best"), (2, "draw"), (4, "draw")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tokenmill.engine.core import EngineCore, Runner, no_vocabulary, nothing_lef
 from tokenmill.engine.draft import build_draft
 from tokenmill.engine.facts import machine_facts
 from tokenmill.engine.model import build_model, kv_storage, native_reason, open_source, ops_wanted
-from tokenmill.engine.resolve import resolve
+from tokenmill.engine.resolve import planned_bytes, resolve
 from tokenmill.engine.speculation import LoadDraft, make_drafter, no_draft
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
@@ -58,10 +59,12 @@ def build_core(config: EngineConfig, model_path: Path, meanwhile: Callable[[], N
     # Native kernels bring their own threads; torch's would wait in busy loops on the same cores.
     torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
-    model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
+    with advice_where_memory_ends("the weights do not fit", "quantization"):
+        model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
     if settled.ops.device == "cuda":
         torch.cuda.empty_cache()
-    storage = kv_storage(settled, layout)
+    with advice_where_memory_ends("the KV cache does not fit beside the weights", "memory_fraction"):
+        storage = kv_storage(settled, layout)
     core = assemble(
         settled,
         model,
@@ -70,7 +73,8 @@ def build_core(config: EngineConfig, model_path: Path, meanwhile: Callable[[], N
         lambda draft: build_draft(draft, settled.model.max_context, model_path, spec),
     )
     if storage.device.type == "cuda":
-        run_largest_step(core.runner, settled, meanwhile)
+        step_bytes = planned_bytes(spec, settled, has_words=facts.has_words).step
+        run_largest_step(core.runner, settled.scheduler.num_tokens, step_bytes, meanwhile)
     core.info = msgspec.structs.replace(
         core.info,
         reasons=[*resolved.reasons, *op_reasons],
@@ -95,15 +99,22 @@ def tell_what_is_lost(asked: EngineConfig, settled: EngineConfig, reason: str | 
         log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
 
 
-def run_largest_step(runner: Any, config: EngineConfig, meanwhile: Callable[[], None]) -> None:
-    """What does not fit must fail now, with a word of advice, and not under load."""
+def run_largest_step(runner: Any, num_tokens: int, step_bytes: int, meanwhile: Callable[[], None]) -> None:
+    with advice_where_memory_ends("the largest step does not fit beside the weights and the KV cache", "token_budget"):
+        runner.run_largest_step(num_tokens, step_bytes, meanwhile)
+
+
+@contextmanager
+def advice_where_memory_ends(told: str, param: str) -> Iterator[None]:
+    """What does not fit must fail at start, with a word of advice, and not under load. It was counted beforehand, so
+    most likely another process has taken memory since."""
     try:
-        runner.run_largest_step(config.scheduler.num_tokens, meanwhile)
+        yield
     except torch.cuda.OutOfMemoryError as error:
         raise InvalidConfig(
-            "the largest step does not fit beside the weights and the KV cache",
-            param="memory_fraction",
-            hint="lower memory_fraction, max_running or token_budget",
+            f"{told} into the GPU's memory",
+            param=param,
+            hint="end what else runs there, or lower memory_fraction, max_running or token_budget",
         ) from error
 
 

@@ -19,6 +19,7 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.runner.memory import (
     GPU_START_BYTES,
+    RunnerBytes,
     RunnerLimits,
     blocks_for_context,
     num_blocks_that_fit,
@@ -157,10 +158,7 @@ def _resolve_cache(
     rows, tokens = config.scheduler.num_rows, config.scheduler.num_tokens
     beside = machine.weight_bytes
     if machine.has_cuda:
-        limits = RunnerLimits(
-            rows, tokens, model.max_context, cache.block_size, DTYPE_BYTES[model.dtype], has_words=machine.has_words
-        )
-        planned = runner_bytes(spec, limits)
+        planned = planned_bytes(spec, replace(config, model=model, cache=cache), has_words=machine.has_words)
         beside += planned.total + GPU_START_BYTES
         reasons.append(
             f"memory: weights {machine.weight_bytes / 2**30:.2f} GiB, rows {planned.rows / 2**30:.2f}, largest step "
@@ -180,6 +178,23 @@ def _resolve_cache(
     gib = num_blocks * block_bytes / 2**30
     reasons.append(f"KV cache of {kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
     return replace(cache, num_blocks=num_blocks)
+
+
+def planned_bytes(spec: ModelSpec, config: EngineConfig, *, has_words: bool) -> RunnerBytes:
+    """What a GPU's runner takes beside weights and pool; the config is settled but for its pool."""
+    model, scheduler = config.model, config.scheduler
+    assert model.max_context is not None
+    return runner_bytes(
+        spec,
+        RunnerLimits(
+            scheduler.num_rows,
+            scheduler.num_tokens,
+            model.max_context,
+            config.cache.block_size,
+            DTYPE_BYTES[model.dtype],
+            has_words=has_words,
+        ),
+    )
 
 
 def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:

@@ -147,12 +147,18 @@ class CudaRunner:
     def storage(self) -> KVStorage:
         return self._storage
 
-    def run_largest_step(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
-        """Takes all the memory that steps will ever take. Nothing may be running yet. `meanwhile` is called while
-        kernels are compiled."""
+    def run_largest_step(self, token_budget: int, step_bytes: int, meanwhile: Callable[[], object]) -> None:
+        """Takes all the memory that steps will ever take, `step_bytes` for what is planned. Nothing may be running yet.
+        `meanwhile` is called while kernels are compiled."""
         self._warm_up.compile_first(token_budget, meanwhile)
+        self.hold(step_bytes)
         self.run_widest_step(token_budget)
         self.capture_largest()
+
+    def hold(self, num_bytes: int) -> None:
+        """Steps with rarer wishes (logits that the host draws from, prompts that are scored) take more than the widest
+        one without. Torch keeps what is freed here and cuts it up for them, so nobody else can take it meanwhile."""
+        torch.empty(num_bytes, dtype=torch.uint8, device=self._storage.device)
 
     def run_widest_step(self, token_budget: int) -> None:
         self._warm_up.run_widest(token_budget)

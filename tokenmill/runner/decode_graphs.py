@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ from tokenmill.runner.memory import graph_sizes
 
 Ints = NDArray[np.int64]
 Kind = Literal["best", "draw", "hidden"]
+IDLE_KINDS: tuple[Kind, ...] = ("best", "draw")
 ROW, POSITION, TOKEN, INDEX = range(4)  # lines of what the host sends
 
 
@@ -54,6 +55,11 @@ class Fed:
     positions: list[int]
     tokens: list[int] | None
     indices: list[int]  # how many output tokens each has
+
+
+@cache
+def recording_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def best_tokens(model: Model, hidden: torch.Tensor) -> torch.Tensor:
@@ -125,10 +131,11 @@ class DecodeGraphs:
 
     def captures(self) -> Iterator[Callable[[], object]]:
         """What is left to do until every size is captured, the smallest first; whatever is left of it happens when a
-        size is first met."""
-        for size in self._sizes:
-            if (size, "best") not in self._captured:
-                yield partial(self._capture, size, "best")
+        size is first met. Steps in which the host draws are few: theirs are left to that."""
+        for kind in IDLE_KINDS:
+            for size in self._sizes:
+                if (size, kind) not in self._captured:
+                    yield partial(self._capture, size, kind)
 
     def capture_largest(self) -> None:
         """Takes the memory that decoding will ever take. Kernels of draws can wait, but not what they draw from."""
@@ -141,17 +148,31 @@ class DecodeGraphs:
         given[ROW] = NO_ROW  # a rehearsal with rows that only fill up changes nothing
         given[TOKEN] = -1
         uniforms = torch.zeros(size, dtype=torch.float64, device=device)
+
+        def step() -> torch.Tensor:
+            result = self._step(given, uniforms, kind)
+            if keeps_room:
+                torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=device)
+            return result
+
         with torch.inference_mode():
-            self._step(given, uniforms, kind)
+            step()
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = self._step(given, uniforms, kind)
-                if keeps_room:
-                    torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=device)
+            graph, result = self._recorded(step)
         captured = DecodeGraph(graph, given, uniforms, result)
         self._captured[(size, kind)] = captured
         return captured
+
+    def _recorded(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """By hand: `torch.cuda.graph` gives the memory that is held for steps back to the driver each time."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(recording_stream()):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
+        return graph, result
 
     def _step(self, given: torch.Tensor, uniforms: torch.Tensor, kind: Kind) -> torch.Tensor:
         batch = self._batch(given)

@@ -4,7 +4,7 @@ planner's estimate and the engine's allocation are this.
     GPU memory   [ runtime | weights | rows | largest step | graphs | KV pool ................ | kept free ]
 
     rows            tables of the permanent rows: block ids, knobs, seen tokens, angles of every position
-    largest step    the widest moment of a step of `token_budget` tokens, or its logits
+    largest step    the widest moment of a step of `token_budget` tokens, or its logits; held from the start
     graphs          the same of a decoding step of `max_running` rows, in a pool of its own
 """
 
@@ -24,8 +24,10 @@ from tokenmill.kv.layout import KVLayout, blocks_in_group
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
 LOGIT_BYTES = 6  # as computed, and as float32
 HOST_DRAW_BYTES = 40  # a logit that the host draws from: copies, mass in whole numbers, sums
-MAX_HOST_LOGITS = 1 << 24  # so many at a time
+SCORE_BYTES = 16  # a logit that a prompt's token is scored by: as computed, as float32, and slices of both
+MAX_HOST_LOGITS = 1 << 24  # so many of either at a time
 GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step
+NUM_GRAPH_KINDS = 3  # a size is captured for each way of choosing tokens
 WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for steps and one for graphs
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
 ROW_KNOBS, ROW_EDITS, EDIT_BYTES = 8, 512, 12  # see `device_draws`
@@ -64,9 +66,11 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     """On a GPU; `share`: of each matrix and the vocabulary that one of several devices has."""
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size * share
     host = min(logits, MAX_HOST_LOGITS) * HOST_DRAW_BYTES
-    step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host)
+    scored = min(limits.token_budget * spec.vocab_size * share, MAX_HOST_LOGITS) * SCORE_BYTES
+    scored += 2 * limits.token_budget * spec.hidden_size * limits.value_bytes  # states of all tokens, and their norms
+    step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host, scored)
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
-    graphs += len(graph_sizes(limits.max_running)) * GRAPH_BYTES + _table_bytes(spec, limits)
+    graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
     beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.has_words else 0)
     return RunnerBytes(_row_bytes(spec, limits), int(step) + beside, int(graphs) + beside)
 

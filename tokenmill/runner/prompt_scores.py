@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.sampling.logprobs import prompt_logprobs
 from tokenmill.types import RowPlan, TokenLogprobs
-
-MAX_LOGITS = 1 << 24  # float32 logits alive at once: 64 MiB, however long the prompt
 
 
 def scored_tokens(plan: RowPlan, prompt: list[int]) -> list[int]:
@@ -27,7 +26,7 @@ def score_prompt(
     hidden: torch.Tensor, targets: list[int], num: int, logits: Callable[[torch.Tensor], torch.Tensor], vocab: int
 ) -> list[TokenLogprobs] | None:
     """hidden [n, H] at the positions before the n targets; None where the logits are not finite."""
-    size = max(1, MAX_LOGITS // vocab)
+    size = max(1, MAX_HOST_LOGITS // vocab)  # 64 MiB of logits, however long the prompt
     scores: list[TokenLogprobs] = []
     for first in range(0, len(targets), size):
         part = logits(hidden[first : first + size])

@@ -22,6 +22,7 @@ from tokenmill.bench.offline import OfflineWorkload as Workload
 from tokenmill.bench.offline import measure_throughput, open_measured
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
+from tokenmill.engine.core import EngineCore
 from tokenmill.engine.facts import expected_weight_bytes
 from tokenmill.engine.llm import LLM
 from tokenmill.errors import InvalidConfig
@@ -103,6 +104,14 @@ def test_steps_are_told_apart_and_the_model_is_put_back(config_file: Path) -> No
     assert run.num_output_tokens == 12 and len(run.first_token_s) == 2
     assert [step.num_new_tokens for step in run.full_decode] == [2, 2, 2]  # until the shorter answer has ended
     assert all(step.host_s is not None and 0 <= step.host_s < step.step_s for step in run.steps)
+
+
+def test_nothing_is_measured_before_everything_is_prepared(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's graphs are captured when there is time: not in the steps that are measured."""
+    left = [True, True, True, False]
+    monkeypatch.setattr(EngineCore, "use_spare_time", lambda core: left.pop(0))
+    open_measured(EngineConfig(ModelConfig(str(config_file), load_format="dummy")))
+    assert not left
 
 
 def test_wrong_lengths_are_refused() -> None:

@@ -91,6 +91,8 @@ def rows_by_default(config: EngineConfig) -> int:
 
 def open_measured(config: EngineConfig) -> Measured:
     llm = LLM(config)
+    while llm.core.use_spare_time():  # a GPU's graphs of every size: a server has them by the time anybody looks
+        pass
     runner: Any = llm.core.runner
     parts, dtype = stored_weights(llm, runner.model)
     kv_dtype = str(runner.storage.keys.dtype).removeprefix("torch.")

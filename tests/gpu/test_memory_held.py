@@ -51,5 +51,5 @@ def test_every_kind_of_request_is_served_when_others_fill_the_gpu(tmp_path: Path
     assert len(llm.embed([[3000, 4000, 5000] * 40, [7000] * 1500])) == 2
     taken, more = torch.cuda.max_memory_allocated() - began, torch.cuda.memory_reserved() - reserved - others.nbytes
     print(f"steps took {taken >> 20} MiB at most, {more >> 20} MiB were asked for beside those held")
-    assert taken > 200 << 20, "these requests would show nothing"
+    assert taken > 100 << 20, "these requests would show nothing"
     assert more < LEFT

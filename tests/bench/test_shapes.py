@@ -1,0 +1,21 @@
+"""The configs that benchmarks run from: what the tables call Llama-3.1-8B and so on is of that size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tokenmill.arch.cost import num_parameters
+from tokenmill.arch.read import read_spec
+
+SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-30b-a3b", 30.53)])
+def test_shapes_are_what_they_are_called(name: str, billions: float) -> None:
+    assert num_parameters(read_spec(SHAPES / name)) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_every_shape_is_checked() -> None:
+    assert sorted(path.name for path in SHAPES.iterdir()) == ["llama-1b", "llama-8b", "qwen3-30b-a3b"]

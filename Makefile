@@ -49,6 +49,7 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -m "not gpu"
 
+# With the machine's own Python: the virtual environment's torch is the CPU build.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu
 

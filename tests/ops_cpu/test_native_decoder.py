@@ -4,6 +4,7 @@ logits keep their bits however the prompt is cut and whoever else is in the batc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -395,13 +396,20 @@ quay, and the fishermen were carrying their boxes to the market hall, where buye
 By noon everything would be sold, the nets would be mended, and the crews would sleep until the evening tide."""
 
 
+@cache
+def torch_logprobs(path: Path) -> tuple[list[int], torch.Tensor]:
+    """The tokens of TEXT and what the torch model thinks behind each of them: minutes of arithmetic, done once."""
+    spec = read_spec(path)
+    tokens = tokenizer_from_gguf(read_gguf_model(path).metadata).encode(TEXT)
+    logits = all_logits(torch_model(spec, open_weights(path, spec)), spec, tokens, [len(tokens)])
+    return tokens, logits.log_softmax(-1)
+
+
 def _compare_real(path: Path, limit: float, loss_limit: float, activation_bits: str) -> None:
     """On plain English: the distributions nearly agree, and the text is as likely as to the torch model."""
     spec = read_spec(path)
-    weights = open_weights(path, spec)
-    tokens = tokenizer_from_gguf(read_gguf_model(path).metadata).encode(TEXT)
-    expected = all_logits(torch_model(spec, weights), spec, tokens, [len(tokens)]).log_softmax(-1)
-    model = native_model(spec, weights, activation_bits=activation_bits)
+    tokens, expected = torch_logprobs(path)
+    model = native_model(spec, open_weights(path, spec), activation_bits=activation_bits)
     found = all_logits(model, spec, tokens, [20, len(tokens) - 20]).log_softmax(-1)
     divergence = (expected.exp() * (expected - found)).sum(-1)
     assert divergence.mean() < limit

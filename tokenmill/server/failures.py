@@ -28,6 +28,11 @@ class MissingKey(TokenmillError):
     http_status = 401
 
 
+class HeadTooLarge(InvalidRequest):
+    code = "head_too_large"
+    http_status = 431
+
+
 class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
     http_status = 413

@@ -30,6 +30,7 @@ from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
 from tokenmill.server.door import Door, Engine
+from tokenmill.server.heads import BoundedHeads
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
@@ -99,6 +100,7 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     front = Front(
         uvicorn.Config(
             app,
+            http=BoundedHeads,
             lifespan="off",
             ws="none",
             access_log=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tokenmill.kv.layout import KVGroup, KVLayout
@@ -41,3 +42,16 @@ def test_no_copies_is_fine() -> None:
     storage = make_storage()
     storage.copy_blocks([])
     assert not storage.keys.any()
+
+
+def test_copies_of_many_blocks_are_made_a_few_layers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if at once all the same: two blocks change places."""
+    layout = KVLayout((KVGroup(None, (0, 1, 2, 3, 4)),), layers_per_group=5, num_kv_heads=2, head_dim=4)
+    store = KVStorage(layout, 6, 4, torch.float32, torch.device("cpu"))
+    store.keys.copy_(torch.randn_like(store.keys))
+    before, block_bytes = store.keys.clone(), store.keys[0, 0].nbytes
+    for at_once in (1, 3 * block_bytes * 3, 1 << 30):  # one layer, three, all
+        monkeypatch.setattr("tokenmill.kv.storage.MAX_COPIED_BYTES", at_once)
+        store.keys.copy_(before)
+        store.copy_blocks([(1, 2), (2, 1), (3, 5)])
+        assert torch.equal(store.keys[:, [0, 2, 1, 3, 4, 5]], before[:, [0, 1, 2, 3, 4, 3]])

@@ -17,6 +17,8 @@ import torch
 from tokenmill.kv.layout import KVLayout
 from tokenmill.ops.batch import LayerCache
 
+MAX_COPIED_BYTES = 64 << 20  # of a copy's sources that lie beside the pool at a time, at least one layer's
+
 
 class KVStorage:
     def __init__(
@@ -47,7 +49,8 @@ class KVStorage:
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
         for part in self._parts:
             bits = part.view(torch.uint8) if part.dtype.itemsize == 1 else part  # copied, whatever they mean
-            bits[:, targets] = bits[:, sources]
+            for layers in bits.split(max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
+                layers[:, targets] = layers[:, sources]
 
     @property
     def num_bytes(self) -> int:

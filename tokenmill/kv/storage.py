@@ -49,7 +49,7 @@ class KVStorage:
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
         for part in self._parts:
             bits = part.view(torch.uint8) if part.dtype.itemsize == 1 else part  # copied, whatever they mean
-            for layers in bits.split(max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
+            for layers in torch.split(bits, max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
                 layers[:, targets] = layers[:, sources]
 
     @property

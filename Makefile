@@ -16,28 +16,36 @@ help:
 
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*)
 
-# torch first, by its pin: left to itself pip would choose a build with gigabytes of CUDA.
+# An installation notes where each module lies; when one comes, goes or moves (`git pull`), it is noted again.
+MODULES := $(shell find tokenmill -name '*.py' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
+RUNTIME := $(VENV)/.runtime-$(MODULES)
+DEV := $(VENV)/.dev-$(MODULES)
+
+# torch first, by its pin: left to itself pip would choose a build with gigabytes of CUDA. Build tools by their pins too,
+# and in one place, so that what is compiled once stays compiled.
 define install_package
+	@echo "Installing libraries and compiling kernels: some minutes the first time, seconds later."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '$(1)'
-	touch $(VENV)/.runtime
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '$(1)'
+	touch $(RUNTIME)
 endef
 
-$(VENV)/.runtime: $(SOURCES)
+$(RUNTIME): $(SOURCES)
 	$(call install_package,.)
 
 # Everything at once, so that the kernels are compiled once.
-$(VENV)/.dev: $(SOURCES)
+$(DEV): $(SOURCES)
 	$(call install_package,.[dev])
 	touch $@
 
-install: $(VENV)/.runtime
+install: $(RUNTIME)
 
 serve: install
 	$(BIN)/tokenmill serve $(MODEL)
 
-lint: $(VENV)/.dev
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

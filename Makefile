@@ -21,8 +21,8 @@ MODULES := $(shell find tokenmill -name '*.py' | LC_ALL=C sort | cksum | cut -d 
 RUNTIME := $(VENV)/.runtime-$(MODULES)
 DEV := $(VENV)/.dev-$(MODULES)
 
-# torch first, by its pin: left to itself pip would choose a build with gigabytes of CUDA. Build tools by their pins too,
-# and in one place, so that what is compiled once stays compiled.
+# torch first, so that whatever else is installed fits the build that was found. Build tools by their pins, and in one
+# place, so that what is compiled once stays compiled.
 define install_package
 	@echo "Installing libraries and compiling kernels: some minutes the first time, seconds later."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

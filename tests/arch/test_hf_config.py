@@ -140,6 +140,7 @@ def test_global_layers_alone_are_scaled_in_gemma3() -> None:
         ({"hidden_size": 66}, "hidden_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 10**9}, "experts"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"vocab_size": None}, "vocab_size"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),

@@ -110,6 +110,7 @@ def test_control_tokens_are_parsed_on_demand_and_user_defined_ones_always() -> N
         ({"tokens": ["a", "b", "a"]}, "'a' twice"),
         ({"tokens": ["a", 3]}, r"tokens\[1\]"),
         ({"tokens": "abc"}, "expected an array"),
+        ({"tokens": ["a", "b" * 2000]}, "2000 characters"),
         ({"token_type": [1, 2]}, "2 entries"),
         ({"token_type": ["x"] * 261}, "not a number"),
         ({"merges": None}, "merges is missing"),

@@ -26,6 +26,7 @@ ACTIVATIONS: dict[str, Activation] = {
 DTYPES = ("float32", "float16", "bfloat16")
 _TASKS = ("ForCausalLM", "ForConditionalGeneration")
 MAX_LAYERS = 10_000
+MAX_EXPERTS = 4096  # the weights of each have names of their own
 
 
 def spec_from_hf(config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -123,6 +124,8 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
 def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
     if experts is None:
         return None
+    if experts.num_experts > MAX_EXPERTS:
+        raise UnsupportedModel(f"{experts.num_experts} experts in a layer, more than {MAX_EXPERTS}")
     expert = replace(experts.expert, activation=mlp.activation)
     shared = experts.shared and replace(experts.shared, activation=mlp.activation)
     return replace(experts, expert=expert, shared=shared)

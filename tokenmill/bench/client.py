@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
     # ── called by the event loop ───────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = transport  # type: ignore[assignment]  # uvloop's own kind
 
     def data_received(self, data: bytes) -> None:
         self._inbox.put(self._read, data, time.perf_counter() - self._began)

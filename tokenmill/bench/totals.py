@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def described(values: Sequence[float]) -> dict[str, Any] | None:
     mean = bootstrap(sample, lambda drawn: float(drawn.mean()))
     intervals["mean"] = asdict(mean) if mean else None
     for p in CI_PERCENTILES:
-        interval = bootstrap(sample, lambda drawn, p=p: percentile(drawn, p))  # type: ignore[misc]
+        interval = bootstrap(sample, partial(percentile, p=p))
         intervals[f"p{p}"] = asdict(interval) if interval else None
     return {**summary.as_dict(), "ci95": intervals}
 

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tokenmill
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
@@ -21,6 +20,7 @@ from tokenmill.text.gguf_vocab import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request
+from tokenmill.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -91,5 +91,5 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
 
 
 def fingerprint(config: EngineConfig, spec: ModelSpec) -> str:
-    facts = repr((tokenmill.__version__, config.model, config.ops, config.cache.kv_dtype, spec))
+    facts = repr((VERSION, config.model, config.ops, config.cache.kv_dtype, spec))
     return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

@@ -13,7 +13,7 @@ from typing import Any
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
+from tokenmill.config.engine import MAX_AUTO_CONTEXT, DType, default_limits
 from tokenmill.engine.speculation import settled_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
@@ -106,8 +106,8 @@ def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons
 def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons: list[str]) -> ModelConfig:
     dtype = model.dtype
     if dtype == "auto":
-        half = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
-        dtype = half if ops.device == "cuda" else "float32"  # type: ignore[assignment]
+        half: DType = "float16" if spec.dtype == "float16" else "bfloat16"
+        dtype = half if ops.device == "cuda" else "float32"
         reasons.append(f"computing in {dtype}")
     context = model.max_context
     if context is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import Machine, probe_machine
 from tokenmill.hardware.measured import measure_cpu
-from tokenmill.hardware.peaks import DevicePeaks, PeakDType, device_names, find_device
+from tokenmill.hardware.peaks import DevicePeaks, PeakDType, Vendor, device_names, find_device
 
 DEFAULT_MFU = {"gpu": 0.5, "accelerator": 0.4, "cpu": 0.5}
 DEFAULT_MBU = {"gpu": 0.7, "accelerator": 0.6, "cpu": 0.8}
@@ -86,9 +86,9 @@ def measured_cpu(machine: Machine, threads: int | None = None) -> DevicePeaks:
     if found.int8_flops is not None:
         flops["int8"] = found.int8_flops
     name = f"{machine.cpu.name}, {found.threads} core{'' if found.threads == 1 else 's'}"
-    vendor = "arm" if machine.cpu.architecture in ("aarch64", "arm64") else "intel"
+    vendor: Vendor = "arm" if machine.cpu.architecture in ("aarch64", "arm64") else "intel"
     memory = machine.memory.total_bytes
-    return DevicePeaks(name, vendor, "cpu", memory, found.bandwidth_bytes_s, flops, 0.0)  # type: ignore[arg-type]
+    return DevicePeaks(name, vendor, "cpu", memory, found.bandwidth_bytes_s, flops, 0.0)
 
 
 def _device(peaks: DevicePeaks, available: int, mfu: float | None, mbu: float | None, source: str) -> PlanDevice:

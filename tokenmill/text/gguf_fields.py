@@ -13,6 +13,7 @@ from typing import Any
 from tokenmill.errors import ModelError, UnsupportedModel
 
 PREFIX = "tokenizer.ggml."
+MAX_TOKEN_LENGTH = 1024  # real ones have up to 256; finding the merges of one takes time with its square
 
 
 class TokenType(IntEnum):
@@ -101,6 +102,8 @@ def read_tokens(fields: VocabFields) -> VocabTokens:
     texts = [text or f"[EMPTY_{index}]" for index, text in enumerate(fields.strings("tokens"))]
     if not texts:
         raise damaged(f"{PREFIX}tokens is empty")
+    if (longest := max(map(len, texts))) > MAX_TOKEN_LENGTH:
+        raise damaged(f"{PREFIX}tokens holds one of {longest} characters, more than {MAX_TOKEN_LENGTH}")
     ids = {text: index for index, text in enumerate(texts)}
     if len(ids) != len(texts):
         double = next(text for index, text in enumerate(texts) if ids[text] != index)

@@ -52,7 +52,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         bounds.check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  Jinja's
         bounds.tick()
         bounds.check_method(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
@@ -61,7 +61,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 class GenerationMark(Extension):
     """`{% generation %} ... {% endgeneration %}`: a scope of its own that writes what is inside."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  Jinja's
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -73,7 +73,8 @@ class GenerationMark(Extension):
 
 
 class _Watch(NodeTransformer):
-    """Puts a tick at the head of every body that can run again, and `~` where its size is checked."""
+    """Puts a tick at the head of every body that can run again, and `~` where its size is checked. Methods are named
+    after Jinja's nodes."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         return self._ticking(node)

@@ -23,7 +23,7 @@ class _Pieces(threading.local):
     def next(self, number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         if not self.buffers:
             self.buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self.sent = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+            self.sent = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's
         event = self.sent[number % 2]
         event.synchronize()  # at once if it was never recorded
         return self.buffers[number % 2], event

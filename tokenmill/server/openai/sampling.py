@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.status import ModelInfo
 from tokenmill.params import (
@@ -183,7 +185,8 @@ def _watermark(fields: Fields) -> Watermark | None:
         "delta": given.number("delta", 0.0, 100.0),
         "context": given.integer("context", 1, MAX_WATERMARK_CONTEXT),
     }
-    return Watermark(key, **{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
+    changes = {name: value for name, value in asked.items() if value is not None}
+    return msgspec.structs.replace(Watermark(key), **changes)
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float] | None:

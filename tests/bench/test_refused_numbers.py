@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tokenmill.bench import compare
+from tokenmill.bench import startup as starts
 from tokenmill.bench.peers import ours
 from tokenmill.cli import main
+from tokenmill.cli.bench_offline import tell
 
+STAGES = (*starts.STAGES, *starts.RUN_STAGES, *starts.SERVER_STAGES)
 SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
 
 
@@ -95,3 +98,27 @@ def test_our_own_room_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["ours.py", "m.gguf", "2", "8", json.dumps(most)])
     ours.main()
     assert (seen[0].model.max_context, seen[0].scheduler.max_running) == (9009, 100)
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", *SERVER[:2]]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "can't be reached" in told and "refused" in told and "tokenmill serve" in told
+    assert main(["bench", "serve", *SERVER, "--num-requests", "2", "--max-lag-ms", "60000"]) == 1
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("0 of 2 requests") and second == "2 failed: connect 2 times"
+
+
+def test_each_measurement_is_told_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {"concurrency": 1, "input_len": 32.0, "prefill_tok_s": 400.0, "decode_tok_s": 50.0}
+    tell(result)
+    tell(result | {"concurrency": 4})
+    one, four = capsys.readouterr().err.splitlines()
+    assert one == "1 sequence of 32: prefill 400 tok/s, decode 50.0 tok/s" and four.startswith("4 sequences of 32: ")
+    for kind in ("starts", "runs", "server_starts"):
+        monkeypatch.setattr(starts, f"measure_{kind}", lambda *_: dict.fromkeys(STAGES, 1.0))
+    monkeypatch.setattr("tokenmill.cli.session.fetch", lambda _: None)
+    assert main(["bench", "startup", "m", "--rounds", "2"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "starting tokenmill serve, 2 times"

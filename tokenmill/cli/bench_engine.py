@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from cyclopts.validators import Number
 
 from tokenmill.cli import flags, session
 from tokenmill.cli.amounts import Count
-from tokenmill.cli.bench_offline import whole_numbers
+from tokenmill.cli.bench_offline import tell, whole_numbers
 from tokenmill.cli.tables import number, print_json_line, print_rich_table
 from tokenmill.config import ActivationBits
 from tokenmill.errors import InvalidConfig
@@ -57,7 +58,7 @@ def latency(
     config = bench.config_for(engine.config(model), largest)
     session.fetch(config.model.model)
     measured = bench.open_measured(config)
-    results = bench.in_turns(measured, workloads)
+    results = bench.in_turns(measured, workloads, tell)
     rows = [
         [f"{r['concurrency']} × {r['input_len']:.0f}", number(r["ttft_last_s"] * 1e3), number(r["decode_step_ms"], 2)]
         for r in results
@@ -86,9 +87,15 @@ def startup(
     config = engine.config(model)
     session.fetch(config.model.model)
     arguments = [config.model.model, *changed_flags(config)]
-    found = starts.measure_starts(config.model.model, changed_settings(config), rounds)
-    found |= starts.measure_runs(arguments, rounds)
-    found |= starts.measure_server_starts(arguments, rounds)
+    kinds: dict[str, Callable[[], dict[str, float]]] = {
+        "LLM(...)": lambda: starts.measure_starts(config.model.model, changed_settings(config), rounds),
+        "tokenmill run": lambda: starts.measure_runs(arguments, rounds),
+        "tokenmill serve": lambda: starts.measure_server_starts(arguments, rounds),
+    }
+    found: dict[str, float] = {}
+    for what, measured in kinds.items():
+        print(f"starting {what}, {rounds} times", file=sys.stderr, flush=True)
+        found |= measured()
     stages = (*starts.STAGES, *starts.RUN_STAGES, *starts.SERVER_STAGES)
     rows = [[stage, number(found[stage], 3)] for stage in stages]
     print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), rows)

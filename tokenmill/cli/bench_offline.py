@@ -107,7 +107,8 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
 def tell(result: dict[str, Any]) -> None:
     """One line on stderr for every measurement; all of them may take a while."""
     decode = f", decode {number(result['decode_tok_s'])} tok/s" if result["decode_tok_s"] else ""
-    line = f"{result['concurrency']} sequences: prefill {number(result['prefill_tok_s'], 0)} tok/s{decode}"
+    many = f"{result['concurrency']} sequence{'' if result['concurrency'] == 1 else 's'} of {result['input_len']:.0f}"
+    line = f"{many}: prefill {number(result['prefill_tok_s'], 0)} tok/s{decode}"
     print(line, file=sys.stderr, flush=True)
 
 

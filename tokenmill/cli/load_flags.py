@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -45,7 +46,12 @@ class TargetConfig:
         try:
             with urllib.request.urlopen(request, timeout=10) as reply:
                 return str(json.load(reply)["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as problem:
+        except urllib.error.HTTPError as problem:
+            raise RequestFailed(f"{base} does not list its models: {problem}", hint="--api-key, or --model") from None
+        except OSError as problem:
+            why = getattr(problem, "reason", problem)
+            raise RequestFailed(f"{base} can't be reached: {why}", hint="tokenmill serve starts a server") from None
+        except (ValueError, KeyError, IndexError, TypeError) as problem:
             raise RequestFailed(f"{base} does not list its models: {problem}", hint="name one with --model") from None
 
 

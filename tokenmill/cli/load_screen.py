@@ -39,7 +39,8 @@ def live_progress() -> Iterator[Callable[[Run], None] | None]:
 def show_run(found: dict[str, Any], target: Target) -> None:
     rows = [_latency_row(title, found[key]) for title, key in LATENCIES if found[key] is not None]
     title = f"{target.model} at {target.url}, {target.dialect}"
-    print_rich_table(title, ("", *COLUMNS, "p95, 95 % interval"), rows)
+    if rows:
+        print_rich_table(title, ("", *COLUMNS, "p95, 95 % interval"), rows)
     for sentence in _sentences(found):
         print(sentence)
 
@@ -57,7 +58,7 @@ def _sentences(found: dict[str, Any]) -> Iterator[str]:
         f"{found['output_tok_s']:,.0f} tok/s, at most {found['max_in_flight']} at once"
     )
     if found["failed"]:
-        yield f"{found['failed']} failed: {found['errors']}"
+        yield f"{found['failed']} failed: {', '.join(f'{why} {times} times' for why, times in found['errors'].items())}"
     if "goodput_share" in found:
         yield f"goodput: {found['goodput_requests_s']:.2f} requests/s, {found['goodput_share']:.1%} of all"
     if "mfu" in found:

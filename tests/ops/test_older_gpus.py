@@ -29,7 +29,7 @@ from tokenmill.runner.memory import graph_sizes
 
 KIB = 1024
 # A program's at most; 8.6 has what 8.9 has.
-SHARED = {80: 163 * KIB, 89: 99 * KIB, 100: 227 * KIB, 120: 99 * KIB, "gfx942": 64 * KIB}
+SHARED = {80: 163 * KIB, 89: 99 * KIB, 120: 99 * KIB, "gfx942": 64 * KIB}
 GEMMA = {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584,
     "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -142,14 +142,10 @@ def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
 @pytest.mark.parametrize(
     ("config", "how"),
     [
-        (LLAMA, {}),
         (LLAMA, {"kv_dtype": torch.float8_e4m3fn}),
-        (LLAMA, {"quantization": "int4", "kv_dtype": torch.int8}),
-        (LLAMA, {"deterministic": True}),
-        (QWEN, {}),
-        (GEMMA, {"kv_dtype": torch.int8}),
+        (QWEN, {"deterministic": True}),
         (GEMMA, {"dtype": torch.float32}),
-        (GEMMA, {"deterministic": True}),
+        (GEMMA, {"deterministic": True, "kv_dtype": torch.int8}),
     ],
 )
 def test_kernels_fit_other_gpus(name: int | str, config: dict[str, Any], how: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
         ("Q4_1", 128, 4096, WordForm(4, 128, has_minima=True, span=32)),  # one group a row: in groups of 128
         ("Q4_1", 6, 384, WordForm(4, 64, has_minima=True, span=16)),
         ("Q4_1", 1, 576, WordForm(8, 32, has_minima=True, span=16)),  # SmolLM2's rows are no whole spans of 4 bits
-        ("Q6_K", 1, 4096, WordForm(8, 16, has_minima=False, span=16)),
+        ("Q6_K", 1, 4096, WordForm(8, 16, has_minima=False, span=32)),
         ("Q8_0", 1, 4096, WordForm(8, 32, has_minima=False, span=32)),
         ("Q8_0", 1, 32, None),
         ("Q2_K", 1, 4096, None),

@@ -254,7 +254,8 @@ def check_kept_blocks(quants: tuple[str, ...], num_in: int, bits: tuple[int, ...
     assert tuple(piece.bits for piece in pieces) == bits
     forms = [word_form(raw.name, raw.shape, Stored(str(raw.quant), same_scales)) for raw in raws]
     planned = sum(form.num_bytes(24 * num_in) for form in forms if form is not None)
-    assert planned == sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces)
+    twice = sum(piece.row_scales.nbytes for piece in pieces if piece.row_scales is not None)
+    assert planned == sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + twice
     matrix = torch.cat([dequantize(raw) for raw in raws])
     for rows in (0, 1, 9, 40, 130):
         x = torch.randn(rows, num_in)
@@ -363,6 +364,7 @@ def main() -> None:
     check_kept_blocks(("Q4_0", "Q4_0"), 256, (4,))
     check_kept_blocks(("Q4_1", "Q4_K"), 512, (4,))
     check_kept_blocks(("Q4_1",), 384, (4,), same_scales=4)
+    check_kept_blocks(("Q4_0", "Q4_0"), 256, (4,), same_scales=4)
     check_kept_blocks(("Q4_1",), 192, (8,), same_scales=2)
     check_kept_blocks(("Q4_K", "Q4_K", "Q6_K"), 256, (4, 8))
     check_kept_blocks(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), 256, (8, 8, 8))

@@ -30,12 +30,20 @@ def kept(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantiz
 def check_halves() -> None:
     """Of a plain row; those of norms and gates: see below."""
     plain = [(quantized.to_int4(torch.randn(48, 512)), 1), (quantized.to_int4(torch.randn(40, 1024)), 3)]
-    files = [(kept("Q4_0", 40, 512), 1), (kept("Q4_K", 40, 1024), 3), (kept("Q4_1", 48, 512, same_scales=4), 1)]
+    files = [
+        (kept("Q4_0", 40, 512), 1),
+        (kept("Q4_0", 40, 512, same_scales=8), 1),
+        (kept("Q4_K", 40, 1024), 3),
+        (kept("Q4_1", 48, 512, same_scales=4), 1),
+    ]
     for packed, splits in plain + files:
         num_out, num_in = len(packed.words), packed.num_columns
         assert quantized.has_halves(packed)
         bias, x = torch.randn(num_out), torch.randn(1, num_in)
-        found = halves.halves_product(x, packed.words, packed.scales, bias, torch.float32, halves.Cut(16, splits))
+        found = halves.halves_product(
+            x, packed.words, packed.scales if packed.row_scales is None else packed.row_scales, packed.group, bias,
+            torch.float32, halves.Cut(16, splits),
+        )  # fmt: skip
         same(found, x @ quantized.expanded(packed).float().T + bias, tolerance=1e-3)
 
 

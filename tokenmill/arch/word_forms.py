@@ -41,8 +41,9 @@ class WordForm:
     span: int  # words whose first values are neighbours, as their second, ...
 
     def num_bytes(self, size: int) -> int:
-        """Of `size` values"""
-        return size * self.bits // 8 + size // self.group * (4 if self.has_minima else 2)
+        """Of `size` values; scales of large groups are kept twice, in both orders"""
+        is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP
+        return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def word_form(name: str, shape: tuple[int, ...], stored: Stored | None) -> WordF
     for bits in (4, 8):
         for span in (32, 16):
             turn = span * 32 // bits  # columns that are multiplied together: whole groups
-            if bits >= found.bits and span <= group <= turn and columns % turn == 0:
+            if bits >= found.bits and span <= 2 * group and group <= turn and columns % turn == 0:
                 return WordForm(bits, group, found.has_minima, span)
     return None
 

@@ -148,7 +148,8 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored:
         return size + 4 * tensor.shape[0]
     if quantization == "int8":
         return size + size // BLOCK_COLUMNS * 2
-    return size // 2 + size // GROUP_COLUMNS * value_bytes
+    copies = 1 if tensor.shape[1] % (2 * GROUP_COLUMNS) else 2  # of scales: see `WordForm.num_bytes`
+    return size // 2 + size // GROUP_COLUMNS * value_bytes * copies
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -23,7 +23,7 @@ import triton.language as tl
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv
-from tokenmill.ops.triton.strips import join_splits, share_of_strip, splits_for
+from tokenmill.ops.triton.strips import join_splits, scales_from, share_of_strip, splits_for
 from tokenmill.ops.triton.words import has_ptx
 
 SPAN = 32
@@ -59,6 +59,8 @@ cvt.f32.f16 $1, high;
 }""")
 
 
+# The lower and the upper halves of two numbers.
+PAIRS = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 # The sum of a word's eight values, weighed by pairs of scales and minima, times their halves.
 TIMES_WEIGHED = tl.constexpr("""{
 .reg .b32 a, b, c, d, t, upper, less, sixteenth, less72;
@@ -143,16 +145,21 @@ def _times_halves(words, a, b, c, d, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
-def _weights_of(line_scales, NUMBER: tl.constexpr, GROUP: tl.constexpr):
+def _weights_of(found, NUMBER: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
     """Pair NUMBER of the scales of a span's groups, and of their minima: int32 [STRIP] each"""
-    low = tl.load(line_scales + NUMBER * 32 // GROUP)
-    high = tl.load(line_scales + (NUMBER + 4) * 32 // GROUP)
-    if low.dtype == tl.int32:
-        minima = (high & -65536) | ((low >> 16) & 0xFFFF)
-    else:
+    low, high = found[NUMBER * 32 // GROUP], found[(NUMBER + 4) * 32 // GROUP]
+    has_minima: tl.constexpr = low.dtype == tl.int32
+    if not has_minima:
         low, high = low.to(tl.int16, bitcast=True).to(tl.int32), high.to(tl.int16, bitcast=True).to(tl.int32)
+    if HAS_PTX:
+        scales, minima = tl.inline_asm_elementwise(
+            PAIRS, "=r,=r,r,r", [low, high], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        scales, minima = (high << 16) | (low & 0xFFFF), (high & -65536) | ((low >> 16) & 0xFFFF)
+    if not has_minima:
         minima = tl.zeros_like(low)
-    return (high << 16) | (low & 0xFFFF), minima
+    return scales, minima
 
 
 @triton.jit
@@ -164,12 +171,13 @@ def _weighed(words, pairs, scales, minima, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _times_weighed(words, a, b, c, d, line_scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
-    """The same where values become weights first → sums of all columns, [STRIP, SPAN]"""
-    scales_a, minima_a = _weights_of(line_scales, 0, GROUP)
-    scales_b, minima_b = _weights_of(line_scales, 1, GROUP)
-    scales_c, minima_c = _weights_of(line_scales, 2, GROUP)
-    scales_d, minima_d = _weights_of(line_scales, 3, GROUP)
+def _times_weighed(words, a, b, c, d, found, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
+    """The same where values become weights first, by what was `found` of the groups' scales → sums of all columns,
+    [STRIP, SPAN]"""
+    scales_a, minima_a = _weights_of(found, 0, GROUP, HAS_PTX)
+    scales_b, minima_b = _weights_of(found, 1, GROUP, HAS_PTX)
+    scales_c, minima_c = _weights_of(found, 2, GROUP, HAS_PTX)
+    scales_d, minima_d = _weights_of(found, 3, GROUP, HAS_PTX)
     if HAS_PTX:
         sums = tl.inline_asm_elementwise(
             TIMES_WEIGHED, "=f,r,r,r,r,r,r,r,r,r,r,r,r,r",
@@ -205,17 +213,22 @@ def _one_row(
 ) -> None:  # fmt: skip
     """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
     IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale.
-    GROUP columns share a scale."""
+    GROUP columns share a scale; where they are 128 without minima, scales lie as the matrix does: [rows, groups]."""
     let_next_begin(OVERLAPS)
     places = tl.arange(0, SPAN)
+    weighs: tl.constexpr = GROUP < 128 or scales.dtype.element_ty == tl.int32
+    groups: tl.constexpr = 8 * SPAN // GROUP
     row_words = num_in // 8
+    if weighs:  # then a thread should have many words of few lines
+        row_words = tl.multiple_of(row_words, SPAN)
     strip, stands, low, high = share_of_strip(row_words, STRIP, SPAN, SPLITS)
     lines = weight + (stands % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
-    line_scales = scales + (stands % num_out) * (num_in // GROUP)
-    weighs: tl.constexpr = GROUP < 128 or scales.dtype.element_ty == tl.int32
+    line_scales = scales + (stands % num_out if weighs else (stands % num_out) * (num_in // 128))
     words = tl.load(lines + low, mask=low + places[None, :] < high, other=0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, SPAN), tl.float32)
+    if weighs:
+        scales_here = scales_from(line_scales + low // SPAN * groups * num_out, num_out, groups)
     for start in range(low, high, SPAN):
         following = tl.load(lines + start + SPAN, mask=start + SPAN + places[None, :] < high, other=0)
         if IS_HALVED:
@@ -228,8 +241,10 @@ def _one_row(
             c, d = _pair(here, places, 2, SPAN, HAS_PTX), _pair(here, places, 3, SPAN, HAS_PTX)
             row_scale = 1.0 / SMALLER
         if weighs:
-            group = line_scales + start // SPAN * (256 // GROUP)
-            sums += _times_weighed(words, a, b, c, d, group, GROUP, HAS_PTX) * row_scale
+            turn = tl.minimum(start + SPAN, high - SPAN) // SPAN
+            scales_next = scales_from(line_scales + turn * groups * num_out, num_out, groups)
+            sums += _times_weighed(words, a, b, c, d, scales_here, GROUP, HAS_PTX) * row_scale
+            scales_here = scales_next
         else:
             first, second = _times_halves(words, a, b, c, d, HAS_PTX)
             group = line_scales + start // SPAN * 2
@@ -265,12 +280,14 @@ def halves_product(
     row: Halves | torch.Tensor,
     words: torch.Tensor,
     scales: torch.Tensor,
+    group: int,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     cut: Cut | None = None,
 ) -> torch.Tensor:
     """A row in halves, or a plain one [1, columns] of moderate size; words int32 [num_out, columns / 8], scales
-    [num_out, groups] (see `words`) → [1, num_out]"""
+    [groups, num_out] (see `words`), or [num_out, groups] where these are of 128 columns and have no minima
+    → [1, num_out]"""
     num_out, num_in, device = len(words), 8 * words.shape[1], words.device
     cut = cut or cut_for(num_out, num_in)
     strips = cdiv(num_out, cut.strip)
@@ -282,7 +299,7 @@ def halves_product(
     _one_row[(strips, cut.splits)](
         *(row if isinstance(row, Halves) else (row.contiguous(), out)), words, scales,
         bias if bias is not None else out, out, parts, arrived, num_out, num_in,
-        cut.strip, SPAN, cut.splits, isinstance(row, Halves), bias is not None, num_in // scales.shape[1], has_ptx(),
+        cut.strip, SPAN, cut.splits, isinstance(row, Halves), bias is not None, group, has_ptx(),
         num_warps=cut.warps, **launch_options(),
     )  # fmt: skip
     return out

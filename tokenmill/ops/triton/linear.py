@@ -22,6 +22,7 @@ from tokenmill.ops.triton.quantized import (
     Fp8Matrix,
     WordMatrix,
     fp8_linear,
+    joined,
     kept_words,
     rows_of,
     to_fp8,
@@ -73,11 +74,7 @@ class PackLinear:
             matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
             return LinearWeight(*matrix.shape, self._packed(matrix, parts[0].name))
         kept = [kept_words(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
-        if len(kept) > 1:
-            kept[0] = replace(
-                kept[0], words=torch.cat([one.words for one in kept]), scales=torch.cat([one.scales for one in kept])
-            )
-        return LinearWeight(len(kept[0].words), parts[0].shape[1], kept[0])
+        return LinearWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], joined(kept))
 
     def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | WordMatrix:
         if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:

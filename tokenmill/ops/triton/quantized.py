@@ -14,7 +14,8 @@ Many rows: fp8 rounds the rows too and takes the fp8 matrix units; the other mat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -27,6 +28,7 @@ from tokenmill.ops.triton import halves, planes
 from tokenmill.ops.triton.halves import Halves
 from tokenmill.ops.triton.planes import FP8, Rounded
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
+from tokenmill.ops.triton.wide_strips import MAX_ROWS, MIN_ROWS, wide_strip_linear
 from tokenmill.ops.triton.words import expand_words, packed_words, paired, unpacked_words, unpaired
 
 GROUP_SIZE = 128  # columns that share a scale in the 4-bit format
@@ -46,14 +48,19 @@ class WordMatrix:
     """Values of 4 or 8 bits as words, and their scales, with minima or without (see `words`)."""
 
     words: torch.Tensor  # int32 [rows, columns * bits / 32]
-    scales: torch.Tensor  # [rows, groups]
+    scales: torch.Tensor  # [groups, rows]
     span: int
     bits: int
     dtype: torch.dtype = torch.bfloat16  # of rows that are looked up in it
+    row_scales: torch.Tensor | None = None  # [rows, groups]: once more as one row reads them best (see `halves`)
 
     @property
     def num_columns(self) -> int:
         return self.words.shape[1] * 32 // self.bits
+
+    @property
+    def group(self) -> int:
+        return self.num_columns // len(self.scales)
 
 
 def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
@@ -78,21 +85,38 @@ def to_int4(matrix: torch.Tensor) -> WordMatrix:
         codes = ((groups / safe).round().clamp_(-8, 7) + 8).to(torch.uint8)
         words[part] = packed_words(codes.flatten(1), span, 4)
         scales[part] = scale.squeeze(2)
-    return WordMatrix(words, scales, span, 4)
+    return _with_row_scales(WordMatrix(words, scales.t().contiguous(), span, 4))
 
 
 def to_int8(matrix: torch.Tensor) -> WordMatrix:
     form = WordForm(8, Q8_COLUMNS, has_minima=False, span=32)
     made = [_rows_as_words(quantized_q8(matrix[part].float()), "Q8_0", form) for part in _parts(len(matrix))]
-    words, scales = (torch.cat(each) for each in zip(*made, strict=True))
-    return WordMatrix(words, scales, form.span, form.bits)
+    return joined([WordMatrix(words, scales, form.span, form.bits) for words, scales in made])
 
 
 def kept_words(blocks: torch.Tensor, quant: str, form: WordForm, dtype: torch.dtype = torch.bfloat16) -> WordMatrix:
     """uint8 [rows, bytes] of a file's blocks as they are"""
     made = [_rows_as_words(blocks[part], quant, form) for part in _parts(len(blocks))]
-    words, scales = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*made, strict=True))
-    return WordMatrix(words, scales, form.span, form.bits, dtype)
+    return _with_row_scales(joined([WordMatrix(words, scales, form.span, form.bits, dtype) for words, scales in made]))
+
+
+def _with_row_scales(matrix: WordMatrix) -> WordMatrix:
+    is_plain = has_halves(matrix) and matrix.group == GROUP_SIZE and matrix.scales.dtype != torch.int32
+    return replace(matrix, row_scales=matrix.scales.t().contiguous()) if is_plain else matrix
+
+
+def joined(matrices: Sequence[WordMatrix]) -> WordMatrix:
+    """Matrices of one form, stacked by rows"""
+    if len(matrices) == 1:
+        return matrices[0]
+    words, scales = [one.words for one in matrices], [one.scales for one in matrices]
+    of_rows = [one.row_scales for one in matrices if one.row_scales is not None]
+    return replace(
+        matrices[0],
+        words=torch.cat(words),
+        scales=torch.cat(scales, dim=1),
+        row_scales=torch.cat(of_rows) if of_rows else None,
+    )
 
 
 def _rows_as_words(blocks: torch.Tensor, quant: str, form: WordForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +131,7 @@ def _rows_as_words(blocks: torch.Tensor, quant: str, form: WordForm) -> tuple[to
         scales = paired(scales, parts.minima.view(len(blocks), -1)[:, ::every] + zero * scales)
     stored = codes + ((1 << (form.bits - 1)) - zero)
     scales = scales if parts.minima is not None else scales.to(torch.float16)
-    return packed_words(stored, form.span, form.bits), scales.contiguous()
+    return packed_words(stored, form.span, form.bits), scales.t().contiguous()
 
 
 def _int4_span(num_columns: int) -> int:
@@ -124,7 +148,7 @@ def expanded(matrix: Fp8Matrix | WordMatrix) -> torch.Tensor:
     if isinstance(matrix, Fp8Matrix):
         return matrix.values.to(matrix.scales.dtype) * matrix.scales.unsqueeze(1)
     values = unpacked_words(matrix.words, matrix.span, matrix.bits)
-    scales, minima = unpaired(matrix.scales)
+    scales, minima = unpaired(matrix.scales.t())
     groups = (values.view(*scales.shape, -1).to(scales.dtype) - (1 << (matrix.bits - 1))) * scales.unsqueeze(2)
     return (groups if minima is None else groups + minima.unsqueeze(2)).flatten(1)
 
@@ -150,12 +174,15 @@ def has_halves(matrix: WordMatrix) -> bool:
 def halves_linear(
     row: Halves | torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    return halves.halves_product(row, matrix.words, matrix.scales, bias, dtype)
+    scales = matrix.scales if matrix.row_scales is None else matrix.row_scales
+    return halves.halves_product(row, matrix.words, scales, matrix.group, bias, dtype)
 
 
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     if len(x) == 1 and has_halves(matrix) and x.dtype != torch.float32:
         return halves_linear(x, matrix, bias, x.dtype)
+    if MIN_ROWS <= len(x) <= MAX_ROWS and matrix.bits == 8 and matrix.group >= matrix.span:
+        return wide_strip_linear(x, matrix.words, matrix.scales, matrix.span, bias)
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span, matrix.bits):
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
     lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
@@ -169,10 +196,10 @@ def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) 
 
 
 def _expanded_lines(matrix: WordMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:
-    return expand_words(matrix.words[lines], matrix.scales[lines], matrix.span, matrix.bits, dtype)
+    return expand_words(matrix.words[lines], matrix.scales[:, lines], matrix.span, matrix.bits, dtype)
 
 
 def rows_of(matrix: WordMatrix, places: torch.Tensor) -> torch.Tensor:
     """Those rows, expanded: [places, columns]"""
-    words, scales = matrix.words[places], matrix.scales[places]
+    words, scales = matrix.words[places], matrix.scales[:, places]
     return expand_words(words, scales, matrix.span, matrix.bits, matrix.dtype)

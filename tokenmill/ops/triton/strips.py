@@ -33,7 +33,7 @@ from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.words import expand_4_bits, expand_8_bits, has_ptx, minimum_of, scale_of
 
 MAX_ROWS = 32
-MAX_WORD_ROWS = 128  # for more, expanding the matrix first is worth it
+MAX_WORD_ROWS = {4: 128, 8: 64}  # of so many bits; for more, expanding the matrix first is worth it
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ def _strips(
 
 
 @triton.jit
-def _scales_from(places, GROUPS: tl.constexpr):
+def scales_from(places, stride, GROUPS: tl.constexpr):
     """Of that many groups one after the other, a tensor each"""
     found = (tl.load(places),)
     for i in tl.static_range(1, GROUPS):
-        found = found + (tl.load(places + i),)
+        found = found + (tl.load(places + i * stride),)
     return found
 
 
@@ -137,7 +137,8 @@ def _expanding_strips(
 ) -> None:  # fmt: skip
     """Matrices of words, WORDS at a time (see `words`). GROUP columns share a scale; scales are on their way one turn
     ahead, which compilers do for the factors of products only. A group's minimum is multiplied by the sum of its
-    inputs, which is a product with ones: matrix units have time for that, and other units do not."""
+    inputs, which is a product with ones: matrix units have time for that, and other units do not. Of groups shorter
+    than WORDS each is multiplied by its inputs among zeros."""
     let_next_begin(OVERLAPS)
     values_each: tl.constexpr = 32 // BITS
     row_words = num_in // values_each
@@ -154,10 +155,11 @@ def _expanding_strips(
     # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
     scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
     ones = tl.full((STRIP, WORDS), 1.0, x.dtype.element_ty)
-    places = scales + (lines % num_out) * (num_in // GROUP)
-    scales_here = _scales_from(places + low // WORDS * groups, groups)
+    places = scales + lines % num_out
+    scales_here = scales_from(places + low // WORDS * groups * num_out, num_out, groups)
     for start in range(low, high, WORDS):
-        scales_next = _scales_from(places + tl.minimum(start + WORDS, high - WORDS) // WORDS * groups, groups)
+        turn = tl.minimum(start + WORDS, high - WORDS) // WORDS
+        scales_next = scales_from(places + turn * groups * num_out, num_out, groups)
         if BITS == 4:
             values = expand_4_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
         else:
@@ -166,23 +168,31 @@ def _expanding_strips(
         part = tl.zeros((STRIP, ROWS), tl.float32)
         whole = tl.zeros((STRIP, ROWS), tl.float32)
         for i in tl.static_range(values_each):
-            scale = scale_of(scales_here[i * WORDS // GROUP])[:, None]
-            right = tl.trans(tl.load(inputs + first + i * WORDS))
-            if scales_values:
-                left = values[i].to(tl.float32) * scale
-                if has_minima:
-                    left += minimum_of(scales_here[i * WORDS // GROUP])[:, None]
-                sums = tl.dot(left.to(x.dtype.element_ty), right, sums)
+            chunk = inputs + first + i * WORDS
+            if GROUP < WORDS:
+                for number in tl.static_range(WORDS // GROUP):
+                    right = tl.trans(tl.load(chunk, mask=(columns // GROUP == number)[None, :], other=0.0))
+                    scale = scale_of(scales_here[i * (WORDS // GROUP) + number])[:, None]
+                    sums += tl.dot(values[i], right, tl.zeros((STRIP, ROWS), tl.float32)) * scale
             else:
-                part = tl.dot(values[i], right, part)
-                if has_minima:
-                    whole = tl.dot(ones, right, whole)
-                if (i + 1) * WORDS % GROUP == 0:  # the end of a group
-                    sums += part * scale
-                    part = tl.zeros((STRIP, ROWS), tl.float32)
+                found = scales_here[i * WORDS // GROUP]
+                scale = scale_of(found)[:, None]
+                right = tl.trans(tl.load(chunk))
+                if scales_values:
+                    left = values[i].to(tl.float32) * scale
                     if has_minima:
-                        sums += whole * minimum_of(scales_here[i * WORDS // GROUP])[:, None]
-                        whole = tl.zeros((STRIP, ROWS), tl.float32)
+                        left += minimum_of(found)[:, None]
+                    sums = tl.dot(left.to(x.dtype.element_ty), right, sums)
+                else:
+                    part = tl.dot(values[i], right, part)
+                    if has_minima:
+                        whole = tl.dot(ones, right, whole)
+                    if (i + 1) * WORDS % GROUP == 0:  # the end of a group
+                        sums += part * scale
+                        part = tl.zeros((STRIP, ROWS), tl.float32)
+                        if has_minima:
+                            sums += whole * minimum_of(found)[:, None]
+                            whole = tl.zeros((STRIP, ROWS), tl.float32)
         scales_here = scales_next
     is_last = True
     if SPLITS > 1:
@@ -206,7 +216,7 @@ def words_cut_for(num_rows: int, num_out: int, num_words: int, span: int, bits: 
     if num_rows <= MAX_ROWS:
         least, stages = (2, 3) if num_rows <= 8 else (1, 4)
         return Cut(64, span, splits_for(num_out, most, 256, least), stages, 256)
-    if num_rows <= MAX_WORD_ROWS:
+    if num_rows <= MAX_WORD_ROWS[bits]:
         return Cut(128, span, splits_for(num_out, most, 256), 2, 0, 8)
     return None
 
@@ -221,18 +231,18 @@ def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
 def strip_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: Cut) -> torch.Tensor:
     """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
     assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
-    return _launch(_strips, x, weight, bias, None, cut, 16)
+    return launch(_strips, x, weight, bias, None, cut, 16)
 
 
 def expanding_strip_linear(
     x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None, cut: Cut
 ) -> torch.Tensor:
-    """words int32 [num_out, words] in spans of `cut.stride`, scales [num_out, groups]"""
-    group = x.shape[1] // scales.shape[1]
-    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, group, bits, has_ptx())
+    """words int32 [num_out, words] in spans of `cut.stride`, scales [groups, num_out]"""
+    group = x.shape[1] // scales.shape[0]
+    return launch(_expanding_strips, x, words, bias, scales, cut, 8, group, bits, has_ptx())
 
 
-def _launch(
+def launch(
     kernel: Kernel,
     x: torch.Tensor,
     weight: torch.Tensor,

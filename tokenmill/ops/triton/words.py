@@ -6,9 +6,10 @@ its column i * span + w, so that the i-th values of all its words are neighbours
     word w of 4 bits a value:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
 
 Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255. A weight is its value times the scale of its
-group of columns; where groups have a minimum too, which is added to that, both are a pair in one number of 32 bits:
+group of columns; where groups have a minimum too, which is added to that, both are a pair in one number of 32 bits.
+Those of neighbouring rows are neighbours, because it is for many rows that a program needs them together:
 
-    scale [rows, groups]    float numbers; or int32:  [ minimum | scale ], float16 each
+    scales [groups, rows]    float numbers; or int32:  [ minimum | scale ], float16 each
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.sizes import cdiv
 
 FOUR_BITS = tl.constexpr("""{
 .reg .b32 t;
@@ -111,15 +113,15 @@ def minimum_of(found):
 
 
 def paired(scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, groups] of both → int32 [rows, groups]"""
-    return torch.stack((scales, minima), dim=2).to(torch.float16).view(torch.int32).squeeze(2)
+    """float32 [..., groups] of both → int32 [..., groups]"""
+    return torch.stack((scales, minima), dim=-1).to(torch.float16).view(torch.int32).squeeze(-1)
 
 
 def unpaired(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The inverse: scales, and minima where there are any"""
     if scales.dtype != torch.int32:
         return scales, None
-    low, high = scales.unsqueeze(2).view(torch.float16).unbind(2)
+    low, high = scales.contiguous().unsqueeze(-1).view(torch.float16).unbind(-1)
     return low, high
 
 
@@ -145,27 +147,35 @@ def unpacked_words(words: torch.Tensor, span: int, bits: int) -> torch.Tensor:
 
 @kernel
 def _expand_words(
-    words, scales, out, num_in, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+    words, scales, out, num_out, num_in, scale_stride,
+    LINES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    span = tl.program_id(1)
-    places = tl.arange(0, WORDS)
+    """A span of LINES rows a program"""
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    span, places = tl.program_id(1), tl.arange(0, WORDS)
     values_each: tl.constexpr = 32 // BITS
-    found = tl.load(words + row * (num_in // values_each) + span * WORDS + places)
+    is_line, begins = (lines < num_out)[:, None], lines.to(tl.int64)[:, None] * num_in
+    found = tl.load(words + begins // values_each + span * WORDS + places[None, :], mask=is_line, other=0)
     for i in tl.static_range(values_each):
         column = (span * values_each + i) * WORDS
-        scale = tl.load(scales + row * (num_in // GROUP) + column // GROUP)
+        if GROUP < WORDS:
+            group = (column + places)[None, :] // GROUP
+            scale = tl.load(scales + group * scale_stride + lines[:, None], mask=is_line, other=0)
+        else:
+            scale = tl.load(scales + column // GROUP * scale_stride + lines, mask=lines < num_out, other=0)[:, None]
         stored = (found >> (BITS * i)) & ((1 << BITS) - 1)
         value = (stored - (1 << (BITS - 1))).to(tl.float32) * scale_of(scale)
         if scales.dtype.element_ty == tl.int32:
             value += minimum_of(scale)
-        tl.store(out + row * num_in + column + places, value.to(out.dtype.element_ty))
+        tl.store(out + begins + column + places[None, :], value.to(out.dtype.element_ty), mask=is_line)
 
 
 def expand_words(words: torch.Tensor, scales: torch.Tensor, span: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """[num_out, num_in], for products of many rows"""
+    """[num_out, num_in], for products of many rows; of `scales` [groups, num_out] rows may lie apart"""
     num_out, num_in = words.shape[0], words.shape[1] * 32 // bits
     out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
-    group = num_in // scales.shape[1]
-    _expand_words[(num_out, words.shape[1] // span)](words, scales, out, num_in, span, group, bits, num_warps=1)
+    group = num_in // scales.shape[0]
+    _expand_words[(cdiv(num_out, 16), words.shape[1] // span)](
+        words, scales, out, num_out, num_in, scales.stride(0), 16, span, group, bits, num_warps=4
+    )
     return out

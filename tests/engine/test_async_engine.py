@@ -15,6 +15,8 @@ import pytest
 
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.engine.child import CoreChild
+from tokenmill.engine.process import ProcessLink
 from tokenmill.errors import Draining, EngineDead, InvalidRequest, TokenmillError
 from tokenmill.types import Event, PromptRequest
 
@@ -162,3 +164,21 @@ def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path, stories_
                 pass
 
     run(scenario())
+
+
+def test_what_a_core_says_last_is_heard_before_its_end(tmp_path: Path, stories_dir: Path) -> None:
+    """Both lie there when the front looks up again, as on a machine that has other things to do."""
+    (tmp_path / "config.json").write_bytes((stories_dir / "config.json").read_bytes())
+    heard: list[Any] = []
+
+    async def scenario() -> None:
+        child = CoreChild()
+        link = ProcessLink(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, child)
+        await link.start(heard.append)
+        await asyncio.sleep(0.1)
+        child.wait()  # the loop stands still meanwhile
+        await until(lambda: any("ended" in message.message for message in heard))
+        await link.close()
+
+    run(scenario())
+    assert "safetensors" in heard[0].message, heard

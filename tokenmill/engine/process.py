@@ -28,6 +28,7 @@ from tokenmill.engine.torch_import import uncollected, without_meta_kernels
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
+LAST_WORDS_MS = 100  # they were sent before the child ended; only the reading may take a moment
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)
@@ -79,8 +80,11 @@ class ProcessLink:
             receive(_from_core.decode(await self._inbox.recv()))
 
     async def _watch(self, receive: Receive) -> None:
+        """The child's end is told after its last words, which may still lie in the pipe: they say why."""
         assert self._child is not None
         ending = await asyncio.to_thread(self._child.wait)
+        while not self._is_closing and await self._inbox.poll(LAST_WORDS_MS):
+            await asyncio.sleep(0)  # `_listen` takes them
         if not self._is_closing:
             receive(Failed(f"the engine process ended with {ending}"))
 

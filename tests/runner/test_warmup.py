@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.tensors import TensorSpec, tensors_of
 from tokenmill.kv.layout import KVLayout
@@ -45,13 +46,19 @@ PROMPTS = [2, 5, 12, 16, 17, 24, 33, 64, 65, 100, 128, 129, 300, 600, 900]
 
 
 class Shapes:
-    """Weights of a model, without numbers."""
+    """Weights of a model, without numbers; plain ones or, where they are stacked with such, blocks of two formats."""
 
-    def __init__(self, tensors: dict[str, TensorSpec]) -> None:
+    def __init__(self, tensors: dict[str, TensorSpec], blocks: tuple[str, str] | None = None) -> None:
         self._tensors = tensors
+        self._blocks = blocks
 
     def get(self, name: str) -> RawTensor:
         tensor = self._tensors[name]
+        if self._blocks is not None and tensor.kind != "vector":
+            quant = self._blocks[".v." in name or "down" in name]
+            row_bytes = GGML_TYPE_BY_NAME[quant].row_bytes(tensor.shape[-1])
+            blocks = torch.empty(*tensor.shape[:-1], row_bytes, dtype=torch.uint8, device=META)
+            return RawTensor(name, tensor.shape, blocks, quant)
         dtype = torch.float32 if tensor.kind == "vector" else torch.bfloat16
         return RawTensor(name, tensor.shape, torch.empty(tensor.shape, dtype=dtype, device=META))
 
@@ -74,9 +81,10 @@ def warm_up_for(
     deterministic: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
+    blocks: tuple[str, str] | None = None,
 ) -> WarmUp:
     spec = spec_from_hf(config)
-    source: Any = Shapes(tensors_of(spec))
+    source: Any = Shapes(tensors_of(spec), blocks)
     ops = build_ops(quantization, deterministic=deterministic)
     model = Decoder(spec, Loader(source, ops, dtype, META), MAX_CONTEXT)
     storage = KVStorage(KVLayout.from_spec(spec), 2, 16, kv_dtype or dtype, META)
@@ -131,10 +139,14 @@ def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time()
 
 @pytest.mark.parametrize(
     ("config", "quantization"),
-    [(QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int8"), (LLAMA, "int4")],
-)
-def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str) -> None:
-    warm_up = warm_up_for(config, quantization)
+    [
+        (QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int8"), (LLAMA, "int4"), (LLAMA, ("Q4_K", "Q4_K")),
+        (LLAMA, ("Q4_K", "Q6_K")),
+    ],
+)  # fmt: skip
+def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str | tuple[str, str]) -> None:
+    is_blocks = isinstance(quantization, tuple)
+    warm_up = warm_up_for(config, blocks=quantization) if is_blocks else warm_up_for(config, quantization)
     at_start = forms(lambda: warm_up.compile_first(BUDGET, list))
     # One request after another, prompts or what of them is not cached: right after a start.
     for length in (16, 100, 128):

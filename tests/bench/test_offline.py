@@ -164,5 +164,5 @@ def test_weights_that_a_cpu_keeps_as_they_are_stored_count_as_such(
     parts, found = offline.stored_weights(llm, llm.core.runner.model)  # type: ignore[attr-defined]
     assert found == dtype
     assert parts.total == pytest.approx(num_parameters(spec) * value_bytes, rel=0.02)
-    expected = expected_weight_bytes(llm.config, spec, tmp_path, has_cuda=False, is_native=True)
+    expected = expected_weight_bytes(llm.config, spec, tmp_path, {}, has_cuda=False, is_native=True)
     assert expected == pytest.approx(parts.total, rel=0.03)

@@ -16,7 +16,8 @@ from tiny import FAMILIES, VOCAB, make_reference
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.params import Guided
-from tokenmill.runner.cuda_runner import CudaRunner, Early
+from tokenmill.runner.cuda_runner import CudaRunner
+from tokenmill.runner.on_their_way import Early
 from tokenmill.types import StepPlan
 
 pytestmark = [

@@ -25,13 +25,14 @@ def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineF
     has_cuda = config.ops.device != "cpu" and torch.cuda.is_available()
     native_reason = native_refusal(config, spec)
     is_native = not has_cuda and native_reason is None and config.ops.backend in ("auto", "cpu")
+    stored = kept_formats(config, spec, path) if has_cuda else NOTHING_STORED
     return MachineFacts(
         cores=machine.cpu.usable_cores,
         available_bytes=torch.cuda.mem_get_info()[0] if has_cuda else machine.memory.available_bytes,
-        weight_bytes=expected_weight_bytes(config, spec, path, has_cuda=has_cuda, is_native=is_native),
+        weight_bytes=expected_weight_bytes(config, spec, path, stored, has_cuda=has_cuda, is_native=is_native),
         has_cuda=has_cuda,
         native_reason=native_reason,
-        has_words=has_cuda and has_words(config, spec, path),
+        has_words=has_cuda and (bool(stored) or config.model.quantization in ("int4", "int8")),
     )
 
 
@@ -55,18 +56,16 @@ def kept_formats(config: EngineConfig, spec: ModelSpec, path: Path) -> Formats:
     return stored_formats(path, spec)
 
 
-def has_words(config: EngineConfig, spec: ModelSpec, path: Path) -> bool:
-    return config.model.quantization in ("int4", "int8") or bool(kept_formats(config, spec, path))
-
-
-def expected_weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path, *, has_cuda: bool, is_native: bool) -> int:
+def expected_weight_bytes(
+    config: EngineConfig, spec: ModelSpec, path: Path, stored: Formats, *, has_cuda: bool, is_native: bool
+) -> int:
     """Native kernels keep a file's precision, or round to blocks of 8 bits, Triton's have words of 4 and 8 bits; the
     reference expands everything to the compute dtype."""
     if is_native:
-        stored = num_parameters(spec) * 4 if config.model.load_format == "dummy" else stored_bytes(path)
+        in_file = num_parameters(spec) * 4 if config.model.load_format == "dummy" else stored_bytes(path)
         rounded = weight_parts(spec, "Q8_0", vector_dtype="float32").total
-        return min(stored, rounded) if config.model.quantization == "int8" else stored
+        return min(in_file, rounded) if config.model.quantization == "int8" else in_file
     value_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
     if has_cuda:
-        return gpu_weight_bytes(spec, value_bytes, config.model.quantization, kept_formats(config, spec, path))
+        return gpu_weight_bytes(spec, value_bytes, config.model.quantization, stored)
     return num_parameters(spec) * value_bytes

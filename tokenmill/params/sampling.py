@@ -214,20 +214,9 @@ def _check_markers(params: SamplingParams) -> None:
         refuse("thinking_markers", "must be two texts: what opens a think section and what closes it")
 
 
-# What only a draw has a use for.
-DRAWING_KNOBS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "top_a",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "dynatemp_range",
-    "mirostat",
-    "xtc_probability",
-)
+# Those that leave unlikely tokens out, and whatever else only a draw has a use for.
+CUTTING_KNOBS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "top_a", "epsilon_cutoff", "eta_cutoff")
+DRAWING_KNOBS = (*CUTTING_KNOBS, "dynatemp_range", "mirostat", "xtc_probability")
 
 
 def _check_beam(params: SamplingParams, beam: BeamParams) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.runner.decode_graphs import DecodeGraphs, Fed, Kind, best_tokens
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.inputs import build_batch
+from tokenmill.runner.on_their_way import NOTHING_EARLY, Ahead, Drawing, Early
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
 from tokenmill.runner.sliced_sampler import SlicedSampler
 from tokenmill.runner.warmup import WarmUp
@@ -40,46 +40,6 @@ from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult
 NO_LIMIT = 1 << 62
 NONE_LEFT = -2  # drawn in place of a token
 NOTHING_LEFT = "no token is left to draw: banned_token_ids and min_tokens together exclude every one"
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Tokens on their way from the device: line i belongs to the row with lines[row] == i."""
-
-    lines: dict[int, int]
-    tokens: torch.Tensor  # int64, pinned
-    is_there: torch.cuda.Event
-
-    def wait(self) -> list[int]:
-        self.is_there.synchronize()
-        found: list[int] = self.tokens.tolist()
-        return found
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A step that was started before it was planned."""
-
-    drawing: Drawing
-    positions: dict[int, int] = field(default_factory=dict)  # of the token fed, by row; rows that changed are dropped
-
-
-@dataclass(frozen=True)
-class Early:
-    """Rows of the next step that the runner was told of before this one was done."""
-
-    rows: dict[int, RowPlan]
-    started: dict[int, RowPlan]  # and not left to the plain runner
-    drawing: Drawing | None = None
-
-    def knows(self, plan: RowPlan) -> bool:
-        return self.rows.get(plan.row) is plan
-
-    def has_started(self, plan: RowPlan) -> bool:
-        return self.started.get(plan.row) is plan
-
-
-NOTHING_EARLY = Early({}, {})
 
 
 def nothing_ahead() -> StepPlan | None:

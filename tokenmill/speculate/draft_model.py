@@ -20,24 +20,13 @@ from tokenmill.kv.cache import KVCache
 from tokenmill.kv.prefix import HashChain
 from tokenmill.kv.table import Table
 from tokenmill.params import SamplingParams
+from tokenmill.params.sampling import CUTTING_KNOBS
 from tokenmill.speculate.ask import Ask
 from tokenmill.speculate.step_cost import StepCost
 from tokenmill.speculate.trail import Trail
 from tokenmill.types import NewRow, RowPlan, StepPlan, StepResult
 
-SHAPING_KNOBS = (
-    "temperature",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "top_a",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
+SHAPING_KNOBS = ("temperature", "dynatemp_range", "dynatemp_exponent", *CUTTING_KNOBS)
 
 
 class PlanRunner(Protocol):

@@ -231,7 +231,7 @@ def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
 def strip_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: Cut) -> torch.Tensor:
     """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
     assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
-    return launch(_strips, x, weight, bias, None, cut, 16)
+    return _launch(_strips, x, weight, bias, None, cut, 16)
 
 
 def expanding_strip_linear(
@@ -239,10 +239,10 @@ def expanding_strip_linear(
 ) -> torch.Tensor:
     """words int32 [num_out, words] in spans of `cut.stride`, scales [groups, num_out]"""
     group = x.shape[1] // scales.shape[0]
-    return launch(_expanding_strips, x, words, bias, scales, cut, 8, group, bits, has_ptx())
+    return _launch(_expanding_strips, x, words, bias, scales, cut, 8, group, bits, has_ptx())
 
 
-def launch(
+def _launch(
     kernel: Kernel,
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -16,9 +16,10 @@ import pytest
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.child import CoreChild
+from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.process import ProcessLink
-from tokenmill.errors import Draining, EngineDead, InvalidRequest, TokenmillError
-from tokenmill.types import Event, PromptRequest
+from tokenmill.errors import Draining, EngineDead, InvalidRequest, RequestFailed, TokenmillError
+from tokenmill.types import Event, PromptRequest, SequenceOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["thread", "process"])
@@ -63,6 +64,27 @@ def test_many_at_once_answer_as_one_alone(stories_dir: Path, in_process: bool) -
             alone = await text_of(engine, story(params))
             assert await asyncio.gather(*(text_of(engine, story(params)) for _ in range(12))) == [alone] * 12
             assert engine.health().state == "ready"
+
+    run(scenario())
+
+
+def test_a_mistake_in_one_answer_s_text_ends_that_one_alone(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Outlet.push
+
+    def pushed(outlet: Outlet, output: SequenceOutput) -> list[Event]:
+        if outlet.request_id == "unlucky":
+            raise ValueError("a mistake")
+        return push(outlet, output)
+
+    monkeypatch.setattr(Outlet, "push", pushed)
+
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=True) as engine:
+            unlucky = asyncio.create_task(text_of(engine, story(LONG, "unlucky")))
+            assert await text_of(engine, story(SamplingParams(temperature=0, max_tokens=8)))
+            with pytest.raises(RequestFailed):
+                await unlucky
+            await until(lambda: engine.stats().running == 0)
 
     run(scenario())
 

@@ -10,7 +10,7 @@ import pytest
 
 from tokenmill import LLM, BeamParams, SamplingParams
 from tokenmill.errors import InvalidConfig, InvalidRequest, ModelError
-from tokenmill.types import Pooling
+from tokenmill.types import Pooling, SequenceOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -71,6 +71,35 @@ def test_streams_join_to_the_answer_and_may_be_left(stories: LLM) -> None:
     next(left)
     left.close()  # type: ignore[attr-defined]  # a generator
     assert not stories.core.has_work and stories.core.stats().kv_blocks_used == 0
+
+
+def test_each_reader_gets_what_is_its_own(stories: LLM) -> None:
+    """Streams may stand still while others are read, or whole lists are answered."""
+    prompts = ["Once upon a time", "Lily", "The cat"]
+    alone = [answer.outputs[0].text for answer in stories.generate(prompts, GREEDY)]
+    streams = [stories.stream(prompt, GREEDY) for prompt in prompts[:2]]
+    texts = [next(stream).text for stream in streams]
+    assert stories.generate(prompts[2], GREEDY)[0].outputs[0].text == alone[2]
+    assert len(stories.embed("a cat")[0].embedding) > 1
+    assert [text + "".join(e.text for e in rest) for text, rest in zip(texts, streams, strict=True)] == alone[:2]
+    assert not stories.core.has_work
+
+
+def test_a_call_that_breaks_off_leaves_nothing_behind(stories: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest):
+        stories.embed(["fine", "cat " * 5000])
+    step, num_steps = stories.core.step, iter(range(3))
+
+    def interrupted() -> list[SequenceOutput]:
+        if next(num_steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(stories.core, "step", interrupted)
+        stories.generate(["Once upon a time", "Lily"], GREEDY)
+    assert not stories.core.has_work
+    assert stories.generate("Lily", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
 def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:

@@ -58,6 +58,7 @@ HOSTILE: dict[str, Guided] = {
     "a multiple too fine": Guided.schema({"type": "number", "multipleOf": 1e-300}),
     "numbers beyond all bounds": Guided("json_schema", '{"type":"integer","maximum":1' + "0" * 400 + "}"),
     "regex of a million": Guided("regex", "((a{100}){100}){100}"),
+    "regex of a million, perhaps": Guided("regex", "((a{100})?{100})?{100}"),
     "regex nested 3000 deep": Guided("regex", "(" * 3000 + "a" + ")" * 3000),
     "regex of counted alternatives": Guided("regex", "(?:a|aa|aaa|aaaa|aaaaa){1000,20000}"),
     "look-ahead": Guided("regex", "(?=(a+))a*b"),

@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import pytest
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.guided.compile import MAX_COMPILE_S, Compilation, Compiler
+from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided, SamplingParams
@@ -83,6 +83,33 @@ def test_a_grammar_stays_while_its_request_is_open(vocabulary: Vocabulary) -> No
     grammars.release(lambda request_id: False)
     grammars.prepare(request("b", choice(2)))
     assert not grammars.is_ready(request("c", choice(1)))
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(vocabulary: Vocabulary) -> None:
+    gate, loaded = threading.Event(), threading.Semaphore(0)
+
+    def load() -> Vocabulary:
+        loaded.release()
+        gate.wait(10)
+        return vocabulary
+
+    compiler = Compiler(load)
+    grammars = Grammars(compiler, 4, 258)
+    for number in range(NUM_WORKERS):  # keep the workers busy
+        grammars.hold(request(f"busy {number}", choice(number)))
+    loaded.acquire(timeout=10)
+    for name in ("left", "stayed"):
+        grammars.hold(request(name, choice(8)))
+    grammars.hold(request("gone", choice(9)))
+    shared, gone = compiler.start(choice(8)), compiler.start(choice(9))
+    for name in ("left", "gone"):
+        grammars.forget(name)
+    gate.set()
+    while grammars.num_waiting:
+        grammars.wait(0.05)
+        assert all(error is None for _, error in grammars.settled())
+    assert shared.future.done() and not gone.future.done()
+    assert compiler.start(choice(9)) is not gone
 
 
 def test_waiting_requests_settle_one_by_one(vocabulary: Vocabulary) -> None:

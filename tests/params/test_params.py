@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.params import MAX_GUIDED_BYTES, BeamParams, Guided, SamplingParams, Watermark
+from tokenmill.params import MAX_GUIDED_BYTES, MAX_LENGTH_PENALTY, BeamParams, Guided, SamplingParams, Watermark
 
 PARTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Watermark(key=-1), "watermark.key"),
@@ -24,6 +24,10 @@ PARTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Guided("regex"), "guided.text"),
     (lambda: Guided("json_object", "{}"), "guided.text"),
     (lambda: Guided("regex", "é" * MAX_GUIDED_BYTES), "guided.text"),
+    (lambda: Guided("regex", "\ud800"), "guided.text"),
+    (lambda: Guided.choice(["\ud800"]), "guided.text"),
+    (lambda: Guided.schema({"const": object()}), "guided.text"),
+    (lambda: BeamParams(2, length_penalty=MAX_LENGTH_PENALTY + 1), "beam.length_penalty"),
 ]
 
 
@@ -39,6 +43,9 @@ def test_wrong_parts_are_named(make: Callable[[], Any], param: str) -> None:
     [
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),  # no float is that large
+        ({"seed": 10**5000}, "seed"),  # nor does Python write it down
+        ({"stop": ["\ud800"]}, "stop"),  # half a character can't be sent to the engine
         ({"n": 2.0}, "n"),
         ({"n": True}, "n"),
         ({"seed": 2**63}, "seed"),
@@ -79,6 +86,11 @@ def test_wrong_knobs_are_named(knobs: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**knobs)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("penalty", [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY])
+def test_any_length_to_the_largest_penalty_is_a_number(penalty: float) -> None:
+    assert math.isfinite(-1e9 / (2**31) ** penalty)
 
 
 def test_sequences_of_every_kind_are_taken() -> None:

@@ -196,7 +196,7 @@ def test_top_p_of_a_flat_distribution_widens_its_search() -> None:
         assert abs(len(kept(ours)) - len(kept(theirs_row))) <= 2
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 100.0])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-44, 1e-30, 1e-6, 100.0])
 def test_extreme_temperatures_stay_numbers(temperature: float) -> None:
     result = after_steps(random_logits(7, 1, 100, scale=50.0), [{"temperature": temperature}])
     assert not result.isnan().any()

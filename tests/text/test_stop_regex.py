@@ -93,6 +93,15 @@ def test_a_match_that_grows_too_long_is_given_up() -> None:
     assert stops.push("a b")[1] == "(?s)a.*b"
 
 
+@pytest.mark.parametrize("pattern", ["a*b", "(?s).*b", "(a|c)*b"])
+def test_what_is_given_up_makes_way_for_what_begins_later(pattern: str) -> None:
+    """Where every place may begin a match, and the first match of all stands in front of the others."""
+    stops = StopRegexes(stop_patterns((pattern,)))
+    sent = "".join(stops.push("a" * 100)[0] for _ in range(30))
+    assert len(sent) >= 3000 - MAX_MATCH - 1
+    assert stops.push("b")[1] == pattern
+
+
 @pytest.mark.parametrize(
     ("pattern", "word"),
     [

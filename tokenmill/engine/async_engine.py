@@ -31,7 +31,6 @@ from tokenmill.errors import (
     Overloaded,
     RequestFailed,
     TokenmillError,
-    error_with_code,
 )
 from tokenmill.types import ChatRequest, SequenceOutput
 
@@ -124,10 +123,10 @@ class AsyncEngine:
         if request.request_id in self._running:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         arrivals = Arrivals(self._front.outlet(asked, request))
-        self._running[request.request_id] = arrivals
-        self._idle.clear()
         assert self._link is not None and self._loop is not None
         self._link.send(Submit(request))
+        self._running[request.request_id] = arrivals
+        self._idle.clear()
         return EventStream(arrivals, self._leave, self._loop)
 
     async def abort(self, request_id: str) -> None:
@@ -205,12 +204,10 @@ class AsyncEngine:
         arrivals = self._running.get(output.request_id)
         if arrivals is None:  # aborted meanwhile
             return
-        if output.finish_reason == "error":
-            self._forget(arrivals, tell_core=False)
-            arrivals.fail(error_with_code(output.error_code, output.error or "the request failed"))
+        if (error := arrivals.take_in(output)) is not None:
+            self._forget(arrivals, tell_core=output.finish_reason is None)
+            arrivals.fail(error)
             return
-        for event in arrivals.outlet.push(output):
-            arrivals.put(event)
         for index in arrivals.outlet.take_stopped():
             assert self._link is not None
             self._link.send(Abort(output.request_id, index))

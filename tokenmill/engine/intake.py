@@ -15,6 +15,7 @@ import msgspec
 from tokenmill.engine.lengths import NO_SHIFTING, Shifting, longest_prompt, require_plausible_length
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import DRY_BREAKERS, SamplingParams
+from tokenmill.params.checks import require_unicode
 from tokenmill.text.messages import messages_for_template
 from tokenmill.text.stop_regex import stop_patterns
 from tokenmill.text.template import CHATML, ChatTemplate
@@ -54,8 +55,10 @@ class Intake:
         return WordSearch(self.tokenizer, self._vocab_size)
 
     def take(self, asked: ClientRequest) -> Request:
+        require_unicode("request_id", asked.request_id)
         if isinstance(asked, EmbedRequest):
             return self._take_embedding(asked)
+        require_unicode("cache_salt", asked.cache_salt)
         prompt_ids = self.prompt_ids(asked)
         shift = self._shifting.asked_for(asked.params, self.max_context)
         self._require_fit(prompt_ids, "messages" if isinstance(asked, ChatRequest) else "prompt", shift)
@@ -136,11 +139,17 @@ class Intake:
             start, end = params.thinking_markers or self._template_markers()
             spelled = msgspec.structs.replace(
                 spelled,
-                think_start_ids=self.tokenizer.encode(start, add_special_tokens=False),
-                think_end_ids=self.tokenizer.encode(end, add_special_tokens=False),
+                think_start_ids=self._marker_ids(start),
+                think_end_ids=self._marker_ids(end),
                 starts_thinking=is_open_at_end(self.tokenizer, prompt_ids, start, end),
             )
         return spelled
+
+    def _marker_ids(self, marker: str) -> list[int]:
+        ids = self.tokenizer.encode(marker, add_special_tokens=False)
+        if not ids:
+            raise InvalidRequest(f"this model's tokenizer makes nothing of {marker[:40]!r}", param="thinking_markers")
+        return ids
 
     def _template_markers(self) -> tuple[str, str]:
         markers = markers_in(self.tokenizer.chat_template or "")

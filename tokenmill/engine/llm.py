@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,15 @@ from tokenmill.engine.given import (
 )
 from tokenmill.engine.intake import ClientRequest
 from tokenmill.engine.outlet import Outlet
-from tokenmill.engine.progress import progress_over
+from tokenmill.engine.progress import Report, no_report, progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
 from tokenmill.engine.torch_import import import_meta_kernels, libraries_ahead, uncollected, without_meta_kernels
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
 
-Asked = tuple[ChatRequest | PromptRequest, Request]
+Asked = tuple[ClientRequest, Request]
+Arrived = Event | TokenmillError
 TAKEN_IN_A_STEP = 128  # requests: 20 ms of work
 
 
@@ -65,7 +66,8 @@ class LLM:
             import_meta_kernels()
         self._core.use_spare_time()  # compilers that work beside the first requests
         self._intake = self._front.intake(self._core.info.max_context)
-        self._outlets: dict[str, Outlet] = {}
+        self._outlets: dict[str, Outlet] = {}  # of requests that run
+        self._kept: dict[str, list[Arrived]] = {}  # by stream: what has come for it and was not taken yet
 
     @property
     def core(self) -> EngineCore:
@@ -120,12 +122,15 @@ class LLM:
         if given is not None and not isinstance(given, Pooling):
             raise InvalidRequest(f"pooling must be a Pooling, got {given!r}", param="pooling", hint='Pooling("last")')
         asked = [EmbedRequest(prompt=p, pooling=pooling) for p in prompts_from(prompts)]
-        requests = [self._submit(one) for one in asked]
         vectors: dict[str, list[float]] = {}
-        while self._outlets:
-            for output in self._core.step():
-                for event in self._deliver(output):
-                    vectors[event.request_id] = event.embedding or []
+
+        def take(request_id: str, arrived: Arrived) -> None:
+            if isinstance(arrived, TokenmillError):
+                raise arrived
+            vectors[request_id] = arrived.embedding or []
+
+        requests = [self._taken(one) for one in asked]  # all are checked before any is run
+        self._run_until_done(deque(zip(asked, requests, strict=True)), take)
         return [EmbeddingOutput(r.request_id, r.prompt_token_ids, vectors[r.request_id]) for r in requests]
 
     # ── answers as they come ───────────────────────────────────────────────────────────────────────────
@@ -157,21 +162,44 @@ class LLM:
             request.request_id: empty_output(request, prompt_text(one), one.params.n)
             for one, request in zip(asked, requests, strict=True)
         }
-        waiting = deque(zip(asked, requests, strict=True))
+
+        def take(request_id: str, arrived: Arrived) -> None:
+            if isinstance(arrived, TokenmillError):
+                answers[request_id].error = arrived.message
+            else:
+                answers[request_id].add(arrived)
+
         with progress_over(len(requests), enabled=progress) as report, seldom_full():
-            self._run_until_done(waiting, answers, report)
+            self._run_until_done(deque(zip(asked, requests, strict=True)), take, report)
         return [answers[request.request_id] for request in requests]
 
-    def _run_until_done(self, waiting: deque[Asked], answers: dict[str, RequestOutput], report: Any) -> None:
-        while waiting or self._outlets:
-            self._add_some(waiting)
-            for output in self._core.step():
-                try:
-                    for event in self._deliver(output):
-                        answers[event.request_id].add(event)
-                except TokenmillError as error:
-                    answers[output.request_id].error = error.message
-                report(done=len(answers) - len(self._outlets), new_tokens=len(output.token_ids))
+    def _run_until_done(
+        self, waiting: deque[Asked], take: Callable[[str, Arrived], None], report: Report = no_report
+    ) -> None:
+        """All that wait, to their ends; whoever breaks off leaves nothing of them behind."""
+        unfinished = {request.request_id for _, request in waiting}
+        total = len(unfinished)
+        try:
+            while unfinished:
+                self._add_some(waiting)
+                for output in self._core.step():
+                    for arrived in self._arrived(output, unfinished):
+                        take(output.request_id, arrived)
+                    if output.request_id not in self._outlets:
+                        unfinished.discard(output.request_id)
+                    report(done=total - len(unfinished), new_tokens=len(output.token_ids))
+        finally:
+            for request_id in unfinished:
+                self._abort(request_id)
+
+    def _arrived(self, output: SequenceOutput, mine: Container[str]) -> Sequence[Arrived]:
+        """What an output brings to these requests; what it brings to others, streams that stand still, is kept."""
+        arrived = self._deliver(output)
+        if output.request_id in mine:
+            return arrived
+        if output.request_id in self._kept:
+            self._kept[output.request_id] += arrived
+        return []
 
     def _add_some(self, waiting: deque[Asked]) -> None:
         """The first step begins while most of a long list is still to be taken in; a static batch is one as a whole."""
@@ -182,12 +210,20 @@ class LLM:
             self._core.add(request)
 
     def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
-        request = self._submit(asked)
+        request = self._taken(asked)
+        kept = self._kept[request.request_id] = []
         try:
-            while request.request_id in self._outlets:
-                for output in self._core.step():
-                    yield from self._deliver(output)
+            self._add_some(deque([(asked, request)]))
+            while kept or request.request_id in self._outlets:
+                if not kept:
+                    for output in self._core.step():
+                        self._arrived(output, mine=())
+                    continue
+                if isinstance(first := kept.pop(0), TokenmillError):
+                    raise first
+                yield first
         finally:
+            del self._kept[request.request_id]
             self._abort(request.request_id)
 
     def _taken(self, asked: ClientRequest) -> Request:
@@ -195,19 +231,13 @@ class LLM:
         self._core.prepare(request)
         return request
 
-    def _submit(self, asked: ClientRequest) -> Request:
-        request = self._taken(asked)
-        self._outlets[request.request_id] = self._front.outlet(asked, request)
-        self._core.add(request)
-        return request
-
-    def _deliver(self, output: SequenceOutput) -> list[Event]:
+    def _deliver(self, output: SequenceOutput) -> Sequence[Arrived]:
         outlet = self._outlets.get(output.request_id)
         if outlet is None:
             return []
         if output.finish_reason == "error":
             del self._outlets[output.request_id]
-            raise error_with_code(output.error_code, output.error or "the request failed")
+            return [error_with_code(output.error_code, output.error or "the request failed")]
         events = outlet.push(output)
         for index in outlet.take_stopped():
             self._core.abort(output.request_id, index)

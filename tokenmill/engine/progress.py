@@ -16,10 +16,14 @@ class Report(Protocol):
     def __call__(self, *, done: int, new_tokens: int) -> None: ...
 
 
+def no_report(*, done: int, new_tokens: int) -> None:
+    pass
+
+
 @contextmanager
 def progress_over(total: int, *, enabled: bool, patience_s: float = 1.0) -> Iterator[Report]:
     if not enabled or not sys.stderr.isatty():
-        yield lambda *, done, new_tokens: None
+        yield no_report
         return
     bar = LateBar(total, patience_s)
     try:

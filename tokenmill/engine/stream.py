@@ -8,12 +8,15 @@ The engine must not keep the caller's end alive: dropping it is how most callers
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import AsyncIterator, Callable
 
 from tokenmill.engine.outlet import Outlet
-from tokenmill.errors import TokenmillError
-from tokenmill.types import Event
+from tokenmill.errors import RequestFailed, TokenmillError, error_with_code
+from tokenmill.types import Event, SequenceOutput
+
+log = logging.getLogger(__name__)
 
 
 class Arrivals:
@@ -23,8 +26,17 @@ class Arrivals:
         self.outlet = outlet
         self._events: asyncio.Queue[Event | TokenmillError | None] = asyncio.Queue()
 
-    def put(self, event: Event) -> None:
-        self._events.put_nowait(event)
+    def take_in(self, output: SequenceOutput) -> TokenmillError | None:
+        """An output's events; or why the request ends here. A mistake in the text of one is no other's business."""
+        if output.finish_reason == "error":
+            return error_with_code(output.error_code, output.error or "the request failed")
+        try:
+            for event in self.outlet.push(output):
+                self._events.put_nowait(event)
+        except Exception:
+            log.exception("request %s: its tokens could not be made text", self.outlet.request_id)
+            return RequestFailed("the answer's tokens could not be made text")
+        return None
 
     def end(self) -> None:
         self._events.put_nowait(None)

@@ -53,6 +53,7 @@ class Compilation:
     future: Future[Compiled]
     clock: Callable[[], float]
     begun_s: list[float] = field(default_factory=list)
+    is_wanted: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -108,11 +109,19 @@ class Compiler:
 
     def finish(self, guided: Guided, compilation: Compilation) -> Compiled:
         """Takes a result in; raises InvalidRequest where there is none."""
-        if self._under_way.get(guided) is compilation:
-            del self._under_way[guided]
+        self._let_go(guided, compilation)
         compiled = compilation.result()
         self._keep(guided, compiled)
         return compiled
+
+    def abandon(self, guided: Guided, compilation: Compilation) -> None:
+        """Nobody waits for it any more; if no worker has begun it, none will."""
+        compilation.is_wanted = False
+        self._let_go(guided, compilation)
+
+    def _let_go(self, guided: Guided, compilation: Compilation) -> None:
+        if self._under_way.get(guided) is compilation:
+            del self._under_way[guided]
 
     def _keep(self, guided: Guided, compiled: Compiled) -> None:
         self._alive[guided] = self._cache[guided] = compiled
@@ -130,6 +139,8 @@ class Compiler:
     # ── in a worker ────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, guided: Guided, compilation: Compilation) -> None:
+        if not compilation.is_wanted:
+            return
         try:
             vocabulary = self.vocabulary()
             compilation.begun_s.append(self._clock())

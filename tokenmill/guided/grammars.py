@@ -78,8 +78,12 @@ class Grammars:
         wait([compilation.future for _, compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
         self._held.pop(request_id, None)
+        request, compilation = self._waiting.pop(request_id, (None, None))
+        if request is None or compilation is None or request.params.guided is None:
+            return
+        if all(other is not compilation for _, other in self._waiting.values()):
+            self._compiler.abandon(request.params.guided, compilation)
 
     def release(self, is_open: Callable[[str], bool]) -> None:
         """Requests that are over need their grammars no longer."""

@@ -24,6 +24,8 @@ def expanded_size(pattern: str) -> int:
         elif char == ")" and len(sizes) > 1:
             last = sizes.pop()
             sizes[-1] += last
+        elif char in "*+?":  # what a count behind it repeats is what it repeats itself
+            sizes[-1] += 1
         elif count is not None:
             times = min(MAX_EXPANDED, int((count.group(3) or count.group(1))[:9]))
             sizes[-1] += last * max(0, times - 1)

@@ -7,29 +7,31 @@ from typing import Any, NoReturn
 
 from tokenmill.errors import InvalidRequest
 
+SHOWN_CHARACTERS = 200
+
 
 def refuse(name: str, problem: str) -> NoReturn:
     raise InvalidRequest(f"{name} {problem}", param=name)
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(name, f"must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
+        refuse(name, f"must be a finite number, got {shown(value)}")
     if not low <= value <= high:
-        refuse(name, f"must be between {low:g} and {high:g}, got {value!r}")
+        refuse(name, f"must be between {low:g} and {high:g}, got {shown(value)}")
 
 
 def require_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        refuse(name, f"must be a whole number, got {value!r}")
+        refuse(name, f"must be a whole number, got {shown(value)}")
     if not low <= value <= high:
-        refuse(name, f"must be between {low} and {high}, got {value!r}")
+        refuse(name, f"must be between {low} and {high}, got {shown(value)}")
 
 
 def require_list(name: str, value: Any, most: int | None = None) -> None:
     """A text would pass for a list of its characters."""
     if not isinstance(value, list | tuple):
-        refuse(name, f"must be a list, got {value!r}")
+        refuse(name, f"must be a list, got {shown(value)}")
     if most is not None and len(value) > most:
         refuse(name, f"takes at most {most} entries, got {len(value)}")
 
@@ -41,3 +43,20 @@ def require_texts(name: str, value: Any, most: int, longest: int) -> None:
             refuse(name, "must hold non-empty strings")
         if len(text) > longest:
             refuse(name, f"strings must be at most {longest} characters long")
+        require_unicode(name, text)
+
+
+def require_unicode(name: str, text: str) -> None:
+    """Python's strings may hold halves of characters, which no other process can be told of."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        refuse(name, f"holds {text[error.start]!r}, which is half a character")
+
+
+def shown(value: object) -> str:
+    """Short, whatever it is; Python itself refuses to write numbers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from tokenmill.params.checks import refuse, require_int, require_number
+from tokenmill.params.checks import refuse, require_int, require_number, require_unicode
 
 MAX_CHOICES = 128
 MAX_GUIDED_BYTES = 128 << 10
 MAX_WATERMARK_CONTEXT = 8
-MAX_LENGTH_PENALTY = 100.0
+MAX_LENGTH_PENALTY = 30.0  # whose power of any length is still a number, and not 0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
@@ -34,16 +34,24 @@ class Guided(msgspec.Struct, frozen=True):
         is_empty = self.kind == "json_object"
         if not isinstance(self.text, str) or (self.text == "") is not is_empty:
             refuse("guided.text", f"must be {'empty' if is_empty else 'given'} for {self.kind}")
-        if len(self.text.encode("utf-8", "replace")) > MAX_GUIDED_BYTES:
+        require_unicode("guided.text", self.text)
+        if len(self.text.encode()) > MAX_GUIDED_BYTES:
             refuse("guided.text", f"must be at most {MAX_GUIDED_BYTES >> 10} KiB long")
 
     @classmethod
     def schema(cls, schema: dict[str, Any] | bool) -> Guided:
-        return cls("json_schema", msgspec.json.encode(schema).decode())
+        return cls("json_schema", _as_json(schema))
 
     @classmethod
     def choice(cls, texts: list[str]) -> Guided:
-        return cls("choice", msgspec.json.encode(texts).decode())
+        return cls("choice", _as_json(texts))
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        refuse("guided.text", f"can't be written as JSON: {error}")
 
 
 class BeamParams(msgspec.Struct, frozen=True):

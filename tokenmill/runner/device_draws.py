@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tokenmill.ops.triton.draw import KNOBS, NUM_KNOBS, count_fed, draw_tokens, edit_logits
 from tokenmill.params import SamplingParams
+from tokenmill.sampling.rows import LEAST_TEMPERATURE
 from tokenmill.sampling.steps import steps_used
 from tokenmill.sampling.stream import uniform
 from tokenmill.types import NewRow
@@ -60,7 +61,7 @@ class DeviceDraws:
         params = new.params
         if new.pooling is not None or params.beam is not None or params.logprobs is not None:
             return False
-        if not steps_used(params) <= HANDLED:
+        if not steps_used(params) <= HANDLED or 0.0 < params.temperature < LEAST_TEMPERATURE:
             return False
         edits = edits_of(new)
         return edits is not None and all(0 <= token < self._vocab_size for token in edits)

@@ -42,7 +42,7 @@ KNOBS: dict[str, Callable[[SamplingParams], float]] = {
 _COLUMN = {name: column for column, name in enumerate(KNOBS)}
 
 PLAIN_STEPS = frozenset({"temperature", "top_k", "top_p", "min_p"})
-_LEAST_TEMPERATURE = 1e-37  # below, a float32 is no longer exact, or 0
+LEAST_TEMPERATURE = 1e-37  # below, a float32 is no longer exact, or 0, and one over it is no number
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RowState:
 
     def __post_init__(self) -> None:
         self.takes_highest = self.params.is_greedy and not self.steps
-        is_usual = self.steps <= PLAIN_STEPS and self.params.temperature >= _LEAST_TEMPERATURE
+        is_usual = self.steps <= PLAIN_STEPS and self.params.temperature >= LEAST_TEMPERATURE
         self.is_plain = self.takes_highest or is_usual
 
     @property

@@ -23,7 +23,7 @@ _LOWEST = 1000.0  # a logit further below the highest counts as this far: square
 
 def scale_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
     # relative to the maximum first: a tiny temperature then cannot overflow the best token to inf
-    return (logits - logits.amax(dim=-1, keepdim=True)) / rows.knob("temperature")
+    return _divided(logits - logits.amax(dim=-1, keepdim=True), rows.knob("temperature"))
 
 
 def move_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
@@ -39,8 +39,11 @@ def move_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
         for state, entropy, num in zip(rows.states, entropies, alive, strict=True)
     ]
     temperature = torch.tensor(moved, dtype=torch.float32, device=rows.device).unsqueeze(1)
-    below = logits - logits.amax(dim=-1, keepdim=True)
-    # at temperature 0 only the best stay, at 0 below themselves
+    return _divided(logits - logits.amax(dim=-1, keepdim=True), temperature)
+
+
+def _divided(below: Tensor, temperature: Tensor) -> Tensor:
+    """At temperature 0, or one that is 0 as a float32, only the best stay: at 0 below themselves."""
     return torch.where(below == 0.0, below, below / temperature)
 
 

@@ -137,7 +137,8 @@ class Fields:
     def refuse_any(self, keys: tuple[str, ...], hint: str | None = None) -> None:
         """Known fields that cannot be honoured: anything but null and false is refused."""
         for key in keys:
-            if self.get(key) not in (None, False):
+            value = self.get(key)
+            if value is not None and value is not False:  # 0 is neither
                 refuse(self.name(key), "is not supported by this server", hint)
 
 

@@ -1,4 +1,4 @@
-"""The four vocabulary kinds of GGUF files, built from `tokenizers` parts so that encoding runs in Rust.
+"""The vocabulary kinds of GGUF files, built from `tokenizers` parts so that encoding runs in Rust.
 
 "llama"   SentencePiece BPE: no word borders; of all neighbouring pairs that form a token, the one with
           the best score merges first. Characters outside the vocabulary become byte tokens <0xNN>.

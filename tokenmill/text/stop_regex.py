@@ -156,7 +156,8 @@ class StopRegexes:
                 return self._end(self._begun[move.match[0]], place, move.match[1]), self.matched
             self._states = move.states
             self._begun = [place if source < 0 else self._begun[source] for source in move.sources]
-            self._give_up_before(place - MAX_MATCH)
+            if self._begun[0] < place - MAX_MATCH:  # threads stand in the order in which they began
+                self._give_up_before(place - MAX_MATCH, place)
         return self._release(), None
 
     def flush(self) -> str:
@@ -172,10 +173,12 @@ class StopRegexes:
         self._held = ""
         return sent
 
-    def _give_up_before(self, place: int) -> None:
-        if self._begun[0] < place:  # threads stand in the order in which they began
-            old = sum(begun < place for begun in self._begun)
-            self._states, self._begun = self._states[old:], self._begun[old:]
+    def _give_up_before(self, oldest: int, place: int) -> None:
+        """What such threads stood in front of, a match that begins here, gets its turn."""
+        old = sum(begun < oldest for begun in self._begun)
+        young = self._states[old:]
+        anew = tuple(state for state in self._patterns.beginning if state not in young)
+        self._states, self._begun = young + anew, self._begun[old:] + [place] * len(anew)
 
     def _release(self) -> str:
         keep = min(self._begun)

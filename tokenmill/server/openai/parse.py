@@ -237,8 +237,7 @@ def _stream_options(fields: Fields) -> StreamOptions:
         return StreamOptions(is_stream, include_usage=False)
     if not is_stream:
         refuse("stream_options", "is only allowed when stream is true")
-    options.refuse_any(("continuous_usage_stats",))
-    options.boolean("include_obfuscation")
+    options.refuse_any(("continuous_usage_stats", "include_obfuscation"))
     return StreamOptions(is_stream, options.boolean("include_usage"))
 
 

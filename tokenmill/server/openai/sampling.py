@@ -15,6 +15,7 @@ from tokenmill.params import (
     INT64_MAX,
     INT64_MIN,
     MAX_BREAKERS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_STOP_REGEXES,
     MAX_STOP_STRINGS,
@@ -138,7 +139,7 @@ def _choices(fields: Fields, config: ServerConfig) -> dict[str, Any]:
 
 
 def _beam(fields: Fields, width: int) -> BeamParams | None:
-    length_penalty = fields.number("length_penalty", -100.0, 100.0)
+    length_penalty = fields.number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     early_stopping = fields.boolean("early_stopping")
     if fields.boolean("use_beam_search"):
         return BeamParams(width, 1.0 if length_penalty is None else length_penalty, early_stopping)

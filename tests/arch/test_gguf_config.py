@@ -88,6 +88,7 @@ def test_yarn() -> None:
         ("llama", {"block_count": 10**9}, "block_count"),
         ("llama", {"attention__head_count": [4, 8]}, "attention.head_count"),
         ("llama", {"attention__head_count": 0}, "0 heads"),
+        ("llama", {"attention__head_count": 10**6, "attention__head_count_kv": 10**6}, "1000000 heads"),
         ("llama", {"attention__value_length": 8}, "different lengths"),
         ("llama", {"rope__scaling__type": "dynamic"}, "dynamic"),
         ("llama", {"rope__dimension_count": 99}, "99"),

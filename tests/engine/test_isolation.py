@@ -13,7 +13,8 @@ from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.runner.scripted import ContextModel
-from tokenmill.types import PromptRequest
+from tokenmill.sampling.sampler import Sampler
+from tokenmill.types import NewRow, PromptRequest
 
 POISON = 250
 GOOD = [
@@ -103,6 +104,22 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_run() -> None:
     assert {name: tokens_of(outputs) for name, outputs in second.items()} == {
         name: tokens for name, tokens in expected().items() if name in second
     }
+
+
+def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Sampler.add_row
+
+    def taken(sampler: Sampler, new: NewRow) -> None:
+        if new.params.seed == 13:
+            raise RuntimeError("a knob that was not thought of")
+        take(sampler, new)
+
+    monkeypatch.setattr(Sampler, "add_row", taken)
+    core = scripted_core()
+    unlucky = PromptRequest(prompt=[7, 8], request_id="unlucky", params=SamplingParams(seed=13))
+    first = run(core, [unlucky, *GOOD[:2]])
+    assert {outputs[-1].finish_reason for outputs in first.values()} == {"error"}
+    assert {name: tokens_of(outputs) for name, outputs in run(core, GOOD).items()} == expected()
 
 
 def test_an_engine_that_keeps_failing_gives_up() -> None:

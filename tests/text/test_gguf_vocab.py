@@ -121,6 +121,7 @@ def test_control_tokens_are_parsed_on_demand_and_user_defined_ones_always() -> N
         ({"add_bos_token": 1}, "expected true or false"),
         ({"add_sep_token": True, "eos_token_id": 99999}, "below 261"),
         ({"model": "llama"}, "scores is missing"),
+        ({"model": "t5", "scores": [0.0] * 261, "precompiled_charsmap": [1]}, "precompiled_charsmap"),
     ],
 )
 def test_damaged_metadata_is_named(changes: dict[str, Any], said: str) -> None:
@@ -133,6 +134,13 @@ def test_unknown_variants_are_refused_by_name() -> None:
         tokenizer_from_gguf(small_byte_level(pre="from-the-future"))
     with pytest.raises(UnsupportedModel, match="'rwkv'"):
         tokenizer_from_gguf(small_byte_level(model="rwkv"))
+
+
+def test_an_unknown_word_may_have_any_name() -> None:
+    tokens = ["[CLS]", "[SEP]", "huh", "\u2581a"]
+    metadata = {"model": "bert", "tokens": tokens, "token_type": [3, 3, 1, 1], "merges": None, "pre": None}
+    ids = {"cls_token_id": 0, "bos_token_id": 0, "seperator_token_id": 1, "eos_token_id": 1, "unknown_token_id": 2}
+    assert tokenizer_from_gguf(small_byte_level(**metadata, **ids)).encode("a zzz") == [0, 3, 2, 1]
 
 
 def test_unigram_equals_the_vocabulary_it_was_trained_as() -> None:

@@ -6,7 +6,7 @@ out). A key in neither is an error that names it.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -48,7 +48,7 @@ class Fields:
 
     def number(self, key: str) -> float:
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value):
             self._wrong(key, value, "a number")
         return float(value)
 
@@ -103,4 +103,5 @@ class Fields:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # neither NaN, nor a whole number that no float can hold

@@ -161,6 +161,8 @@ class _Reader:
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             self.fields.refuse(f"{heads} heads over {kv_heads} key/value heads are not possible")
         head_dim = self.fields.integer_or_none("attention.key_length") or self.hidden // heads
+        if not head_dim:
+            self.fields.refuse(f"{heads} heads of {self.hidden} numbers together are not possible")
         if (self.fields.integer_or_none("attention.value_length") or head_dim) != head_dim:
             self.fields.refuse("keys and values of different lengths are not implemented")
         return AttentionSpec(
@@ -236,7 +238,7 @@ class _Reader:
 
     def _longrope(self, rotary_dim: int) -> LongRopeScaling:
         context = self.fields.integer("context_length")
-        original = self.fields.integer_or_none("rope.scaling.original_context_length") or context
+        original = self.fields.integer_or_none("rope.scaling.original_context_length", minimum=2) or context
         short = self._factors("rope_factors_short.weight", rotary_dim)
         long = self._factors("rope_factors_long.weight", rotary_dim)
         if short is None or long is None:

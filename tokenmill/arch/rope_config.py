@@ -29,7 +29,7 @@ def rope_for(fields: Fields, family: Family, head_dim: int, is_windowed: bool) -
     parameters = _parameters(fields, family, is_windowed)
     rope = Fields(parameters, f"{fields.source} rope")
     partial = rope.positive("partial_rotary_factor") if rope.has("partial_rotary_factor") else 1.0
-    if partial != 1.0 and not family.has_partial_rotary:
+    if partial > 1.0 or (partial != 1.0 and not family.has_partial_rotary):
         fields.refuse(f"partial_rotary_factor {partial:g} is not implemented for this family")
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
@@ -87,8 +87,8 @@ def _llama3(rope: Fields, fields: Fields, rotary_dim: int) -> Llama3Scaling:
 def _original_context(rope: Fields, fields: Fields) -> int:
     for source in (rope, fields):
         if source.get("original_max_position_embeddings") is not None:
-            return source.integer("original_max_position_embeddings")
-    return fields.integer("max_position_embeddings")
+            return source.integer("original_max_position_embeddings", minimum=2)
+    return fields.integer("max_position_embeddings", minimum=2)
 
 
 def _stretch(rope: Fields, fields: Fields, original: int) -> float:

@@ -77,9 +77,11 @@ def load_front(config: EngineConfig) -> Front:
 
 
 def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """All ids that end an answer: the model's and the tokenizer's (they differ for some chat models)."""
+    """All ids that end an answer: the model's and the tokenizer's (they differ for some chat models), as far as the
+    model can draw them."""
     from_tokenizer = tokenizer.eos_token_ids if tokenizer else ()
-    return tuple(dict.fromkeys((*spec.eos_token_ids, *from_tokenizer)))
+    named = dict.fromkeys((*spec.eos_token_ids, *from_tokenizer))
+    return tuple(token_id for token_id in named if 0 <= token_id < spec.vocab_size)
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:

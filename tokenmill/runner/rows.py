@@ -27,6 +27,9 @@ class Rows:
         self.tables: NDArray[np.int32] = np.zeros((num_groups, max_rows, max_blocks), np.int32)
         self._live: dict[int, Row] = {}
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._live
+
     def __getitem__(self, row: int) -> Row:
         return self._live[row]
 

@@ -75,6 +75,8 @@ class ModelRunner:
     def apply_changes(self, plan: StepPlan, rows: Sequence[RowPlan]) -> None:
         """`rows`: those of the plan that are new"""
         for row in plan.freed_rows:
+            if row not in self.rows:  # the step that was to bring it failed before
+                continue
             if self.rows[row].pooler is None:
                 self.sampler.free_row(row)
             self.rows.free(row)

@@ -125,7 +125,8 @@ def build_wordpiece(fields: VocabFields, tokens: VocabTokens) -> BuiltModel:
     unknown_id = fields.token_id("unknown_token_id", len(tokens.texts), default=100)
     if unknown_id is None:
         raise damaged(f"{PREFIX}unknown_token_id is missing")
-    backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token=tokens.texts[unknown_id]))
+    unknown = _wordpiece(tokens.texts[unknown_id], tokens.types[unknown_id])
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token=unknown))
     lowercase = fields.flag("normalizer.lowercase", True)
     accents = fields.flag("normalizer.strip_accents", lowercase)
     backend.normalizer = normalizers.BertNormalizer(strip_accents=accents, lowercase=lowercase)
@@ -164,10 +165,17 @@ def _unigram_normalizer(fields: VocabFields) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     charsmap = fields.array("precompiled_charsmap")
     if charsmap:
-        steps.append(normalizers.Precompiled(_as_bytes(charsmap)))
+        steps.append(_precompiled(_as_bytes(charsmap)))
     if fields.flag("remove_extra_whitespaces", False):
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     return normalizers.Sequence(steps)
+
+
+def _precompiled(charsmap: bytes) -> normalizers.Normalizer:
+    try:
+        return normalizers.Precompiled(charsmap)
+    except Exception as error:  # the library raises bare Exception
+        raise damaged(f"{PREFIX}precompiled_charsmap can't be read: {error}") from error
 
 
 def _as_bytes(numbers: list[int]) -> bytes:

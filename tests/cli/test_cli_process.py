@@ -93,7 +93,7 @@ def test_every_verb_in_the_table_has_help(environment: dict[str, str]) -> None:
         (["run", "--max-tokens", "1.5", "hi"], ["--max-tokens takes a whole number, not 1.5"]),
         (["serve", "--host", "no..where", "--allow-open"], ["no..where", "--host"]),
         (["serve", "--api-key", "", "--port", "0"], ["API key is empty"]),
-        (["run", "smollm2", "hi", "there"], ["there"]),
+        (["run", "smollm2", "hi", "there"], ["'there'", "quotes"]),
         (["run"], ["nothing to answer"]),
         (["run", "--raw", "--system", "x", "hi"], ["--raw"]),
         (["rm"], ["MODEL"]),

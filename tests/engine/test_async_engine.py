@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -188,8 +189,14 @@ def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path, stories_
     run(scenario())
 
 
-def test_what_a_core_says_last_is_heard_before_its_end(tmp_path: Path, stories_dir: Path) -> None:
-    """Both lie there when the front looks up again, as on a machine that has other things to do."""
+def test_what_a_core_says_last_is_heard_before_its_end(
+    tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lie there when the front looks up again, as on a machine that has other things to do (and one whose
+    folder for what is temporary lies too deep for a socket)."""
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     (tmp_path / "config.json").write_bytes((stories_dir / "config.json").read_bytes())
     heard: list[Any] = []
 

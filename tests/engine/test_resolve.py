@@ -93,6 +93,9 @@ def test_the_context_is_cut_to_what_the_pool_holds() -> None:
     assert found.config.model.max_context == 160
     assert any("cut to 160" in reason for reason in found.reasons)
     assert settle().config.model.max_context == 32_768
+    windowed = replace(SPEC, layers=(LAYER, replace(LAYER, attention=replace(LAYER.attention, window=64))) * 2)
+    with pytest.raises(InvalidConfig, match="at least 3"):  # one for each kind of layer, and nobody's
+        settle(EngineConfig(cache=CacheConfig(num_blocks=2)), spec=windowed)
 
 
 def test_small_models_round_their_activations_finely() -> None:

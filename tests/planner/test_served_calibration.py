@@ -15,7 +15,7 @@ from tokenmill.bench.records import Record
 from tokenmill.bench.result import write_result
 from tokenmill.cli import main
 from tokenmill.errors import InvalidConfig
-from tokenmill.planner.calibrate import Served, served_speeds
+from tokenmill.planner.calibrate import NEEDED, Served, served_speeds
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Question, make_plan
@@ -76,8 +76,9 @@ def test_nothing_can_be_learnt_from_nothing(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(InvalidConfig, match="several tokens"):
         served_speeds([Served(10, 1, 0.0, 1.0, 1.0)], MODEL, "bfloat16")
     other = tmp_path / "other.json"
-    other.write_text('{"benchmark": "startup"}')
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    assert main(["plan", str(config), "--device", "H200", "--calibrate", str(other)]) == 2
-    assert "bench serve" in capsys.readouterr().err
+    for results in (None, 5, ["x"], [dict.fromkeys(NEEDED, 0)], [dict.fromkeys(NEEDED, "1")], [{"decode_tok_s": 1}]):
+        other.write_text(json.dumps({"benchmark": "offline", "results": results}))
+        assert main(["plan", str(config), "--device", "H200", "--calibrate", str(other)]) == 2
+        assert "bench serve" in capsys.readouterr().err

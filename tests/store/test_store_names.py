@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tokenmill.errors import InvalidRequest, UnknownModel
-from tokenmill.store import CatalogEntry, HubModel, LocalModel, Store, is_model_name, load_catalog, parse_name
+from tokenmill.errors import InvalidConfig, InvalidRequest, UnknownModel
+from tokenmill.store import (
+    CatalogEntry,
+    HubModel,
+    LocalModel,
+    Store,
+    is_model_name,
+    load_catalog,
+    parse_name,
+    resolve_model,
+)
 from tokenmill.store.layout import checked_file_name, directory_name
 
 
@@ -29,6 +39,24 @@ def test_paths_win_over_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     assert parse_name("owner/name") == LocalModel(Path("owner/name"))
     assert parse_name("m.gguf") == LocalModel(Path("m.gguf"))
+
+
+def test_paths_that_lead_nowhere_are_no_accident(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="no such file"):
+        parse_name("~nobody-is-called-so/model.gguf")
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    with pytest.raises(InvalidConfig, match="not UTF-8"):
+        resolve_model(str(folder))
+
+
+def test_a_store_that_can_t_be_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_HOME", "~nobody-is-called-so")
+    with pytest.raises(InvalidConfig, match="no home"):
+        Store()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that is mounted for reading
+    with pytest.raises(InvalidConfig, match="can't be written"):
+        Store(tmp_path).prepare()
 
 
 def test_a_folder_does_not_hide_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

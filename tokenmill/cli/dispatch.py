@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from cyclopts.config import Dict
 
 from tokenmill.cli.amounts import whole_numbers_only
@@ -31,6 +31,8 @@ def dispatch(verb: str, module: str, arguments: list[str]) -> int:
         arguments, config_file = take_config_file(arguments)
         app = _app(verb, module, config_file)
         return int(app([verb, *arguments]) or 0)
+    except UnusedCliTokensError as problem:
+        return _fail(_one_line(_left_over(verb, problem.unused_tokens or [])), 2)
     except CycloptsError as problem:
         return _fail(_one_line(str(problem)), 2)
     except TokenmillError as problem:
@@ -100,6 +102,13 @@ def _fail(line: str, code: int) -> int:
         traceback.print_exc()
     print(f"tokenmill: {line}", file=sys.stderr)
     return code
+
+
+def _left_over(verb: str, words: list[str]) -> str:
+    shown = " ".join(words)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    quotes = " (a prompt of several words goes in quotes)" if verb == "run" else ""
+    return f"{verb} has no use for {shown!r}{quotes}; see tokenmill {verb} --help"
 
 
 def _reader_left() -> int:

@@ -13,11 +13,13 @@ import sys
 import tempfile
 
 EXIT_PATIENCE_S = 3.0
+LONGEST_PLACE = 70  # bytes: the folder's own name and the socket's take 29 more
 
 
 class CoreChild:
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-")  # mode 0700: where its sockets lie
+        # Where its sockets lie; of mode 0700.
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=socket_place(tempfile.gettempdir()))
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tokenmill.engine.process", self._folder.name, str(os.getpid())],
@@ -49,6 +51,11 @@ class CoreChild:
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
+
+
+def socket_place(usual: str) -> str:
+    """A socket's path has room for a hundred bytes; some machines keep what is temporary in deeper folders."""
+    return usual if len(os.fsencode(usual)) <= LONGEST_PLACE else "/tmp"
 
 
 def describe_exit(code: int) -> str:

@@ -201,6 +201,11 @@ def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reaso
     """One sequence must fit the pool alone, or it could never finish."""
     assert model.max_context is not None and cache.num_blocks is not None
     longest = longest_context(layout, cache, model.max_context)
+    if not longest:
+        least = 1 + len(layout.groups)
+        raise InvalidConfig(
+            f"num_blocks must be at least {least} for this model, got {cache.num_blocks}", param="num_blocks"
+        )
     if longest < model.max_context:
         reasons.append(f"context cut to {longest:,} tokens, which is what the KV cache holds")
     return replace(model, max_context=longest)

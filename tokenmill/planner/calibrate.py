@@ -10,6 +10,7 @@ speed of prefill is its prompt over its TTFT, where the best tenth counts: the o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -26,8 +27,7 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.roofline import Speeds
 
-NEEDED = ("concurrency", "decode_step_ms", "decode_step_bytes", "decode_flops_s", "prefill_flops_s")
-
+NEEDED = ("concurrency", "decode_tok_s", "decode_step_ms", "decode_step_bytes", "decode_flops_s", "prefill_flops_s")
 
 HINT = "tokenmill bench offline MODEL --concurrency 1,2,4,8,16,32 --rounds 3 | tail -1 > result.json"
 
@@ -49,9 +49,9 @@ class Served:
 
 def read_calibration(path: Path) -> Speeds:
     """From a result of the engine alone."""
-    report = read_json(path)
-    rows = [row for row in report.get("results", []) if isinstance(row, dict) and row.get("decode_tok_s")]
-    if not rows or any(key not in rows[0] for key in NEEDED):
+    results = read_json(path).get("results")
+    rows = [row for row in results if _is_measured(row)] if isinstance(results, list) else []
+    if not rows:
         raise InvalidConfig(
             f"{path} holds no results of `bench offline`, `bench latency` or `bench serve`",
             param="calibrate",
@@ -60,9 +60,14 @@ def read_calibration(path: Path) -> Speeds:
     return fit_speeds(rows)
 
 
+def _is_measured(row: Any) -> bool:
+    values = [row.get(key) for key in NEEDED] if isinstance(row, dict) else [None]
+    return all(isinstance(value, int | float) and 0 < value <= sys.float_info.max for value in values)
+
+
 def served_speeds(served: Sequence[Served], model: PlannedModel, kv_dtype: str) -> Speeds:
     """From requests that were answered by a server of `model`."""
-    told = [request for request in served if request.output_len > 1 and request.last_s > request.first_s]
+    told = [r for r in served if r.output_len > 1 and r.last_s > r.first_s > r.sent_s]
     if not told:
         raise InvalidConfig("no request of that run was answered with several tokens", param="calibrate", hint=HINT)
     running = _running(told)

@@ -20,6 +20,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from errno import EACCES
 from pathlib import Path
 from urllib.parse import quote
 
@@ -52,7 +53,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def store_root() -> Path:
-    return Path(os.environ.get("TOKENMILL_HOME") or Path.home() / ".cache" / "tokenmill").expanduser()
+    try:
+        return Path(os.environ.get("TOKENMILL_HOME") or Path.home() / ".cache" / "tokenmill").expanduser()
+    except RuntimeError:  # a user without a name and a HOME, as in some containers
+        raise InvalidConfig("there is no home directory for the model store", hint="set TOKENMILL_HOME") from None
 
 
 class Store:
@@ -109,6 +113,8 @@ class Store:
         try:
             for room in ("blobs", "models", "partial", "locks"):
                 (self.root / room).mkdir(parents=True, exist_ok=True)
+                if not os.access(self.root / room, os.W_OK):
+                    raise PermissionError(EACCES, os.strerror(EACCES))
         except OSError as problem:
             raise InvalidConfig(
                 f"the model store {self.root} can't be written: {problem.strerror}", hint="set TOKENMILL_HOME"

@@ -64,10 +64,10 @@ def shown(text: str) -> str:
 def _existing_path(text: str) -> LocalModel | None:
     if not text or "\0" in text or len(text) > 4096:
         return None
-    path = Path(text).expanduser()
     try:
+        path = Path(text).expanduser()
         usable = path.is_dir() or (path.is_file() and path.suffix in MODEL_FILES)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where nobody is called so, or has a home
         return None
     # A bare word is a path only with a separator or suffix: a folder called "qwen3" must not hide the catalog.
     named_as_path = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenmill.errors import UnknownModel
+from tokenmill.errors import InvalidConfig, UnknownModel
 from tokenmill.store.layout import Store
-from tokenmill.store.names import LocalModel, parse_name
+from tokenmill.store.names import LocalModel, parse_name, shown
 from tokenmill.store.progress import PullProgress, Silent
 from tokenmill.store.pull import pull
 
@@ -25,6 +25,7 @@ def resolve_model(
     """Where the model called `name` is; it is pulled first when it is not here and `allow_pull` says so."""
     model = parse_name(name)
     if isinstance(model, LocalModel):
+        _require_unicode(name)
         return ResolvedModel(
             model.path, model.path.resolve().stem if model.path.is_file() else _folder_name(model), "local"
         )
@@ -35,6 +36,16 @@ def resolve_model(
             raise UnknownModel(f"{model.name} is not in the store", hint=f"tokenmill pull {model.name}")
         manifest = pull(model, store, progress or Silent())
     return ResolvedModel(store.path_of(manifest), manifest.name, manifest.source)
+
+
+def _require_unicode(name: str) -> None:
+    """The engine's process is told of a path as text; bytes that are none can't be."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidConfig(
+            f"the path {shown(name)} is not UTF-8", param="model", hint="rename it, or make a link with another name"
+        ) from None
 
 
 def _folder_name(model: LocalModel) -> str:

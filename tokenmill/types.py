@@ -198,8 +198,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 # ── from the engine to a client ────────────────────────────────────────────────────────────────────────
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step brought to one sequence of a request. The last one of a sequence has `finish_reason`."""
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a step brought to one sequence of a request. The last one of a sequence has `finish_reason`. There is one
+    for every token, so what has not changed from its default does not travel."""
 
     request_id: str
     index: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted_engine import byte_intake
@@ -42,6 +43,21 @@ def test_events_join_to_the_text_and_no_character_is_split(text: str) -> None:
     assert all("\ufffd" not in event.text for event in events if "\ufffd" not in text)
     assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
     assert all(event.text or event.finish_reason for event in events)
+
+
+@given(st.text(max_size=20), st.integers(1, 5), st.booleans())
+def test_tokens_that_come_together_say_what_they_say_one_by_one(text: str, size: int, ends_with_id: bool) -> None:
+    ids = [*text.encode(), *([EOS_ID] if ends_with_id else [])]
+    outlet = outlet_for(SamplingParams())
+    events = []
+    for start in range(0, max(1, len(ids)), size):
+        is_last = start + size >= len(ids)
+        brought = output(ids[start : start + size], finish="stop" if is_last else None)
+        events += outlet.push(msgspec.structs.replace(brought, logprobs=None))
+    assert "".join(event.text for event in events) == text
+    assert [token_id for event in events for token_id in event.token_ids] == ids
+    assert outlet.is_finished and events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == len(ids)
 
 
 @example("ab", ["b", "aba"])  # "aba" might still begin before the "b" when the text is over

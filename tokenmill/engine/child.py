@@ -11,18 +11,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 EXIT_PATIENCE_S = 3.0
 LONGEST_PLACE = 70  # bytes: the folder's own name and the socket's take 29 more
 
 
 class CoreChild:
-    def __init__(self) -> None:
+    def __init__(self, program: Sequence[str] = ("-m", "tokenmill.engine.process")) -> None:
+        """`program`: what Python runs; it is told the folder of its sockets and its parent."""
         # Where its sockets lie; of mode 0700.
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=socket_place(tempfile.gettempdir()))
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenmill.engine.process", self._folder.name, str(os.getpid())],
+            [sys.executable, *program, self._folder.name, str(os.getpid())],
             stdin=subprocess.DEVNULL,
             process_group=0,
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tokenmill.engine.fold import folded
 from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.stop_chain import Stops
 from tokenmill.text.tokenizer import Tokenizer
@@ -48,12 +49,14 @@ class Outlet:
         self._wants_logprobs = wants_logprobs
         self._num_cached_tokens = 0
         self._stopped: list[int] = []
+        self._has_stops = bool(request.params.stop or request.params.stop_regex)
         self._choices = [self._new_choice() for _ in range(request.params.n)]
+        self._num_open = len(self._choices)
         self._held: dict[int, list[Event]] = {}
 
     @property
     def is_finished(self) -> bool:
-        return all(choice.is_finished for choice in self._choices)
+        return self._num_open == 0
 
     @property
     def num_completion_tokens(self) -> int:
@@ -92,6 +95,33 @@ class Outlet:
         return Choice(detokenizer, Stops(params.stop, params.stop_regex, include_stop=params.include_stop))
 
     def _advance(self, choice: Choice, output: SequenceOutput) -> Event | None:
+        if self._has_stops or output.logprobs is not None:
+            text, matched = self._push_one_by_one(choice, output)
+        else:
+            text, matched = self._push_together(choice, output), None
+        if matched is not None and output.finish_reason is None:
+            self._stopped.append(output.index)
+        if matched is None and output.finish_reason is not None:
+            rest, matched = self._rest(choice)
+            text += rest
+        finish = "stop" if matched is not None else output.finish_reason
+        if finish is not None:
+            choice.is_finished = True
+            self._num_open -= 1
+        choice.num_emitted += len(text)
+        return self._event(choice, output, text, finish, matched)
+
+    def _push_together(self, choice: Choice, output: SequenceOutput) -> str:
+        """Nothing is looked for in the text, and nobody asks where in it a token ends."""
+        ids = output.token_ids
+        choice.num_tokens += len(ids)
+        choice.unsent_ids += ids
+        if choice.detokenizer is None:
+            return ""
+        is_stop_id = output.stop_token_id is not None and ids[-1:] == [output.stop_token_id]
+        return choice.detokenizer.push(ids[:-1] if is_stop_id else ids)
+
+    def _push_one_by_one(self, choice: Choice, output: SequenceOutput) -> tuple[str, str | None]:
         text, matched = "", None
         for position, token_id in enumerate(output.token_ids):
             is_stop_id = token_id == output.stop_token_id and position == len(output.token_ids) - 1
@@ -99,15 +129,7 @@ class Outlet:
             text += emitted
             if matched is not None:
                 break
-        if matched is not None and output.finish_reason is None:
-            self._stopped.append(output.index)
-        if matched is None and output.finish_reason is not None:
-            rest, matched = self._rest(choice)
-            text += rest
-        finish = "stop" if matched is not None else output.finish_reason
-        choice.is_finished = finish is not None
-        choice.num_emitted += len(text)
-        return self._event(choice, output, text, finish, matched)
+        return text, matched
 
     def _push_token(
         self, choice: Choice, token_id: int, logprobs: TokenLogprobs | None, is_stop_id: bool
@@ -121,8 +143,7 @@ class Outlet:
             choice.has_logprobs = True
             if self._wants_logprobs and not is_stop_id:
                 choice.unsent_infos.append((choice.num_decoded, self._info(logprobs)))
-        params = self._request.params
-        if choice.num_tokens <= params.min_tokens and (params.stop or params.stop_regex):
+        if choice.num_tokens <= self._request.params.min_tokens and self._has_stops:
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
 
@@ -138,6 +159,9 @@ class Outlet:
         if not text and finish is None and output.prompt_logprobs is None:
             return None
         ids, choice.unsent_ids = choice.unsent_ids, []
+        if finish is None and not self._wants_logprobs and output.prompt_logprobs is None:  # most events by far
+            queue_s = output.queue_s or None
+            return Event(request_id=self.request_id, index=output.index, text=text, token_ids=ids, queue_s=queue_s)
         return Event(
             request_id=self.request_id,
             index=output.index,
@@ -170,19 +194,9 @@ class Outlet:
     def _best_choices(self) -> list[Event]:
         assert self._keep_best is not None
         ranked = sorted(self._held, key=lambda index: -self._choices[index].cumulative_logprob)
-        return [self._folded(index, place) for place, index in enumerate(ranked[: self._keep_best])]
-
-    def _folded(self, index: int, place: int) -> Event:
-        events = self._held[index]
-        return msgspec.structs.replace(
-            events[-1],
-            index=place,
-            text="".join(event.text for event in events),
-            token_ids=[token_id for event in events for token_id in event.token_ids],
-            logprobs=[info for event in events for info in event.logprobs or []] if self._wants_logprobs else None,
-            prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
-            usage=self._usage(),
-        )
+        best = [folded(self._held[index]) for index in ranked[: self._keep_best]]
+        usage = self._usage()
+        return [msgspec.structs.replace(event, index=place, usage=usage) for place, event in enumerate(best)]
 
     def _usage(self) -> Usage:
         return Usage(

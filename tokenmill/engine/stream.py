@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Callable
 
+from tokenmill.engine.fold import folded
 from tokenmill.engine.outlet import Outlet
 from tokenmill.errors import RequestFailed, TokenmillError, error_with_code
 from tokenmill.types import Event, SequenceOutput
@@ -20,11 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """What has come of a request and was not taken yet."""
+    """What has come of a request and was not taken yet. Whoever is behind finds what waits for him in one event a
+    choice, so the further he is behind the less an event costs a token. One reader, one future: this is passed once
+    for every token that is streamed."""
 
     def __init__(self, outlet: Outlet) -> None:
         self.outlet = outlet
-        self._events: asyncio.Queue[Event | TokenmillError | None] = asyncio.Queue()
+        self._waiting: dict[int, list[Event]] = {}  # by choice; the one that spoke last is the last
+        self._error: TokenmillError | None = None
+        self._is_over = False
+        self._wake: asyncio.Future[None] | None = None
 
     def take_in(self, output: SequenceOutput) -> TokenmillError | None:
         """An output's events; or why the request ends here. A mistake in the text of one is no other's business."""
@@ -32,22 +38,47 @@ class Arrivals:
             return error_with_code(output.error_code, output.error or "the request failed")
         try:
             for event in self.outlet.push(output):
-                self._events.put_nowait(event)
+                self.put(event)
         except Exception:
             log.exception("request %s: its tokens could not be made text", self.outlet.request_id)
             return RequestFailed("the answer's tokens could not be made text")
         return None
 
+    def put(self, event: Event) -> None:
+        events = self._waiting.pop(event.index, [])
+        events.append(event)
+        self._waiting[event.index] = events
+        self._wake_reader()
+
     def end(self) -> None:
-        self._events.put_nowait(None)
+        self._is_over = True
+        self._wake_reader()
 
     def fail(self, error: TokenmillError) -> None:
-        self._events.put_nowait(error)
+        self._error = error
         self.end()
 
-    async def take(self) -> Event | TokenmillError | None:
-        """The next event, or why there is none; None after the last one."""
-        return await self._events.get()
+    @property
+    def is_awaited(self) -> bool:
+        """Nothing is here, and something may still come."""
+        return not self._waiting and not self._is_over
+
+    def arrival(self) -> asyncio.Future[None]:
+        self._wake = asyncio.get_running_loop().create_future()
+        return self._wake
+
+    def take(self) -> Event | None:
+        """What has come of a choice since the last time; None when all was taken. A failure is raised once."""
+        if self._waiting:
+            return folded(self._waiting.pop(next(iter(self._waiting))))
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return None
+
+    def _wake_reader(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
 
 OnLeave = Callable[[Arrivals], None]
@@ -66,16 +97,16 @@ class EventStream(AsyncIterator[Event]):
         return self._arrivals.outlet.request_id
 
     async def __anext__(self) -> Event:
-        try:
-            event = await self._arrivals.take()
-        except asyncio.CancelledError:
-            self._on_leave(self._arrivals)
-            raise
+        arrivals = self._arrivals
+        while arrivals.is_awaited:
+            try:
+                await arrivals.arrival()
+            except asyncio.CancelledError:
+                self._on_leave(arrivals)
+                raise
+        event = arrivals.take()
         if event is None:
-            self._arrivals.end()  # an exhausted iterator stays exhausted
             raise StopAsyncIteration
-        if isinstance(event, TokenmillError):
-            raise event
         return event
 
     async def aclose(self) -> None:

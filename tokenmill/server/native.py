@@ -202,7 +202,7 @@ class Reply(Response):
         self._keep_alive_s = keep_alive_s
         self._has_begun = False
         self._num_sent = 0
-        self._sending = asyncio.Lock()
+        self._beginning = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._work(scope, receive, send))
@@ -269,12 +269,19 @@ class Reply(Response):
                 await self._emit(send, sse.PING)
 
     async def _emit(self, send: Send, data: bytes, more: bool = True) -> None:
-        async with self._sending:
+        self._num_sent += 1
+        if self._has_begun and not self._beginning.locked():
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+        else:
+            await self._emit_first(send, data, more)
+
+    async def _emit_first(self, send: Send, data: bytes, more: bool) -> None:
+        """The head comes before all else, whether it is a first event that waits for the socket or a first ping."""
+        async with self._beginning:
             if not self._has_begun:
                 self._has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                 data = self._job.rendering.begin() + data
-            self._num_sent += 1
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
 

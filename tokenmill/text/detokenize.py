@@ -13,7 +13,7 @@ half finished is completed. Without a prompt the text begins, and SentencePiece'
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tokenmill.text.pieces import Spelling
 from tokenmill.text.tokenizer import Tokenizer
@@ -27,17 +27,13 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         if tokenizer.spelling is not None:
-            self._text: _SpelledText | _WindowedText = _SpelledText(tokenizer, tokenizer.spelling, prompt_ids, hidden)
+            text: _SpelledText | _WindowedText = _SpelledText(tokenizer, tokenizer.spelling, prompt_ids, hidden)
         else:
-            self._text = _WindowedText(tokenizer, prompt_ids, hidden)
-
-    def push(self, ids: Iterable[int]) -> str:
+            text = _WindowedText(tokenizer, prompt_ids, hidden)
+        self.push: Callable[[Iterable[int]], str] = text.push
         """The text that these ids complete; may be empty."""
-        return self._text.push(ids)
-
-    def finish(self) -> str:
+        self.finish: Callable[[], str] = text.finish
         """The text is over: what still waited."""
-        return self._text.finish()
 
 
 class _SpelledText:
@@ -48,24 +44,25 @@ class _SpelledText:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = spelling.drops_first_space and not prompt_ids
-        if prompt_ids:
-            self._utf8.decode(_unfinished_character(self._joined(prompt_ids[-_LONGEST_CHARACTER:])))
+        self._unfinished = _unfinished_character(self._joined(prompt_ids[-_LONGEST_CHARACTER:]))
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._begun(self._utf8.decode(self._joined(ids)))
+        return self._decoded(self._unfinished + self._joined(ids))
 
     def finish(self) -> str:
-        return self._begun(self._utf8.decode(b"", final=True))
+        return self._decoded(self._unfinished, is_final=True)
+
+    def _decoded(self, waiting: bytes, is_final: bool = False) -> str:
+        text, num_read = codecs.utf_8_decode(waiting, "replace", is_final)
+        self._unfinished = waiting[num_read:]
+        return self._begun(text) if self._drop_space else text
 
     def _joined(self, ids: Iterable[int]) -> bytes:
         return b"".join([self._tokenizer.token_bytes(token_id) for token_id in ids if token_id not in self._hidden])
 
     def _begun(self, text: str) -> str:
-        if not self._drop_space or not text:
-            return text
-        self._drop_space = False
+        self._drop_space = not text
         return text.removeprefix(" ")
 
 

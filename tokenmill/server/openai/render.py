@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -60,6 +60,23 @@ class Envelope:
         return orjson.dumps({**self.fields, "choices": choices, "usage": usage_object(usage), **extra})
 
 
+class TextChunks:
+    """Chunks with nothing but text, as nearly all are: what stands around it is made once a choice."""
+
+    HOLE = "\0"
+
+    def __init__(self, chunk: Callable[[int, str], bytes]) -> None:
+        self._chunk = chunk
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def render(self, choice: int, text: str) -> bytes:
+        around = self._around.get(choice)
+        if around is None:
+            before, _, after = self._chunk(choice, self.HOLE).rpartition(orjson.dumps(self.HOLE))
+            around = self._around[choice] = before, after
+        return around[0] + orjson.dumps(text) + around[1]
+
+
 class Failing:
     """Errors look the same in all of OpenAI's replies."""
 
@@ -78,6 +95,7 @@ class ChatRendering(Failing):
         kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self._envelope = Envelope(info, "chatcmpl", kind, include_usage)
         self._num_choices = num_choices
+        self._texts = TextChunks(lambda choice, text: self._chunk(choice, {"content": text}))
         self._held: dict[int, list[TokenInfo]] = {}  # logprobs whose text is not out yet
 
     def begin(self) -> bytes:
@@ -85,6 +103,8 @@ class ChatRendering(Failing):
         return b"".join(self._chunk(choice, delta) for choice in range(self._num_choices))
 
     def event(self, choice: int, event: Event) -> bytes:
+        if event.logprobs is None and event.finish_reason is None:
+            return self._texts.render(choice, event.text) if event.text else b""
         logprobs = self._logprobs(choice, event)
         if event.finish_reason is None:
             return self._chunk(choice, {"content": event.text}, logprobs) if event.text else b""
@@ -148,6 +168,7 @@ class CompletionRendering(Failing):
         self._echoes = echoes
         self._wants_logprobs = wants_logprobs
         self._wants_prompt_logprobs = wants_prompt_logprobs
+        self._texts = TextChunks(self._chunk)
         self._legacy = [LegacyLogprobs(len(echoes[choice]) if echoes else 0) for choice in range(num_choices)]
         self._held: dict[int, list[TokenInfo]] = {}
 
@@ -156,6 +177,8 @@ class CompletionRendering(Failing):
         return b"".join(chunks)
 
     def event(self, choice: int, event: Event) -> bytes:
+        if event.logprobs is None and event.finish_reason is None:
+            return self._texts.render(choice, event.text) if event.text else b""
         if event.finish_reason is None and not event.text:
             self._held.setdefault(choice, []).extend(event.logprobs or [])
             return b""

@@ -1,0 +1,258 @@
+"""How many tokens a second the server can carry around a model: scheduler, link, text, SSE, sockets; no arithmetic.
+
+Three real processes: a core whose steps take a given time and draw one token for every sequence, the front of
+`tokenmill serve` before it, and a client that reads all streams as plainly as possible.
+
+    core: plan, apply, encode ══ unix socket ══ front: decode, detokenise, render, write ══ TCP ══ client
+
+What counts is CPU time a token, of each thread that does it, because a busy machine does not change it: a thread that
+takes 20 us a token carries 50,000 tokens a second. Prints a table and, as the last line, one JSON object.
+
+    python benchmarks/stream_capacity.py [--streams 1,16,128,512] [--step-ms 5] [--tokens 256] [--model smollm2:135m]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenmill.config.by_name import engine_config
+from tokenmill.config.engine import SchedulerConfig
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.engine.child import CoreChild
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.front import load_front
+from tokenmill.engine.loop import run_loop
+from tokenmill.engine.process import ProcessLink, SocketMailbox
+from tokenmill.engine.status import CoreInfo
+from tokenmill.guided.masks import StepMasks
+from tokenmill.kv.cache import KVCache
+from tokenmill.observe.metrics import Metrics
+from tokenmill.scheduler import Scheduler
+from tokenmill.server.door import Engine
+from tokenmill.server.run import serve
+from tokenmill.types import RowResult, StepPlan, StepResult
+
+MAX_CONTEXT = 2048
+BLOCK_SIZE = 16
+MAX_ROWS = 1024
+TOKEN_S = 20e-6  # what a step takes longer for each token fed; 8 GB of weights on a large GPU behave like that
+WORD = " the"  # what the model always says
+
+
+# ── the core's process ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Metronome:
+    """A runner without a model: a step takes its time and brings a token to each row that wants one."""
+
+    def __init__(self, step_s: float, token_id: int) -> None:
+        self._step_s = step_s
+        self._token_id = token_id
+
+    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
+        ends = time.monotonic() + self._step_s + plan.num_tokens * TOKEN_S
+        drawn = [RowResult(row=row.row, token_ids=[self._token_id]) for row in plan.rows if row.sample]
+        time.sleep(max(0.0, ends - time.monotonic()))
+        return StepResult(rows=drawn)
+
+
+def run_core(step_s: float, token_id: int, folder: str, parent_pid: int) -> int:
+    cache = KVCache(windows=(None,), num_blocks=MAX_ROWS * MAX_CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE)
+    config = SchedulerConfig(max_running=MAX_ROWS, token_budget=8192)
+    scheduler = Scheduler(config=config, cache=cache, max_rows=MAX_ROWS, clock=time.monotonic)
+    info = CoreInfo(max_context=MAX_CONTEXT, num_blocks=cache.num_usable, block_size=BLOCK_SIZE, pid=os.getpid())
+    mailbox = SocketMailbox(folder, parent_pid)
+    mailbox.take(wait=True)  # the word to start, which names a model
+    run_loop(EngineCore(scheduler, Metronome(step_s, token_id), info), mailbox)
+    mailbox.close()
+    return 0
+
+
+# ── the front's process ────────────────────────────────────────────────────────────────────────────────
+
+
+def run_front(model: str, port: int, step_s: float) -> int:
+    config = engine_config(model, {})
+
+    async def start_engine() -> Engine:
+        front = load_front(config)
+        assert front.tokenizer is not None
+        (token_id,) = front.tokenizer.encode(WORD, add_special_tokens=False)
+        child = CoreChild([__file__, "core", str(step_s), str(token_id)])
+        engine = AsyncEngine(front, lambda: ProcessLink(config, front.model_path, child))
+        await engine.open()
+        return engine
+
+    return serve(start_engine, ServerConfig(port=port, any_model_name=True, log_level="warning"), Metrics(model=model))
+
+
+@contextmanager
+def serving(model: str, step_s: float) -> Iterator[tuple[int, int]]:
+    """Process id and port of a front that answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, __file__, "front", model, str(port), str(step_s)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as front:
+        try:
+            while not answers(port):
+                if front.poll() is not None:
+                    raise SystemExit(f"the server ended with exit code {front.returncode}")
+                time.sleep(0.05)
+            yield front.pid, port
+        finally:
+            front.send_signal(signal.SIGTERM)
+            front.wait(60)
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            return connection.recv(16).startswith(b"HTTP/1.1 200")
+    except OSError:
+        return False
+
+
+# ── the client's process ───────────────────────────────────────────────────────────────────────────────
+
+
+class Streams:
+    """Many answers read at once: words and chunks are counted, nothing is parsed."""
+
+    def __init__(self, port: int, num_streams: int, num_tokens: int) -> None:
+        self.num_words = self.num_chunks = 0
+        self._talking: set[socket.socket] = set()
+        self._selector = selectors.DefaultSelector()
+        for number in range(num_streams):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(request(number, num_tokens))
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    @property
+    def num_talking(self) -> int:
+        return len(self._talking)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._selector.get_map())
+
+    def read(self) -> None:
+        for key, _ in self._selector.select():
+            connection: Any = key.fileobj
+            data = connection.recv(1 << 16)
+            self._talking.add(connection)
+            self.num_words += data.count(WORD.encode())  # one that is cut in two is missed: one in thousands
+            self.num_chunks += data.count(b"data: {")
+            if not data or b"[DONE]" in data:
+                self._selector.unregister(connection)
+                connection.close()
+
+
+def request(number: int, num_tokens: int) -> bytes:
+    words = f"Story {number}. " + "Once upon a time a miller lived beside a quiet river. " * 10
+    knobs = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    body = json.dumps({"messages": [{"role": "user", "content": words}], **knobs}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{len(body)}\r\n\r\n".encode() + body
+
+
+# ── measuring ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cpu_s(pid: int) -> dict[str, float]:
+    """CPU time so far of the process's first thread and of all others together (the socket library's)."""
+    used = {"main": 0.0, "other": 0.0}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        spent_ns = int((task / "schedstat").read_text().split()[0])
+        used["main" if task.name == str(pid) else "other"] += spent_ns / 1e9
+    return used
+
+
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def snapshot(pids: dict[str, int], streams: Streams) -> dict[str, float]:
+    times = {f"{name}_{part}": used for name, pid in pids.items() for part, used in cpu_s(pid).items()}
+    return {**times, "wall": time.perf_counter(), "words": streams.num_words, "chunks": streams.num_chunks}
+
+
+def measure(model: str, num_streams: int, num_tokens: int, step_s: float) -> dict[str, Any]:
+    with serving(model, step_s) as (pid, port):
+        pids = {"front": pid, "core": child_of(pid)}
+        requests_cost(pids, port, 2)  # a warm-up
+        asking = requests_cost(pids, port, max(16, num_streams))
+        spent = streaming_cost(pids, Streams(port, num_streams, num_tokens), num_streams)
+    tokens = spent["words"]
+    return {
+        "streams": num_streams,
+        "tokens_per_s": round(tokens / spent["wall"]),
+        "of_ideal": round(tokens / spent["wall"] * (step_s / num_streams + TOKEN_S), 3),
+        "tokens_per_chunk": round(tokens / spent["chunks"], 2),
+        **{f"{name}_us": round(spent[name] / tokens * 1e6, 1) for name in sorted(spent) if "_" in name},
+        "front_tokens_per_s": round(tokens / spent["front_main"]),
+        "core_tokens_per_s": round(tokens / spent["core_main"]),
+        "front_us_a_request": round(asking["front_main"] * 1e6),
+        "core_us_a_request": round(asking["core_main"] * 1e6),
+    }
+
+
+def requests_cost(pids: dict[str, int], port: int, num_requests: int) -> dict[str, float]:
+    """What a request costs beside its tokens: each asks for one."""
+    streams = Streams(port, 0, 1)
+    before = snapshot(pids, streams)
+    streams = Streams(port, num_requests, 1)
+    while streams.num_open:
+        streams.read()
+    return {name: (value - before[name]) / num_requests for name, value in snapshot(pids, streams).items()}
+
+
+def streaming_cost(pids: dict[str, int], streams: Streams, num_streams: int) -> dict[str, float]:
+    """Between the moment when every stream has begun and the one when the first has ended."""
+    while streams.num_talking < num_streams:
+        streams.read()
+    before = snapshot(pids, streams)
+    while streams.num_open == num_streams:
+        streams.read()
+    after = snapshot(pids, streams)
+    while streams.num_open:
+        streams.read()
+    return {name: after[name] - before[name] for name in before}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2:135m", help="whose tokenizer and settings the front has")
+    parser.add_argument("--streams", default="1,16,128,512")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="of a step of no tokens; each adds 0.02")
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    options = parser.parse_args()
+    rows = []
+    for num_streams in map(int, options.streams.split(",")):
+        rows.append(measure(options.model, num_streams, options.tokens, options.step_ms / 1e3))
+        if len(rows) == 1:
+            print(" ".join(rows[0]))
+        print(" ".join(f"{value:>{len(name)}}" for name, value in rows[-1].items()), flush=True)
+    print(json.dumps({"benchmark": "stream_capacity", "step_ms": options.step_ms, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["core"]:
+        sys.exit(run_core(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])))
+    if sys.argv[1:2] == ["front"]:
+        sys.exit(run_front(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+    sys.exit(main())

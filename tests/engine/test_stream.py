@@ -1,0 +1,76 @@
+"""What waits for a reader: one who keeps up gets every event as it came, one who is behind gets them folded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_outlet import outlet_for
+
+from tokenmill import SamplingParams
+from tokenmill.engine.stream import Arrivals, EventStream
+from tokenmill.errors import RequestFailed
+from tokenmill.types import Event, TokenInfo, Usage
+
+
+def word(text: str, index: int = 0, **more: object) -> Event:
+    info = TokenInfo(len(text), text, text.encode(), -1.0, 1)
+    return Event(request_id="r", index=index, text=text, token_ids=[len(text)], logprobs=[info], **more)  # type: ignore[arg-type]
+
+
+def read(*steps: list[Event], error: RequestFailed | None = None) -> list[Event]:
+    """What a reader gets who looks once after each step."""
+
+    async def scenario() -> list[Event]:
+        arrivals = Arrivals(outlet_for(SamplingParams()))
+        stream = EventStream(arrivals, lambda _: None, asyncio.get_running_loop())
+        got: list[Event] = []
+        reading = asyncio.create_task(_collect(stream, got))
+        for events in steps:
+            for event in events:
+                arrivals.put(event)
+            for _ in range(3):  # time to wake up, to read and to wait again
+                await asyncio.sleep(0)
+        if error is None:
+            arrivals.end()
+            await reading
+            with pytest.raises(StopAsyncIteration):  # and stays at its end
+                await anext(stream)
+        else:
+            arrivals.fail(error)
+            with pytest.raises(RequestFailed):
+                await reading
+        return got
+
+    return asyncio.run(scenario())
+
+
+async def _collect(stream: EventStream, got: list[Event]) -> None:
+    async for event in stream:
+        got.append(event)
+        await asyncio.sleep(0)
+
+
+def test_who_keeps_up_sees_every_event_as_it_came() -> None:
+    events = [word("a"), word("b"), word("c", finish_reason="stop")]
+    assert read(*([event] for event in events)) == events
+
+
+def test_what_waits_is_one_event_a_choice() -> None:
+    early, late = Usage(prompt_tokens=1, completion_tokens=3), Usage(prompt_tokens=1, completion_tokens=5)
+    waiting = [
+        word("a", queue_s=0.5),
+        word("x", index=1),
+        word("bc"),
+        word("y", index=1, finish_reason="length", usage=early),
+        word("d", finish_reason="stop", usage=late),
+    ]
+    second, first = read(waiting)
+    assert (second.index, second.text, second.finish_reason, second.usage) == (1, "xy", "length", early)
+    assert (first.index, first.text, first.token_ids, first.finish_reason) == (0, "abcd", [1, 2, 1], "stop")
+    assert first.usage == late, "the newest count comes last"
+    assert first.queue_s == 0.5 and [info.text for info in first.logprobs or []] == ["a", "bc", "d"]
+
+
+def test_a_failure_comes_after_what_was_said_before_it() -> None:
+    assert [event.text for event in read([word("a"), word("b")], error=RequestFailed("no"))] == ["ab"]

@@ -1,8 +1,8 @@
-"""Python's cycle collector while steps run.
+"""Python's cycle collector while steps run, and while a front streams what they bring.
 
 A full collection looks through everything that lives, 70 ms with a thousand requests, and a GPU that has finished its
-step waits for it; so full ones come seldom. The others come less often than Python's own figures say, because a step
-of a thousand rows makes thousands of objects that live until the next one.
+step waits for it, or all clients of a front do; so full ones come seldom. The others come less often than Python's own
+figures say, because a step of a thousand rows makes thousands of objects that live until the next one.
 """
 
 from __future__ import annotations

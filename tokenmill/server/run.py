@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.child import CoreChild
+from tokenmill.engine.collector import seldom_full
 from tokenmill.errors import InvalidConfig, TokenmillError
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
@@ -158,8 +160,10 @@ class Life:
         try:
             if await self._load(start_engine):
                 print(welcome(self._listener, self._door.info.name, needs_key=self._needs_key), flush=True)
-                await self._stop.wait()
-                await self._drain()
+                gc.freeze()  # what was imported and loaded stays: streams need not wait while it is looked through
+                with seldom_full():
+                    await self._stop.wait()
+                    await self._drain()
         finally:
             await self._end(answering)
         return 0

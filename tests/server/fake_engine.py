@@ -64,6 +64,9 @@ class FakeEngine:
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
         return self.tokenize("".join(f"<{m.role}>{m.content}" for m in request.messages))
 
+    def token_texts(self, ids: list[int]) -> list[str]:
+        return [self.detokenize([token_id]) for token_id in ids]
+
     def detokenize(self, ids: list[int]) -> str:
         return bytes(token_id for token_id in ids if token_id < BOS).decode(errors="replace")
 

@@ -151,6 +151,21 @@ def test_echo_scores_the_prompt_like_the_reference(process: ServerProcess, golde
         assert others == pytest.approx(case["prompt_logprobs_from_second_token"], abs=1e-3)
 
 
+def test_echoed_tokens_stand_where_they_say(process: ServerProcess) -> None:
+    """Also behind a first space that only the tokenizer writes."""
+    choice = complete(process, prompt="Lily went", echo=True, logprobs=0, max_tokens=4, temperature=0)["choices"][0]
+    places = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    assert places[:2] == [("", 0), (" Lily", 0)]
+    assert all(choice["text"].startswith(token, offset) for token, offset in places[2:])
+    assert sum(len(token) for token, offset in places if offset >= len("Lily went")) == len(choice["text"]) - 9
+
+
+def test_what_tokens_spell_joins_to_the_text(process: ServerProcess) -> None:
+    asked = {"prompt": "Lily went out", "add_special_tokens": False, "return_token_strs": True}
+    reply = process.http.post("/tokenize", json=asked).json()
+    assert "".join(reply["token_strs"]) == " Lily went out" and len(reply["token_strs"]) == reply["count"]
+
+
 def test_cached_tokens_are_reported(process: ServerProcess) -> None:
     prompt = "Once upon a time there was a dog. " * 8
     before, after = (complete(process, prompt=prompt, max_tokens=1)["usage"] for _ in range(2))

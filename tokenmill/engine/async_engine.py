@@ -148,6 +148,11 @@ class AsyncEngine:
         """The text of token ids, special ones included."""
         return self._loaded_intake().tokenizer.decode(ids, skip_special_tokens=False)
 
+    def token_texts(self, ids: list[int]) -> list[str]:
+        """What each of them spells on its own, with its space."""
+        tokenizer = self._loaded_intake().tokenizer
+        return [tokenizer.token_text(token_id) for token_id in ids]
+
     # ── being ──────────────────────────────────────────────────────────────────────────────────────────
 
     @property

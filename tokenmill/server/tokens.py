@@ -47,7 +47,7 @@ def tokenized(fields: Fields, engine: Engine, info: ModelInfo) -> dict[str, Any]
     ids = _ids(fields, engine, info)
     reply: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
     if fields.boolean("return_token_strs"):
-        reply["token_strs"] = [engine.detokenize([token_id]) for token_id in ids]
+        reply["token_strs"] = engine.token_texts(ids)
     return reply
 
 

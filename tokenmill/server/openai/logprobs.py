@@ -49,11 +49,15 @@ def _legacy_top(info: TokenInfo) -> dict[str, float]:
 
 
 def echoed_logprobs(prompt: str, prompt_infos: list[TokenInfo | None], infos: list[TokenInfo]) -> dict[str, Any]:
-    """Prompt and answer in one. Nothing predicts the first token: its logprob is null, its text what is left over."""
+    """Prompt and answer in one. Nothing predicts the first token: its logprob is null, its text what is left over.
+
+    That is less than nothing where a tokenizer begins a text with a space that nobody wrote.
+    """
     known = [info for info in prompt_infos if info is not None]
-    first_length = max(0, len(prompt) - sum(len(info.text) for info in known))
+    first_length = len(prompt) - sum(len(info.text) for info in known)
     rest = LegacyLogprobs(first_length).render([*known, *infos])
-    first = {"tokens": prompt[:first_length], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    rest["text_offset"] = [max(0, offset) for offset in rest["text_offset"]]
+    first = {"tokens": prompt[: max(0, first_length)], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
     return {name: [first[name], *values] for name, values in rest.items()}
 
 

@@ -17,7 +17,6 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,27 +50,22 @@ def single(llm: LLM) -> dict[str, float]:
 
 def steps(llm: LLM) -> dict[str, float]:
     """Decoding steps around 512 tokens of context: 480 in, 64 out; the time of the steps in the middle."""
+    from tokenmill.types import PromptRequest
+
     found = {}
     rng = random.Random(3)
+    intake = llm.front.intake(llm.core.info.max_context)
     for count in (8, 32, 128):
-        for number in range(count):
-            llm._submit(_asked(f"steps-{count}-{number}", prompt(rng, 480), greedy(64)))
+        for _ in range(count):
+            llm.core.add(intake.take(PromptRequest(prompt=prompt(rng, 480), params=greedy(64))))
         times = []
         while llm.core.has_work:
             began = time.perf_counter()
             outputs = llm.core.step()
             times.append((time.perf_counter() - began, len(outputs)))
-            for output in outputs:
-                llm._deliver(output)
         full = [seconds for seconds, num_outputs in times if num_outputs == count][8:-4]
         found[f"step_ms_{count}"] = sum(full) / len(full) * 1e3
     return found
-
-
-def _asked(request_id: str, ids: list[int], params: SamplingParams) -> Any:
-    from tokenmill.types import PromptRequest
-
-    return PromptRequest(prompt=ids, params=params, request_id=request_id)
 
 
 def requests(llm: LLM) -> dict[str, float]:
@@ -133,7 +127,7 @@ def main() -> None:
     figures: dict[str, float] = {**first_token(llm)}
     figures["load_s"] = llm.core.info.load_s
     began = time.perf_counter()
-    llm.core._runner.prepare()
+    llm.core.runner.prepare()  # type: ignore[attr-defined]
     torch.cuda.synchronize()
     figures["prepare_s"] = time.perf_counter() - began
     figures["allocated_gib"] = torch.cuda.memory_allocated() / 2**30

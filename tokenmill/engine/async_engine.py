@@ -24,14 +24,7 @@ from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, S
 from tokenmill.engine.process import ProcessLink
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo
 from tokenmill.engine.stream import Arrivals, EventStream
-from tokenmill.errors import (
-    Draining,
-    EngineDead,
-    InvalidRequest,
-    Overloaded,
-    RequestFailed,
-    TokenmillError,
-)
+from tokenmill.errors import Draining, EngineDead, InvalidRequest, Overloaded, RequestFailed, TokenmillError
 from tokenmill.types import ChatRequest, SequenceOutput
 
 log = logging.getLogger(__name__)

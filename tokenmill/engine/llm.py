@@ -205,15 +205,12 @@ class LLM:
         """The first step begins while most of a long list is still to be taken in; a static batch is one as a whole."""
         count = len(waiting) if self.config.scheduler.policy == "static" else min(len(waiting), TAKEN_IN_A_STEP)
         for _ in range(count):
-            asked, request = waiting.popleft()
-            self._outlets[request.request_id] = self._front.outlet(asked, request)
-            self._core.add(request)
+            self._add(*waiting.popleft())
 
     def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
-        request = self._taken(asked)
+        request = self._submit(asked)
         kept = self._kept[request.request_id] = []
         try:
-            self._add_some(deque([(asked, request)]))
             while kept or request.request_id in self._outlets:
                 if not kept:
                     for output in self._core.step():
@@ -230,6 +227,15 @@ class LLM:
         request = self._intake.take(asked)
         self._core.prepare(request)
         return request
+
+    def _submit(self, asked: ClientRequest) -> Request:
+        request = self._taken(asked)
+        self._add(asked, request)
+        return request
+
+    def _add(self, asked: ClientRequest, request: Request) -> None:
+        self._outlets[request.request_id] = self._front.outlet(asked, request)
+        self._core.add(request)
 
     def _deliver(self, output: SequenceOutput) -> Sequence[Arrived]:
         outlet = self._outlets.get(output.request_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.word_forms import Stored, WordForm, stored_formats, word_form
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.model import model_at
@@ -41,7 +43,8 @@ MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
 def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: WordForm | None) -> None:
     assert word_form("layers.0.q.weight", (64, columns), Stored(quant, same_scales)) == form
     assert word_form("layers.0.router.weight", (64, columns), Stored(quant, same_scales)) is None
-    assert word_form("layers.0.experts.up.weight", (8, 64, columns), Stored(quant, same_scales)) is None
+    of_experts = word_form("layers.0.experts.up.weight", (8, 64, columns), Stored(quant, same_scales))
+    assert of_experts == (form and replace(form, is_of_experts=True))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,25 @@ def test_grouped_checkpoints_are_planned_as_they_are_kept(
     planned = make_plan(model_at(tmp_path, "a"), plan_device("H200"), Question()).memory
     if bytes_each < 2:
         assert planned.weights == parts.total
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored", "bytes_each"),
+    [
+        ("none", "Q4_K", 0.5 + 4 / 32),
+        ("none", "Q8_0", 1 + 2 / 32),
+        ("none", None, 2),
+        ("int4", None, 0.5 + 2 / 128),
+        ("int8", None, 1 + 2 / 32),
+        ("fp8", None, 1 + 2 / 32),  # no products with fp8 experts
+    ],
+)
+def test_experts_are_planned_as_they_are_kept(quantization: str, stored: str | None, bytes_each: float) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    spec = spec_from_hf(LLAMA | experts | {"num_experts_per_tok": 2})
+    formats = {name: Stored(stored) for name in tensors_of(spec) if ".experts." in name} if stored else {}
+    parts = gpu_weight_parts(spec, 2, quantization, formats)
+    assert parts.experts == 2 * 4 * 3 * 1024 * 2048 * bytes_each
 
 
 def test_a_gguf_file_is_planned_as_it_is_kept(smollm2_path: Path) -> None:

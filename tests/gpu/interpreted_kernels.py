@@ -17,7 +17,7 @@ import torch
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.spec import MlpSpec, MoeSpec, TensorSpec
 from tokenmill.arch.word_forms import Stored, word_form
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
@@ -28,12 +28,13 @@ from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import rounded
-from tokenmill.ops.triton import large_products, quantized, skinny, strips, words
+from tokenmill.ops.triton import chosen_words, large_products, quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
 from tokenmill.ops.triton.prompt_attention import prompt_attention
 from tokenmill.ops.triton.seats import NO_ROW, give, look_up, remember
+from tokenmill.runner import memory
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.warmup import WarmUp
@@ -311,6 +312,54 @@ def check_few_tokens_experts(num_tokens: int, num_experts: int, *, renormalize: 
     same(done[1], total)
 
 
+def check_word_experts(
+    quants: tuple[str | None, ...],
+    hidden: int,
+    inter: int,
+    *,
+    k: int = 2,
+    quantization: str = "none",
+    is_fused: bool = True,
+) -> None:
+    """Experts as a file has them quantised, or rounded while they load: alone, as few, and sorted."""
+    ops, num_experts = build_ops(quantization), 3
+    shapes = {"gate": (num_experts, inter, hidden), "up": (num_experts, inter, hidden)}
+    raws = []
+    for (part, shape), quant in zip({**shapes, "down": (num_experts, hidden, inter)}.items(), quants, strict=True):
+        drawn = random_blocks(shape, quant, torch.Generator().manual_seed(3)) if quant else torch.randn(shape) * 0.05
+        raws.append(RawTensor(f"layers.0.experts.{part}.weight", shape, drawn, quant))
+    packed = ops.pack_experts(raws[0], raws[1], raws[2], partial(dequantize, dtype=torch.float16))
+    exact = PLAIN.pack_experts(raws[0], raws[1], raws[2], dequantize)
+    if quantization != "none":
+        rounded_ones = tuple(
+            quantized.expanded(one).float().view(num_experts, -1, one.num_columns) for one in packed.packed
+        )
+        for ours, theirs in zip(rounded_ones, exact.packed, strict=True):
+            same(ours, theirs, tolerance=0.15)
+        exact = ExpertsWeight(num_experts, rounded_ones)
+    formats = {raw.name: Stored(raw.quant) for raw in raws if raw.quant is not None}
+    kept = [part for one in packed.packed for part in (one if isinstance(one, tuple) else (one,))]
+    taken = sum(one.words.nbytes + one.scales.nbytes for one in kept)
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=True)
+    planned = [TensorSpec(raw.name, raw.shape, "linear") for raw in raws]
+    assert taken == sum(memory._kept_bytes(one, 2, quantization, formats.get(one.name)) for one in planned)
+    router, norm = torch.randn(num_experts, hidden) * 0.3, torch.rand(hidden) + 0.5
+    for tokens in (1, 6):
+        x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+        normed, _ = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
+        chosen = PLAIN.route(normed @ router.T, k, True)
+        expected = PLAIN.experts(normed, *chosen, exact, "silu")
+        same(ops.experts(normed, *chosen, packed, "silu"), expected, tolerance=2e-3)
+        if quantization != "none":
+            continue  # the same kernels, and the interpreter takes its time
+        assert ops.add_norm_experts is not None
+        weight = LinearWeight(num_experts, hidden, router)
+        done = ops.add_norm_experts(x, residual, norm, 1e-5, weight, packed, spec)
+        assert (done is not None) == (is_fused and tokens == 1)
+        if done is not None:
+            same(done[0], expected, tolerance=2e-3)
+
+
 def check_seats() -> None:
     tables = torch.randint(1, 99, (2, 4, 5), dtype=torch.int32)
     newest = torch.tensor([7, 8, 9, 10])
@@ -371,6 +420,11 @@ def main() -> None:
     check_experts()
     check_few_tokens_experts(1, 9, renormalize=True)
     check_few_tokens_experts(3, 4, renormalize=False)
+    with patch.multiple(chosen_words, PROGRAMS=8, LINES=32):
+        check_word_experts(("Q4_K", "Q4_K", "Q8_0"), 256, 64)
+        check_word_experts(("Q8_0", "Q8_0", "Q4_1"), 64, 128, k=1)
+    check_word_experts((None, None, None), 128, 128, quantization="int4")
+    check_word_experts(("Q4_K", "Q6_K", "Q5_0"), 256, 64, is_fused=False)
     check_seats()
     check_best()
     check_gates_of_many_rows()

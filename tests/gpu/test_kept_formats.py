@@ -11,13 +11,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights"))
 
+from test_gguf_weights import FAMILIES, SMALL, VOCABULARY
 from test_group_quantized import write_twins
 from test_large_shapes import SPEC, logits, relative_error
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import DummyWeights, dummy_weights, random_blocks
+from tokenmill.weights.gguf_write import write_gguf
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +52,69 @@ def test_products_of_any_number_of_rows(quant: str) -> None:
         assert error < 0.004, (num_rows, error)
     ids = torch.tensor([3, 500, 3], device="cuda")
     assert relative_error(ops.embed(ids, ops.pack_embedding(raw, dense)), exact[ids]) < 0.003
+
+
+def experts_raw(quants: tuple[str | None, ...], num_experts: int, hidden: int, inter: int) -> list[RawTensor]:
+    """Gates, ups and downs; where there is no format, plain ones"""
+    found = []
+    for part, quant in zip(("gate", "up", "down"), quants, strict=True):
+        shape = (num_experts, hidden, inter) if part == "down" else (num_experts, inter, hidden)
+        drawing = torch.Generator().manual_seed(len(found))
+        values = random_blocks(shape, quant, drawing) if quant else torch.randn(shape, generator=drawing) * 0.02
+        found.append(RawTensor(f"layers.0.experts.{part}.weight", shape, values, quant))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("quants", "quantization"),
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), "none"), (("Q8_0", "Q8_0", "Q4_0"), "none"), (("Q4_K", "Q6_K", "Q5_1"), "none"),
+        ((None, None, None), "int4"), ((None, None, None), "fp8"),
+    ],
+)  # fmt: skip
+def test_experts_of_any_number_of_tokens(quants: tuple[str | None, ...], quantization: str) -> None:
+    from tokenmill.ops.triton.build import build_ops
+
+    torch.manual_seed(0)
+    ops, num_experts, hidden, inter, k = build_ops(quantization), 16, 2048, 768, 4
+    gate, up, down = experts_raw(quants, num_experts, hidden, inter)
+    packed = ops.pack_experts(gate, up, down, lambda raw: dequantize(raw, torch.bfloat16).cuda())
+    exact = REFERENCE_OPS.pack_experts(gate, up, down, lambda raw: dequantize(raw).cuda())
+    router = (torch.randn(num_experts, hidden, device="cuda") * 0.05).bfloat16()
+    weight, spec = LinearWeight(num_experts, hidden, router), MoeSpec(num_experts, k, MlpSpec(inter, "silu"))
+    norm = torch.rand(hidden, device="cuda") + 0.5
+    limit = {"int4": 0.25, "fp8": 0.02}.get(quantization, 0.01)  # of the rounding itself
+    for tokens in (1, 3, 8, 20, 100, 600):
+        x, residual = torch.randn(2, tokens, hidden, device="cuda").bfloat16()
+        normed, _ = REFERENCE_OPS.add_rms_norm(x, residual, norm, 1e-6)
+        chosen = ops.route(normed.float() @ router.float().T, k, spec.renormalize)
+        expected = REFERENCE_OPS.experts(normed.float(), *chosen, exact, "silu")
+        assert relative_error(ops.experts(normed, *chosen, packed, "silu"), expected) < limit, tokens
+        assert ops.add_norm_experts is not None
+        done = ops.add_norm_experts(x, residual, norm, 1e-6, weight, packed, spec)
+        assert (done is not None) == (tokens < 5 and quants[0] == quants[1])
+        assert done is None or relative_error(done[0], expected) < limit, tokens
+
+
+def test_a_mixture_s_file_answers_as_its_reference(tmp_path: Path) -> None:
+    """A GGUF file whose experts stay quantised; its prompt's scores, and tokens that are decoded."""
+    pytest.importorskip("gguf")
+    wide = {"hidden_size": 256, "moe_intermediate_size": 128, "model_type": "qwen3_moe"}
+    spec = spec_from_hf({**SMALL, **FAMILIES["qwen3_moe"], **wide})
+    vocabulary = {**VOCABULARY, "tokenizer.ggml.scores": [0.0, 0.0, 0.0]}
+    write_gguf(tmp_path / "a.gguf", spec, dummy_weights(spec, quant="Q4_0"), vocabulary)
+    params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1, ignore_eos=True)
+    prompt = torch.randint(0, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def scores(device: str, backend: str, dtype: str) -> torch.Tensor:
+        llm = LLM(str(tmp_path / "a.gguf"), device=device, backend=backend, dtype=dtype, max_context=64, num_blocks=20)
+        (found,) = llm.generate([prompt], params, progress=False)
+        assert found.error is None and found.prompt_logprobs is not None and len(found.outputs[0].token_ids) == 6
+        return torch.tensor([info.logprob for info in found.prompt_logprobs if info is not None])
+
+    expected = scores("cpu", "reference", "float32")
+    assert relative_error(scores("cuda", "triton", "float32"), expected) < 1e-3
+    assert relative_error(scores("cuda", "triton", "bfloat16"), expected) < 2e-2
 
 
 @dataclass(frozen=True)

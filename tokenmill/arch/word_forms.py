@@ -39,10 +39,11 @@ class WordForm:
     group: int  # columns that share a scale
     has_minima: bool
     span: int  # words whose first values are neighbours, as their second, ...
+    is_of_experts: bool = False  # matrices of many experts, one below the other
 
     def num_bytes(self, size: int) -> int:
-        """Of `size` values; scales of large groups are kept twice, in both orders"""
-        is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP
+        """Of `size` values; scales of large groups are kept twice, in both orders, but for experts"""
+        is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
 
@@ -67,16 +68,16 @@ _FORMATS = {
 
 def word_form(name: str, shape: tuple[int, ...], stored: Stored | None) -> WordForm | None:
     """None where a matrix is not kept as the file has it."""
-    if stored is None or stored.quant not in _FORMATS or len(shape) != 2 or name.endswith(WHOLE):
+    if stored is None or stored.quant not in _FORMATS or len(shape) < 2 or name.endswith(WHOLE):
         return None
-    found, columns = _FORMATS[stored.quant], shape[1]
+    found, columns = _FORMATS[stored.quant], shape[-1]
     group = found.group * stored.same_scales
     group = next(size for size in (MAX_GROUP, 64, found.group) if group % size == 0 and columns % size == 0)
     for bits in (4, 8):
         for span in (32, 16):
             turn = span * 32 // bits  # columns that are multiplied together: whole groups
             if bits >= found.bits and span <= 2 * group and group <= turn and columns % turn == 0:
-                return WordForm(bits, group, found.has_minima, span)
+                return WordForm(bits, group, found.has_minima, span, is_of_experts=len(shape) == 3)
     return None
 
 

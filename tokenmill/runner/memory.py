@@ -141,14 +141,15 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored:
     form = word_form(tensor.name, tensor.shape, stored)
     if form is not None:
         return form.num_bytes(size)
-    is_whole = tensor.kind != "linear" or tensor.name.endswith(KEPT_WHOLE) or len(tensor.shape) != 2
-    if quantization == "none" or is_whole or tensor.shape[1] % GROUP_COLUMNS:
+    columns, is_of_experts = tensor.shape[-1], len(tensor.shape) == 3
+    is_whole = tensor.kind != "linear" or tensor.name.endswith(KEPT_WHOLE)
+    if quantization == "none" or is_whole or columns % GROUP_COLUMNS:
         return value_bytes * size
-    if quantization == "fp8":
+    if quantization == "fp8" and not is_of_experts:
         return size + 4 * tensor.shape[0]
-    if quantization == "int8":
+    if quantization in ("fp8", "int8"):  # experts have no products with fp8 matrices
         return size + size // BLOCK_COLUMNS * 2
-    copies = 1 if tensor.shape[1] % (2 * GROUP_COLUMNS) else 2  # of scales: see `WordForm.num_bytes`
+    copies = 1 if columns % (2 * GROUP_COLUMNS) or is_of_experts else 2  # of scales: see `WordForm.num_bytes`
     return size // 2 + size // GROUP_COLUMNS * value_bytes * copies
 
 

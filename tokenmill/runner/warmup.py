@@ -27,7 +27,7 @@ from tokenmill.types import RowPlan
 SHORT, MIDDLE = 40, 640  # tokens of prompts
 FEW = (24, 12)  # ends of prompts that were not cached, whose products have kernels of their own
 SOME = (100, SHORT)
-FEW_ROWS = 64  # up to so many, decoding steps of different sizes have kernels of their own
+FEW_ROWS = 80  # up to so many (padded to 128), decoding steps of different sizes have kernels of their own
 Chunk = tuple[int, int]  # first position and number of a row's tokens
 
 

@@ -26,7 +26,7 @@ from tokenmill.ops.triton.route import route
 
 
 def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops:
-    """Rotation and packing of experts are torch's: they are few, or large copies."""
+    """Rotation is torch's."""
     pack = PackLinear(quantization, keeps_blocks=not deterministic)
     fastest = replace(
         REFERENCE_OPS,
@@ -34,6 +34,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         plan_attention=plan_attention,
         pack_linear=pack,
         pack_embedding=pack.embedding,
+        pack_experts=pack.experts,
         embed=embed,
         linear=linear,
         rms_norm=rms_norm,

@@ -10,46 +10,22 @@ as the device holds at once.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation, MoeSpec
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight
 from tokenmill.ops.triton.activation import activate
+from tokenmill.ops.triton.chosen_words import chosen_words
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.norm import norm_and_multiply
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.quantized import WordMatrix
+from tokenmill.ops.triton.router_choice import choice_of, logit_of, next_choice, ordered_logits
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS = 4  # beyond, sorting the choices by expert pays
 PROGRAMS = 1056  # of gates and ups: eight for each multiprocessor of an H200
 LINES = 2  # of down that a program computes
-LOWEST = tl.constexpr(-(2**31))
-
-
-@triton.jit
-def _ordered(logits, token, num_experts, BLOCK: tl.constexpr):
-    """Logits [BLOCK] as whole numbers that sort as they do; experts that do not exist come after all others"""
-    experts = tl.arange(0, BLOCK)
-    # Not by way of the first-level cache, which may know older ones: downs look before they wait.
-    at = logits + token * num_experts + experts
-    values = tl.load(at, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
-    bits = values.to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.where(experts < num_experts, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)
-
-
-@triton.jit
-def _logit_of(ordered):
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _next_choice(left, BLOCK: tl.constexpr):
-    """The best expert of those left, the first among equals; its logit; those left without it"""
-    experts = tl.arange(0, BLOCK)
-    best = tl.max(left, axis=0)
-    expert = tl.min(tl.where(left == best, experts, BLOCK), axis=0)
-    return expert.to(tl.int64), _logit_of(best), tl.where(experts == expert, LOWEST, left)
 
 
 @kernel
@@ -65,13 +41,7 @@ def _open_experts(
     columns = tl.arange(0, WIDTH)
     inside = columns < hidden
     factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
-    expert, _, left = _next_choice(_ordered(logits, token, num_experts, BLOCK), BLOCK)
-    if K == 2:  # ptxas 12.8 makes a loop of one round at most a condition, and that the reduction's mask
-        second, _, left = _next_choice(left, BLOCK)
-        expert = tl.where(choice == 1, second, expert)
-    else:
-        for _ in range(choice):
-            expert, _, left = _next_choice(left, BLOCK)
+    expert = choice_of(logits, token, choice, num_experts, K, BLOCK)
     first = tl.program_id(1) * lines_each
     last = tl.minimum(first + lines_each, inter)
     source = gate_up + (expert * 2 * inter + first) * hidden + columns
@@ -102,12 +72,12 @@ def _close_experts(
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
     is_there = (lines < hidden)[:, None] & inside[None, :]
     source = down + lines[:, None] * inter + columns[None, :]
-    ordered = _ordered(logits, token, num_experts, BLOCK)
-    expert, highest, left = _next_choice(ordered, BLOCK)
+    ordered = ordered_logits(logits, token, num_experts, BLOCK)
+    expert, highest, left = next_choice(ordered, BLOCK)
     part, logit = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0), highest
     second, second_logit = part, logit
     if K > 1:
-        expert, second_logit, left = _next_choice(left, BLOCK)
+        expert, second_logit, left = next_choice(left, BLOCK)
         second = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((LINES, WIDTH), tl.float32)
@@ -115,7 +85,7 @@ def _close_experts(
     for choice in tl.static_range(K):
         third, third_logit = second, second_logit
         if choice + 2 < K:
-            expert, third_logit, left = _next_choice(left, BLOCK)
+            expert, third_logit, left = next_choice(left, BLOCK)
             third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
         share = tl.exp(logit - highest)
         whole += share
@@ -123,7 +93,7 @@ def _close_experts(
         sums += part.to(tl.float32) * (factors.to(tl.float32) * share)[None, :]
         part, logit, second, second_logit = second, second_logit, third, third_logit
     if not RENORMALIZE:
-        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(_logit_of(ordered) - highest), 0.0)
+        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
         whole = tl.sum(shares, axis=0)
     tl.store(out + token * hidden + lines, (tl.sum(sums, axis=1) / whole).to(out.dtype.element_ty), mask=lines < hidden)
 
@@ -140,6 +110,8 @@ def chosen_experts(
     """x [T, H], router logits [T, experts] → weighted sum of the chosen experts [T, H]"""
     gate_up, down = packed.packed
     x, logits = x.contiguous(), logits.contiguous()
+    if isinstance(gate_up, WordMatrix):
+        return chosen_words(x, logits, gate_up, down, num_active, activation, renormalize=renormalize)
     (num_tokens, hidden), inter = x.shape, down.shape[2]
     block, pairs = next_power_of_2(packed.num_experts), num_tokens * num_active
     inner, out = x.new_empty(pairs, inter), torch.empty_like(x)
@@ -165,8 +137,9 @@ def add_norm_experts(
     packed: ExpertsWeight,
     spec: MoeSpec,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """For a few tokens; None for others."""
-    if not 0 < len(x) <= MAX_TOKENS:
+    """For a few tokens and matrices that are all plain or all words; None for others."""
+    kinds = {type(matrix) for matrix in packed.packed}
+    if not 0 < len(x) <= MAX_TOKENS or kinds not in ({torch.Tensor}, {WordMatrix}):
         return None
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
     renormalize, activation = spec.renormalize, spec.expert.activation

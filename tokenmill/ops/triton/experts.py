@@ -1,13 +1,10 @@
 """Routed experts in two ways, both without the host knowing who was chosen.
 
 A few tokens: each (token, choice) pair streams its expert's matrices, as for a single row. Many tokens: pairs are
-sorted by expert and multiplied in tiles; which expert a tile belongs to is found on the device. Expert e's tiles begin
-at offsets[e] // TILE + e, which leaves each expert room for its last, partly filled one.
+sorted by expert and multiplied in tiles (see `expert_tiles`), of plain matrices here, of words in `grouped_words`.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -16,13 +13,15 @@ from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.activation import act_mul, activate
 from tokenmill.ops.triton.decode_attention import precision_of
-from tokenmill.ops.triton.kernel import kernel, kernel_for_any
+from tokenmill.ops.triton.expert_tiles import SortedPairs, Tile, expert_of_tile, sort_pairs
+from tokenmill.ops.triton.grouped_words import multiply_words
+from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.quantized import WordMatrix
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_STREAMED_TOKENS = 4
 STRIP = 2  # matrix rows a program streams
-MAX_FEW_PAIRS = 256  # that a single program sorts, faster than a dozen kernels that sort any number
 
 
 @kernel
@@ -82,24 +81,6 @@ def _stream_down(
     tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
 
 
-@kernel_for_any("num_pairs")
-def _sort_pairs(
-    ids, order, offsets, num_pairs, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr
-) -> None:  # fmt: skip
-    """A pair's place is the number of pairs before it, and an expert's offset that of pairs before his."""
-    pairs, experts = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
-    own = tl.load(ids + pairs, mask=pairs < num_pairs, other=0)
-    places, begins = tl.zeros((PAIRS,), tl.int64), tl.zeros((EXPERTS,), tl.int64)
-    for first in range(0, num_pairs, AT_ONCE):
-        others = first + tl.arange(0, AT_ONCE)
-        found = tl.load(ids + others, mask=others < num_pairs, other=num_experts)[None, :]
-        is_earlier = (found == own[:, None]) & (others[None, :] < pairs[:, None])
-        places += tl.sum(((found < own[:, None]) | is_earlier).to(tl.int64), axis=1)
-        begins += tl.sum((found < experts[:, None]).to(tl.int64), axis=1)
-    tl.store(order + places, pairs.to(tl.int64), mask=pairs < num_pairs)
-    tl.store(offsets + experts, begins, mask=experts <= num_experts)
-
-
 @kernel
 def _grouped(
     x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
@@ -110,17 +91,7 @@ def _grouped(
 
     IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
     """
-    tile = tl.program_id(0)
-    low, high = 0, num_experts
-    while high - low > 1:  # the last expert whose tiles begin at or before this one
-        middle = (low + high) // 2
-        if tl.load(offsets + middle) // TILE + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    expert = low
-    begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-    first = begin + (tile - begin // TILE - expert) * TILE
+    expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         places = first + tl.arange(0, TILE)
         is_pair = places < end
@@ -152,7 +123,7 @@ def experts(
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
-    if len(x) <= MAX_STREAMED_TOKENS:
+    if len(x) <= MAX_STREAMED_TOKENS and all(isinstance(matrix, torch.Tensor) for matrix in packed.packed):
         return _streamed(x.contiguous(), weights, ids, packed, activation)
     tile = _tile_for(ids.numel() / packed.num_experts, x.dtype)
     return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
@@ -176,16 +147,6 @@ def _streamed(
     return out
 
 
-class Tile(NamedTuple):
-    """Sorted pairs, matrix rows and columns that a program multiplies at a time."""
-
-    pairs: int
-    columns: int
-    stride: int
-    warps: int
-    stages: int
-
-
 def sorted_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -196,47 +157,33 @@ def sorted_experts(
 ) -> torch.Tensor:
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
-    (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
-    order, offsets = sorted_pairs(ids.flatten(), packed.num_experts)
-    gated = x.new_empty(num_tokens * k, 2 * inter)
-    _multiply(x, gate_up, gated, order, offsets, weights, k, tile, is_gathered=True)
-    pairs = x.new_empty(num_tokens * k, hidden)
-    _multiply(act_mul(gated, activation), down, pairs, order, offsets, weights, k, tile, is_gathered=False)
-    return pairs.view(num_tokens, k, hidden)
+    pairs = sort_pairs(weights, ids, packed.num_experts)
+    gated = act_mul(_multiply(x, gate_up, pairs, tile, is_gathered=True), activation)
+    return _multiply(gated, down, pairs, tile, is_gathered=False).view(*ids.shape, -1)
 
 
-def sorted_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert ids [P] → pairs in the order of their experts [P]; where each expert's begin [num_experts + 1]"""
-    if len(ids) > MAX_FEW_PAIRS:
-        sorted_ids, order = ids.sort(stable=True)
-        return order, torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
-    order, offsets = torch.empty_like(ids), ids.new_empty(num_experts + 1)
-    _sort_pairs[(1,)](
-        ids, order, offsets, len(ids), num_experts, MAX_FEW_PAIRS, next_power_of_2(num_experts + 1), 32, num_warps=8
-    )
-    return order, offsets
+Matrices = torch.Tensor | WordMatrix | tuple[torch.Tensor | WordMatrix, ...]
+"""Of all experts: plain [experts, num_out, num_in], words with their lines one below the other, or, where gates and ups
+are not of one form, both apart"""
 
 
 def _multiply(
-    x: torch.Tensor,
-    matrices: torch.Tensor,
-    out: torch.Tensor,
-    order: torch.Tensor,
-    offsets: torch.Tensor,
-    shares: torch.Tensor,
-    k: int,
-    tile: Tile,
-    *,
-    is_gathered: bool,
-) -> None:
+    x: torch.Tensor, matrices: Matrices, pairs: SortedPairs, tile: Tile, *, is_gathered: bool
+) -> torch.Tensor:
+    """→ [pairs, num_out], in the order of the experts where tokens are gathered, else in their own"""
+    if isinstance(matrices, tuple):
+        return torch.cat([_multiply(x, one, pairs, tile, is_gathered=is_gathered) for one in matrices], dim=1)
+    if isinstance(matrices, WordMatrix):
+        return multiply_words(x, matrices, pairs, is_gathered=is_gathered)
     num_experts, num_out, num_in = matrices.shape
-    num_pairs = len(order)
-    grid = (num_pairs // tile.pairs + num_experts, cdiv(num_out, tile.columns))
+    out = x.new_empty(len(pairs.order), num_out)
+    grid = (len(pairs.order) // tile.pairs + num_experts, cdiv(num_out, tile.columns))
     _grouped[grid](
-        x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
-        k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x),
+        x, matrices, out, pairs.order, pairs.offsets, pairs.shares, num_out, num_in, num_experts,
+        pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return out
 
 
 def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> Tile:

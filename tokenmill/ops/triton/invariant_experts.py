@@ -7,7 +7,8 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.experts import Tile, sorted_experts
+from tokenmill.ops.triton.expert_tiles import Tile
+from tokenmill.ops.triton.experts import sorted_experts
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.sizes import cdiv
 

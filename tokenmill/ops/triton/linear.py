@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from tokenmill.arch.word_forms import Stored, WordForm, word_form
-from tokenmill.ops.interface import Dense, LinearWeight
+from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton import strips
 from tokenmill.ops.triton.quantized import (
@@ -22,6 +23,8 @@ from tokenmill.ops.triton.quantized import (
     Fp8Matrix,
     WordMatrix,
     fp8_linear,
+    interleaved,
+    is_of_one_form,
     joined,
     kept_words,
     rows_of,
@@ -61,6 +64,27 @@ class PackLinear:
         form = self._form(raw, like.dtype)
         return self._piece(form, [raw], like, dense) if form else _whole(dense(raw))
 
+    def experts(self, gate: RawTensor, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
+        """Gates and ups of each expert one below the other; apart where they are not of one form"""
+        gates, ups, downs = (self._of_experts(raw, dense) for raw in (gate, up, down))
+        gate_up: Any = gates, ups
+        if isinstance(gates, torch.Tensor) and isinstance(ups, torch.Tensor):
+            gate_up = torch.cat(gate_up, dim=1)
+        elif isinstance(gates, WordMatrix) and isinstance(ups, WordMatrix) and is_of_one_form(gates, ups):
+            gate_up = interleaved(gates, ups, gate.shape[0])
+        return ExpertsWeight(gate.shape[0], (gate_up, downs))
+
+    def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | WordMatrix:
+        """Plain [experts, lines, columns], or words with all lines one below the other"""
+        like = dense(RawTensor("", (0,), torch.empty(0)))
+        form = self._form(raw, like.dtype)
+        if form is not None:
+            return kept_words(raw.data.to(like.device).flatten(0, 1), str(raw.quant), form, like.dtype)
+        matrices = dense(raw)
+        if self._quantization == "none" or raw.shape[-1] % GROUP_SIZE:
+            return matrices
+        return replace(OF_EXPERTS[self._quantization](matrices.flatten(0, 1)), row_scales=None)
+
     def _form(self, part: RawTensor, dtype: torch.dtype) -> WordForm | None:
         """None: expanded, or plain to begin with"""
         if part.quant is None or not self._keeps_blocks or (dtype == torch.float32 and self._quantization == "none"):
@@ -87,6 +111,8 @@ QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | WordMatrix]] = {
     "int4": to_int4,
     "int8": to_int8,
 }
+OF_EXPERTS: dict[str, Callable[[torch.Tensor], WordMatrix]] = {"fp8": to_int8, "int4": to_int4, "int8": to_int8}
+"""Experts have no products with fp8 matrices: they take 8 bits with a scale for every 32 columns instead."""
 
 
 def _whole(matrix: torch.Tensor) -> LinearWeight:

@@ -96,7 +96,8 @@ def to_int8(matrix: torch.Tensor) -> WordMatrix:
 def kept_words(blocks: torch.Tensor, quant: str, form: WordForm, dtype: torch.dtype = torch.bfloat16) -> WordMatrix:
     """uint8 [rows, bytes] of a file's blocks as they are"""
     made = [_rows_as_words(blocks[part], quant, form) for part in _parts(len(blocks))]
-    return _with_row_scales(joined([WordMatrix(words, scales, form.span, form.bits, dtype) for words, scales in made]))
+    matrix = joined([WordMatrix(words, scales, form.span, form.bits, dtype) for words, scales in made])
+    return matrix if form.is_of_experts else _with_row_scales(matrix)
 
 
 def _with_row_scales(matrix: WordMatrix) -> WordMatrix:
@@ -116,6 +117,21 @@ def joined(matrices: Sequence[WordMatrix]) -> WordMatrix:
         scales=torch.cat(scales, dim=1),
         row_scales=torch.cat(of_rows) if of_rows else None,
     )
+
+
+def is_of_one_form(one: WordMatrix, other: WordMatrix) -> bool:
+    forms = {(matrix.bits, matrix.span, matrix.group, matrix.scales.dtype) for matrix in (one, other)}
+    return len(forms) == 1
+
+
+def interleaved(first: WordMatrix, second: WordMatrix, num_parts: int) -> WordMatrix:
+    """Both in as many parts of lines, one of the first before one of the second: gates and ups of experts"""
+
+    def mixed(one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = (one.unflatten(dim, (num_parts, -1)), other.unflatten(dim, (num_parts, -1)))
+        return torch.cat(parts, dim=dim + 1).flatten(dim, dim + 1)
+
+    return replace(first, words=mixed(first.words, second.words, 0), scales=mixed(first.scales, second.scales, 1))
 
 
 def _rows_as_words(blocks: torch.Tensor, quant: str, form: WordForm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ from tokenmill.ops.triton.overlap import (
     wait_for_previous,
 )
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
-from tokenmill.ops.triton.words import expand_4_bits, expand_8_bits, has_ptx, minimum_of, scale_of
+from tokenmill.ops.triton.words import expand_values, has_ptx, minimum_of, scale_of
 
 MAX_ROWS = 32
 MAX_WORD_ROWS = {4: 128, 8: 64}  # of so many bits; for more, expanding the matrix first is worth it
@@ -128,42 +128,31 @@ def scales_from(places, stride, GROUPS: tl.constexpr):
     return found
 
 
-@kernel_for_any("num_rows")
-def _expanding_strips(
-    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
-    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Matrices of words, WORDS at a time (see `words`). GROUP columns share a scale; scales are on their way one turn
-    ahead, which compilers do for the factors of products only. A group's minimum is multiplied by the sum of its
-    inputs, which is a product with ones: matrix units have time for that, and other units do not. Of groups shorter
-    than WORDS each is multiplied by its inputs among zeros."""
-    let_next_begin(OVERLAPS)
+@triton.jit
+def strip_sums(
+    matrix, inputs, places, stride, low, high, ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """Words [low, high) of each of the matrix's lines times the inputs: [STRIP, ROWS], WORDS at a time (see `words`).
+    `matrix` [STRIP, WORDS] and `inputs` [ROWS, WORDS] point at the first of each line and row, `places` [STRIP] at the
+    scales of the lines' first groups, which lie `stride` apart from those of the next.
+
+    GROUP columns share a scale; scales are on their way one turn ahead, which compilers do for the factors of products
+    only. A group's minimum is multiplied by the sum of its inputs, which is a product with ones: matrix units have time
+    for that, and other units do not. Of groups shorter than WORDS each is multiplied by its inputs among zeros."""
     values_each: tl.constexpr = 32 // BITS
-    row_words = num_in // values_each
-    strip, lines, low, high = share_of_strip(row_words, STRIP, WORDS, SPLITS)
-    columns, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
-    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + columns[None, :]
-    inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
-    if FETCHED and OVERLAPS:
-        fetch_strip(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
-    wait_for_previous(OVERLAPS)
+    columns = tl.arange(0, WORDS)
     sums = tl.zeros((STRIP, ROWS), tl.float32)
     groups: tl.constexpr = WORDS * values_each // GROUP
-    has_minima: tl.constexpr = scales.dtype.element_ty == tl.int32
+    has_minima: tl.constexpr = places.dtype.element_ty == tl.int32
     # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
     scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
-    ones = tl.full((STRIP, WORDS), 1.0, x.dtype.element_ty)
-    places = scales + lines % num_out
-    scales_here = scales_from(places + low // WORDS * groups * num_out, num_out, groups)
+    ones = tl.full((STRIP, WORDS), 1.0, inputs.dtype.element_ty)
+    scales_here = scales_from(places + low // WORDS * groups * stride, stride, groups)
     for start in range(low, high, WORDS):
         turn = tl.minimum(start + WORDS, high - WORDS) // WORDS
-        scales_next = scales_from(places + turn * groups * num_out, num_out, groups)
-        if BITS == 4:
-            values = expand_4_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
-        else:
-            values = expand_8_bits(tl.load(matrix + start), x.dtype.element_ty, HAS_PTX)
+        scales_next = scales_from(places + turn * groups * stride, stride, groups)
+        values = expand_values(tl.load(matrix + start), BITS, inputs.dtype.element_ty, HAS_PTX)
         first = start * values_each
         part = tl.zeros((STRIP, ROWS), tl.float32)
         whole = tl.zeros((STRIP, ROWS), tl.float32)
@@ -182,7 +171,7 @@ def _expanding_strips(
                     left = values[i].to(tl.float32) * scale
                     if has_minima:
                         left += minimum_of(found)[:, None]
-                    sums = tl.dot(left.to(x.dtype.element_ty), right, sums)
+                    sums = tl.dot(left.to(inputs.dtype.element_ty), right, sums)
                 else:
                     part = tl.dot(values[i], right, part)
                     if has_minima:
@@ -194,6 +183,30 @@ def _expanding_strips(
                             sums += whole * minimum_of(found)[:, None]
                             whole = tl.zeros((STRIP, ROWS), tl.float32)
         scales_here = scales_next
+    return sums
+
+
+@kernel_for_any("num_rows")
+def _expanding_strips(
+    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Matrices of words, WORDS at a time"""
+    let_next_begin(OVERLAPS)
+    values_each: tl.constexpr = 32 // BITS
+    row_words = num_in // values_each
+    strip, lines, low, high = share_of_strip(row_words, STRIP, WORDS, SPLITS)
+    columns, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + columns[None, :]
+    inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
+    if FETCHED and OVERLAPS:
+        fetch_strip(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
+    wait_for_previous(OVERLAPS)
+    sums = strip_sums(
+        matrix, inputs, scales + lines % num_out, num_out, low, high, ROWS, STRIP, WORDS, GROUP, BITS, HAS_PTX
+    )
     is_last = True
     if SPLITS > 1:
         sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)

@@ -100,6 +100,11 @@ def expand_8_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
+def expand_values(words, BITS: tl.constexpr, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+    return expand_4_bits(words, COMPUTE, HAS_PTX) if BITS == 4 else expand_8_bits(words, COMPUTE, HAS_PTX)
+
+
+@triton.jit
 def scale_of(found):
     """float32, of scales as they were loaded"""
     if found.dtype == tl.int32:

@@ -1,0 +1,191 @@
+"""Experts of a few tokens whose matrices are words (see `words`), in two kernels as `chosen_experts` has them.
+
+A line of a matrix is taken in pieces, neighbouring words whose i-th values share a scale. Values become weights in
+float32 and are multiplied there: for a row or two that costs less than reading them does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.triton.activation import activate
+from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.quantized import WordMatrix
+from tokenmill.ops.triton.router_choice import choice_of, logit_of, next_choice, ordered_logits
+from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
+from tokenmill.ops.triton.words import expand_values, has_ptx, minimum_of, scale_of
+
+PROGRAMS = 1056  # of gates and ups, at most: eight for each multiprocessor of an H200
+LINES_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
+LINES = 2  # of down that a program computes
+
+
+@triton.jit
+def _factors(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """What the first, second ... values of the pieces' words are multiplied by: float32 [pieces, PIECE] each"""
+    values_each: tl.constexpr = 32 // BITS
+    parts: tl.constexpr = SPAN // PIECE
+    first = pieces // parts * (SPAN * values_each) + pieces % parts * PIECE
+    columns = first[:, None] + tl.arange(0, PIECE)[None, :]
+    is_inside = columns < num_in
+    found = (tl.load(row + columns, mask=is_inside, other=0.0).to(tl.float32),)
+    for i in tl.static_range(1, values_each):
+        found = found + (tl.load(row + columns + i * SPAN, mask=is_inside, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _scales(
+    lines, stride, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Of the first, second ... values of a piece's words, [rows] each: `lines` points at the lines' first scales"""
+    values_each: tl.constexpr = 32 // BITS
+    parts: tl.constexpr = SPAN // PIECE
+    groups = pieces // parts * (SPAN * values_each // GROUP) + pieces % parts
+    found = (tl.load(lines + groups * stride, mask=is_there, other=0),)
+    for i in tl.static_range(1, values_each):
+        found = found + (tl.load(lines + (groups + i * SPAN // GROUP) * stride, mask=is_there, other=0),)
+    return found
+
+
+@triton.jit
+def _products(words, scales, factors, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Sums of each word's weights times their factors: float32 [rows, PIECE]"""
+    values = expand_values(words, BITS, tl.float32, HAS_PTX)
+    sums = tl.zeros(words.shape, tl.float32)
+    for i in tl.static_range(32 // BITS):
+        weights = values[i] * scale_of(scales[i])[:, None]
+        if scales[i].dtype == tl.int32:
+            weights += minimum_of(scales[i])[:, None]
+        sums += weights * factors[i]
+    return sums
+
+
+@kernel
+def _open_words(
+    x, logits, words, scales, out, hidden, inter, num_experts, lines_each,
+    K: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T * K, inter] = act(gate x) * up x; a program has some lines of gate and the same of up, one at a time"""
+    wait_for_previous(OVERLAPS)
+    let_next_begin(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
+    pair = tl.program_id(0)
+    token, choice = pair // K, pair % K
+    pieces = tl.arange(0, PIECES)
+    row_words, stride = hidden * BITS // 32, num_experts * 2 * inter
+    factors = _factors(x + token * hidden, pieces, hidden, PIECE, SPAN, BITS)
+    expert = choice_of(logits, token, choice, num_experts, K, BLOCK)
+    first = tl.program_id(1) * lines_each
+    last = tl.minimum(first + lines_each, inter)
+    is_piece = pieces * PIECE < row_words
+    begin = expert * 2 * inter + first
+    source = words + begin * row_words + (pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    line_scales = scales + begin
+    to_up = inter * row_words
+    gate = tl.load(source, mask=is_piece[:, None], other=0)
+    up = tl.load(source + to_up, mask=is_piece[:, None], other=0)
+    gate_scales = _scales(line_scales, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    up_scales = _scales(line_scales + inter, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    for line in range(first, last):
+        source += row_words
+        line_scales += 1
+        is_next = is_piece & (pieces * 0 + line + 1 < last)
+        next_gate = tl.load(source, mask=is_next[:, None], other=0)
+        next_up = tl.load(source + to_up, mask=is_next[:, None], other=0)
+        next_gate_scales = _scales(line_scales, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
+        next_up_scales = _scales(line_scales + inter, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
+        gates = tl.sum(tl.sum(_products(gate, gate_scales, factors, BITS, HAS_PTX), axis=1), axis=0)
+        ups = tl.sum(tl.sum(_products(up, up_scales, factors, BITS, HAS_PTX), axis=1), axis=0)
+        tl.store(out + pair * inter + line, (activate(gates, KIND) * ups).to(out.dtype.element_ty))
+        gate, up, gate_scales, up_scales = next_gate, next_up, next_gate_scales, next_up_scales
+
+
+@kernel
+def _close_words(
+    inner, logits, words, scales, out, hidden, inter, num_experts,
+    K: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T, hidden], LINES of one token a program, one after the other in a tile's pieces; the first experts' are on
+    their way before `inner` is known"""
+    let_next_begin(OVERLAPS)
+    token = tl.program_id(1)
+    all_pieces = tl.arange(0, LINES * PIECES)
+    lines, pieces = tl.program_id(0) * LINES + all_pieces // PIECES, all_pieces % PIECES
+    row_words, stride = inter * BITS // 32, num_experts * hidden
+    is_piece = (pieces * PIECE < row_words) & (lines < hidden)
+    source = words + (lines * row_words + pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    ordered = ordered_logits(logits, token, num_experts, BLOCK)
+    expert, highest, left = next_choice(ordered, BLOCK)
+    logit = highest
+    part = tl.load(source + expert * hidden * row_words, mask=is_piece[:, None], other=0)
+    begins = scales + lines
+    part_scales = _scales(begins + expert * hidden, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    expert, second_logit, left = next_choice(left, BLOCK)
+    is_second = is_piece & (K > 1)
+    second = tl.load(source + expert * hidden * row_words, mask=is_second[:, None], other=0)
+    second_scales = _scales(begins + expert * hidden, stride, pieces, is_second, PIECE, SPAN, GROUP, BITS)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((LINES * PIECES, PIECE), tl.float32)
+    whole = 0.0
+    for choice in range(K):
+        expert, third_logit, left = next_choice(left, BLOCK)
+        is_third = is_piece & (all_pieces * 0 + choice + 2 < K)
+        third = tl.load(source + expert * hidden * row_words, mask=is_third[:, None], other=0)
+        third_scales = _scales(begins + expert * hidden, stride, pieces, is_third, PIECE, SPAN, GROUP, BITS)
+        share = tl.exp(logit - highest)
+        whole += share
+        factors = _factors(inner + (token * K + choice) * inter, pieces, inter, PIECE, SPAN, BITS)
+        sums += _products(part, part_scales, factors, BITS, HAS_PTX) * share
+        part, part_scales, logit = second, second_scales, second_logit
+        second, second_scales, second_logit = third, third_scales, third_logit
+    if not RENORMALIZE:
+        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
+        whole = tl.sum(shares, axis=0)
+    total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (LINES, PIECES)), axis=1) / whole
+    targets = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    tl.store(out + token * hidden + targets, total.to(out.dtype.element_ty), mask=targets < hidden)
+
+
+def chosen_words(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: WordMatrix,
+    down: WordMatrix,
+    num_active: int,
+    activation: Activation,
+    *,
+    renormalize: bool,
+) -> torch.Tensor:
+    """x [T, H], router logits [T, experts]; gates and ups of all experts one below the other [experts * 2 inter, H],
+    and downs [experts * H, inter] → weighted sum of the chosen experts [T, H]"""
+    (num_tokens, hidden), num_experts, inter = x.shape, logits.shape[1], down.num_columns
+    block, pairs = next_power_of_2(num_experts), num_tokens * num_active
+    inner, out = x.new_empty(pairs, inter), torch.empty_like(x)
+    each = cdiv(cdiv(inter, max(1, PROGRAMS // pairs)), LINES_TOGETHER) * LINES_TOGETHER
+    _open_words[(pairs, cdiv(inter, each))](
+        x, logits, gate_up.words, gate_up.scales, inner, hidden, inter, num_experts, each, num_active, activation,
+        *_layout(gate_up), block, has_ptx(), num_warps=_warps_for(hidden), **launch_options(),
+    )  # fmt: skip
+    _close_words[(cdiv(hidden, LINES), num_tokens)](
+        inner, logits, down.words, down.scales, out, hidden, inter, num_experts, num_active, renormalize, LINES,
+        *_layout(down), block, has_ptx(), num_warps=_warps_for(inter * LINES), **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _layout(matrix: WordMatrix) -> tuple[int, int, int, int, int]:
+    """Pieces of a line, words of a piece, words of a span, columns that share a scale, bits"""
+    piece = min(matrix.span, matrix.group)
+    return next_power_of_2(matrix.words.shape[1] // piece), piece, matrix.span, matrix.group, matrix.bits
+
+
+def _warps_for(num_columns: int) -> int:
+    """One where that is enough: its threads need no barrier to add up."""
+    return max(1, min(8, next_power_of_2(num_columns) // 2048))

@@ -75,7 +75,7 @@ def run_core(step_s: float, token_id: int, folder: str, parent_pid: int) -> int:
     scheduler = Scheduler(config=config, cache=cache, max_rows=MAX_ROWS, clock=time.monotonic)
     info = CoreInfo(max_context=MAX_CONTEXT, num_blocks=cache.num_usable, block_size=BLOCK_SIZE, pid=os.getpid())
     mailbox = SocketMailbox(folder, parent_pid)
-    mailbox.take(wait=True)  # the word to start, which names a model
+    mailbox.take(None)  # the word to start, which names a model
     run_loop(EngineCore(scheduler, Metronome(step_s, token_id), info), mailbox)
     mailbox.close()
     return 0

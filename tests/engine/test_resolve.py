@@ -44,6 +44,8 @@ def test_a_gpu_computes_in_the_models_own_half_precision() -> None:
     settled = settle(machine=SERVER).config
     assert (settled.ops.device, settled.ops.backend) == ("cuda", "triton")
     assert (settled.model.dtype, settled.cache.kv_dtype) == ("bfloat16", "bfloat16")
+    rounded = [settle(machine=SERVER, spec=replace(SPEC, dtype=dtype)).reasons for dtype in ("float32", "bfloat16")]
+    assert ["--dtype float32" in str(reasons) for reasons in rounded] == [True, False], "what is lost is told"
     with pytest.raises(InvalidConfig, match="CUDA"):
         settle(EngineConfig(ops=OpsConfig(device="cuda")))
 

@@ -1,10 +1,11 @@
-"""An engine without work prepares what later steps will need, a moment at a time, and hears of new work in between."""
+"""An engine without work prepares what later steps will need, a moment at a time, and hears of new work in between.
+It does not begin while somebody may be about to ask."""
 
 from __future__ import annotations
 
 from scripted_engine import byte_intake, scripted_core
 
-from tokenmill.engine.loop import run_loop
+from tokenmill.engine.loop import QUIET_S, run_loop
 from tokenmill.engine.messages import FromCore, Outputs, Shutdown, Submit, ToCore
 from tokenmill.params import SamplingParams
 from tokenmill.types import PromptRequest
@@ -16,13 +17,15 @@ class Mailbox:
     def __init__(self, mail: dict[int, ToCore]) -> None:
         self.mail = mail
         self.num_looks = 0
+        self.patience: list[float | None] = []
         self.sent: list[FromCore] = []
 
-    def take(self, *, wait: bool) -> list[ToCore]:
+    def take(self, patience_s: float | None) -> list[ToCore]:
         self.num_looks += 1
+        self.patience.append(patience_s)
         if self.num_looks in self.mail:
             return [self.mail[self.num_looks]]
-        return [Shutdown()] if wait else []
+        return [Shutdown()] if patience_s is None else []
 
     def send(self, message: FromCore) -> None:
         self.sent.append(message)
@@ -40,8 +43,10 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
 
     core._prepare_next = prepare_next
     asked = PromptRequest(prompt="ab", params=SamplingParams(max_tokens=6, ignore_eos=True), request_id="x")
-    mailbox = Mailbox({2: Submit(byte_intake().take(asked))})
+    mailbox = Mailbox({3: Submit(byte_intake().take(asked))})
     run_loop(core, mailbox)
     outputs = [one for message in mailbox.sent if isinstance(message, Outputs) for one in message.outputs]
     assert sum(len(one.token_ids) for one in outputs) == 6
     assert left == 0 and not any(seen), "it prepares when it has nothing to do, to the end"
+    calm = [QUIET_S, 0.0, 0.0]  # nobody asked, one thing was prepared, a second one, and then somebody asked
+    assert mailbox.patience == [*calm, *[0.0] * 5, QUIET_S, 0.0, None], "quiet before the first, and after work"

@@ -71,10 +71,11 @@ class QueueMailbox:
         self._inbox = inbox
         self.send = deliver
 
-    def take(self, *, wait: bool) -> list[ToCore]:
-        messages = [self._inbox.get()] if wait else []
-        while True:
-            try:
+    def take(self, patience_s: float | None) -> list[ToCore]:
+        messages: list[ToCore] = []
+        try:
+            messages.append(self._inbox.get(timeout=patience_s))
+            while True:
                 messages.append(self._inbox.get_nowait())
-            except queue.Empty:
-                return messages
+        except queue.Empty:
+            return messages

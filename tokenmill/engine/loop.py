@@ -1,7 +1,8 @@
 """Who calls `step`: a loop that takes what the front says, steps while there is work, and sends what came out.
 
 It knows a `Mailbox` and nothing of threads or sockets. Without work it prepares, a moment at a time, what later steps
-will need; when nothing is left of that it waits for mail without turning.
+will need; when nothing is left of that it waits for mail without turning. One such moment may be most of a second, so
+it begins when nobody has asked for a while: not between two requests of one client, nor before the first.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, S
 
 log = logging.getLogger(__name__)
 
+QUIET_S = 0.2  # without mail or work
+
 
 class Mailbox(Protocol):
-    def take(self, *, wait: bool) -> list[ToCore]:
-        """What has arrived; with `wait`, not before something has."""
+    def take(self, patience_s: float | None) -> list[ToCore]:
+        """What has arrived. If nothing has, what arrives next, if it does so in time; None: however long it takes."""
         ...
 
     def send(self, message: FromCore) -> None: ...
@@ -37,12 +40,16 @@ def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
 
 def _serve(core: EngineCore, mailbox: Mailbox) -> None:
     was_busy = False
+    core.use_spare_time()  # the first thing is done beside requests: compilers that work for them
+    patience_s: float | None = QUIET_S
     while True:
-        for message in mailbox.take(wait=not (core.has_work or core.use_spare_time())):
+        messages = mailbox.take(0.0 if core.has_work else patience_s)
+        for message in messages:
             if isinstance(message, Shutdown):
                 return
             _obey(core, message)
         busy = core.has_work
+        patience_s = QUIET_S if busy or messages else 0.0 if core.use_spare_time() else None
         outputs = core.step() if busy else []
         # An idle engine says so once: gauges must not keep the last busy moment.
         if outputs or busy != was_busy or not busy:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -101,12 +103,12 @@ class SocketMailbox:
             pipe.bind(address)
         self._parent_pid = parent_pid
 
-    def take(self, *, wait: bool) -> list[ToCore]:
-        patience_ms = ORPHAN_CHECK_MS if wait else 0
-        while not self._inbox.poll(patience_ms):
+    def take(self, patience_s: float | None) -> list[ToCore]:
+        ends_s = math.inf if patience_s is None else time.monotonic() + patience_s
+        while not self._inbox.poll(int(min(ORPHAN_CHECK_MS, max(0.0, (ends_s - time.monotonic()) * 1e3)))):
             if os.getppid() != self._parent_pid:
                 return [Shutdown()]
-            if not wait:
+            if time.monotonic() >= ends_s:
                 return []
         messages: list[ToCore] = []
         while self._inbox.poll(0):
@@ -156,7 +158,7 @@ def _serve(mailbox: SocketMailbox) -> int:
     from tokenmill.observe.log import configure_logging
 
     configure_logging()
-    start = mailbox.take(wait=True)[0]
+    start = mailbox.take(None)[0]
     if not isinstance(start, Start):  # the parent went away before it said anything
         return 0
     try:

@@ -108,7 +108,9 @@ def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons:
     if dtype == "auto":
         half: DType = "float16" if spec.dtype == "float16" else "bfloat16"
         dtype = half if ops.device == "cuda" else "float32"
-        reasons.append(f"computing in {dtype}")
+        is_rounded = spec.dtype == "float32" and dtype != "float32"
+        told = ", rounded from the file's float32 (--dtype float32 computes with all of it, more slowly)"
+        reasons.append(f"computing in {dtype}{told if is_rounded else ''}")
     context = model.max_context
     if context is None:
         context = min(spec.max_context, MAX_AUTO_CONTEXT)

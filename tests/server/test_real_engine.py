@@ -166,6 +166,19 @@ def test_what_tokens_spell_joins_to_the_text(process: ServerProcess) -> None:
     assert "".join(reply["token_strs"]) == " Lily went out" and len(reply["token_strs"]) == reply["count"]
 
 
+def test_one_id_for_several_calls_is_no_conflict(process: ServerProcess) -> None:
+    """As from a proxy that hands on the id of what they are all part of."""
+    body = {**COMPLETION, "max_tokens": 200, "ignore_eos": True}
+
+    def call(_: int) -> str:
+        reply = process.http.post("/v1/completions", json=body, headers={"x-request-id": "trace-1"})
+        assert reply.headers["x-request-id"] == "trace-1"
+        return str(reply.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(4) as callers:
+        assert len(set(callers.map(call, range(4)))) == 1
+
+
 def test_cached_tokens_are_reported(process: ServerProcess) -> None:
     prompt = "Once upon a time there was a dog. " * 8
     before, after = (complete(process, prompt=prompt, max_tokens=1)["usage"] for _ in range(2))

@@ -9,6 +9,7 @@ A `Reply` watches for the client's departure while it works and ends the run whe
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -92,9 +93,9 @@ class Run:
         self._engine = engine
         self._record = record
         self._job = job
+        name = f"{record.request_id}-{uuid.uuid4().hex[:12]}"  # proxies give all that follows from one call one id
         self._requests = [
-            msgspec.structs.replace(request, request_id=f"{record.request_id}-{place}")
-            for place, request in enumerate(job.requests)
+            msgspec.structs.replace(request, request_id=f"{name}-{place}") for place, request in enumerate(job.requests)
         ]
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}

@@ -41,7 +41,8 @@ class ScriptedModel:
                     time.sleep(0.01)
             asked |= {"model": self.config.model.model, "max_context": self.config.model.max_context}
             asked |= {"temperature": params.temperature, "seed": params.seed, "threads": self.config.ops.threads}
-            text = json.dumps(asked | {"stop": params.stop, "weights_seed": self.config.model.seed})
+            asked |= {"stop": params.stop, "weights_seed": self.config.model.seed}
+            text = json.dumps(asked, ensure_ascii=False)
             for at in range(0, len(text), 7):
                 yield Event(request_id="r", text=text[at : at + 7])
             usage = Usage(prompt_tokens=3, completion_tokens=5)

@@ -158,6 +158,11 @@ def test_run_with_model_prompt_system_and_flags(environment: dict[str, str]) -> 
     assert (sent["temperature"], sent["seed"], sent["stop"], sent["weights_seed"]) == (0.0, 7, ["a", "b"], 3)
 
 
+def test_a_terminal_without_a_character_shows_another(environment: dict[str, str]) -> None:
+    done = scripted({**environment, "PYTHONIOENCODING": "ascii"}, "run", "--raw", stdin="caf\u00e9")
+    assert done.returncode == 0 and json.loads(done.stdout)["raw"] == "caf?"
+
+
 def test_run_reads_a_pipe(environment: dict[str, str]) -> None:
     assert json.loads(scripted(environment, "run", stdin="piped\n").stdout)["messages"][-1]["content"] == "piped"
     both = json.loads(scripted(environment, "run", "Summarise:", stdin="text\n").stdout)

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in th
 
 def dispatch(verb: str, module: str, arguments: list[str]) -> int:
     """Run a verb; whatever goes wrong is one line on stderr and an exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         arguments, config_file = take_config_file(arguments)
         app = _app(verb, module, config_file)

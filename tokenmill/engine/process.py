@@ -19,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.child import CoreChild
@@ -30,7 +29,7 @@ from tokenmill.engine.torch_import import uncollected, without_meta_kernels
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
-LAST_WORDS_MS = 100  # they were sent before the child ended; only the reading may take a moment
+LAST_WORDS_S = 0.1  # they were sent before the child ended; only the reading may take a moment
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)
@@ -41,12 +40,13 @@ class ProcessLink:
     def __init__(self, config: EngineConfig, model_path: Path, child: CoreChild | None = None) -> None:
         """`child`: a core's process that waits already; by default one is started."""
         self._start = Start(config, str(model_path))
-        self._context = zmq.asyncio.Context()
-        # Two pipes, since a plain send on a socket that asyncio reads from can swallow its wake-up.
-        self._outbox: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Two pipes, since sending on a socket that the event loop watches can swallow its wake-up.
+        self._outbox = self._context.socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         self._child = child
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._num_heard = 0
         self._is_closing = False
 
     async def start(self, receive: Receive) -> None:
@@ -58,7 +58,9 @@ class ProcessLink:
             pipe.setsockopt(zmq.RECONNECT_IVL, 10)
             pipe.connect(address)  # the side that connects may send before the other one is there
         self.send(self._start)
-        self._tasks = [asyncio.create_task(self._listen(receive)), asyncio.create_task(self._watch(receive))]
+        asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._hear, receive)
+        self._hear(receive)  # the loop is told of changes only
+        self._watching = asyncio.create_task(self._watch(receive))
 
     def send(self, message: ToCore) -> None:
         # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
@@ -70,23 +72,32 @@ class ProcessLink:
             with contextlib.suppress(zmq.ZMQError):
                 self.send(Shutdown())
             await asyncio.to_thread(self._child.end)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watching is not None:
+            asyncio.get_running_loop().remove_reader(self._inbox.fileno())
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         self._outbox.close(linger=0)
         self._inbox.close(linger=0)
         self._context.term()
 
-    async def _listen(self, receive: Receive) -> None:
+    def _hear(self, receive: Receive) -> None:
+        """All that lies in the pipe. (zmq's own sockets for asyncio take twice as long, for every step of the core.)"""
         while True:
-            receive(_from_core.decode(await self._inbox.recv()))
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._num_heard += 1
+            receive(_from_core.decode(data))
 
     async def _watch(self, receive: Receive) -> None:
         """The child's end is told after its last words, which may still lie in the pipe: they say why."""
         assert self._child is not None
         ending = await asyncio.to_thread(self._child.wait)
-        while not self._is_closing and await self._inbox.poll(LAST_WORDS_MS):
-            await asyncio.sleep(0)  # `_listen` takes them
+        num_before = -1
+        while not self._is_closing and num_before < self._num_heard:
+            num_before = self._num_heard
+            await asyncio.sleep(LAST_WORDS_S)
         if not self._is_closing:
             receive(Failed(f"the engine process ended with {ending}"))
 

@@ -72,6 +72,15 @@ def test_wrong_requests_never_reach_the_engine() -> None:
             intake.take(PromptRequest(prompt="hi", params=params))
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+    core, scored = scripted_core(), SamplingParams(max_tokens=0, prompt_logprobs=0)
+    (outputs,) = run(core, [PromptRequest(prompt=[5] * MAX_CONTEXT, request_id="full", params=scored)]).values()
+    assert outputs[-1].finish_reason == "length"
+    assert [len(output.prompt_logprobs or ()) for output in outputs] == [MAX_CONTEXT - 1]
+    with pytest.raises(ContextLengthExceeded):
+        byte_intake().take(PromptRequest(prompt=[5] * (MAX_CONTEXT + 1), params=scored))
+
+
 def test_a_request_that_never_fits_is_refused_and_the_others_run() -> None:
     core = scripted_core(num_blocks=20)
     huge = PromptRequest(prompt=[7] * 200, request_id="huge", params=SamplingParams(max_tokens=40))

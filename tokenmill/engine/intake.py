@@ -61,7 +61,8 @@ class Intake:
         require_unicode("cache_salt", asked.cache_salt)
         prompt_ids = self.prompt_ids(asked)
         shift = self._shifting.asked_for(asked.params, self.max_context)
-        self._require_fit(prompt_ids, "messages" if isinstance(asked, ChatRequest) else "prompt", shift)
+        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        self._require_fit(prompt_ids, param, shift, has_answer=asked.params.max_tokens != 0)
         params = self._settle(asked.params)
         spelled = self._spelled(params, prompt_ids)
         return Request(
@@ -171,7 +172,8 @@ class Intake:
                     param=param,
                 )
 
-    def _require_fit(self, prompt_ids: list[int], param: str, shift: ContextShift | None) -> None:
+    def _require_fit(self, prompt_ids: list[int], param: str, shift: ContextShift | None, *, has_answer: bool) -> None:
+        """Where no answer is wanted (a prompt is scored), the prompt may take the whole context."""
         longest = longest_prompt(self.max_context)
         if shift is not None and len(prompt_ids) > longest:
             raise ContextLengthExceeded(
@@ -180,7 +182,7 @@ class Intake:
                 param=param,
                 hint="leave out the oldest messages",
             )
-        if shift is None and len(prompt_ids) >= self.max_context:
+        if shift is None and len(prompt_ids) + has_answer > self.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
                 param=param,

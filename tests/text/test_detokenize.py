@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from tokenmill.arch.gguf_file import read_gguf
-from tokenmill.text.bytes import byte_tokenizer
+from tokenmill.text.bytes import EOS_ID, byte_tokenizer
 from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.gguf_vocab import tokenizer_from_gguf
 from tokenmill.text.tokenizer import Tokenizer, Traits
@@ -80,6 +80,11 @@ def test_a_character_begun_in_the_prompt_is_completed() -> None:
         stream = IncrementalDetokenizer(byte_tokenizer(), prompt_ids=raw[:cut])
         rest = stream.push(raw[cut:]) + stream.finish()
         assert rest == bytes(raw).decode()[len(bytes(raw[:cut]).decode("utf-8", "ignore")) :]
+
+
+def test_what_a_prompt_left_half_finished_is_no_answer() -> None:
+    stream = IncrementalDetokenizer(byte_tokenizer(), prompt_ids=list("é".encode())[:1])
+    assert stream.push([EOS_ID]) + stream.finish() == ""
 
 
 def test_space_after_a_prompt_is_kept(shared_dir: Path) -> None:

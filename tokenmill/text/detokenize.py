@@ -7,7 +7,7 @@ Bytes that begin a character wait for its end; U+FFFD stands only for bytes that
 the text, proves wrong. All that was sent, joined, is what `Tokenizer.decode` says of all ids at once.
 
 After a prompt the text goes on: a leading space then belongs to it, and a character that the prompt left
-half finished is completed. Without a prompt the text begins, and SentencePiece's unwritten first space is dropped.
+half finished is completed, if anything follows. Without a prompt the text begins, and SentencePiece's unwritten first space is dropped.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ class _SpelledText:
         self._hidden = hidden
         self._drop_space = spelling.drops_first_space and not prompt_ids
         self._unfinished = _unfinished_character(self._joined(prompt_ids[-_LONGEST_CHARACTER:]))
+        self._is_prompts = True  # what is unfinished, all of it
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._decoded(self._unfinished + self._joined(ids))
+        if joined := self._joined(ids):
+            self._is_prompts = False
+        return self._decoded(self._unfinished + joined)
 
     def finish(self) -> str:
-        return self._decoded(self._unfinished, is_final=True)
+        return "" if self._is_prompts else self._decoded(self._unfinished, is_final=True)
 
     def _decoded(self, waiting: bytes, is_final: bool = False) -> str:
         text, num_read = codecs.utf_8_decode(waiting, "replace", is_final)

@@ -7,7 +7,8 @@ Bytes that begin a character wait for its end; U+FFFD stands only for bytes that
 the text, proves wrong. All that was sent, joined, is what `Tokenizer.decode` says of all ids at once.
 
 After a prompt the text goes on: a leading space then belongs to it, and a character that the prompt left
-half finished is completed, if anything follows. Without a prompt the text begins, and SentencePiece's unwritten first space is dropped.
+half finished is completed, if anything follows. Without a prompt the text begins, and SentencePiece's unwritten first
+space is dropped.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import tempfile
@@ -17,6 +18,7 @@ import pytest
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.child import CoreChild
+from tokenmill.engine.link import CoreLink
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.process import ProcessLink
 from tokenmill.errors import Draining, EngineDead, InvalidRequest, RequestFailed, TokenmillError
@@ -142,6 +144,14 @@ def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> N
             before = await text_of(engine, story(SamplingParams(temperature=0, max_tokens=20)))
             stream = engine.submit(story(LONG))
             await anext(stream)
+            make_link, tries = engine._make_link, iter([OSError(errno.ENOMEM, "no memory"), None])
+
+            def made() -> CoreLink:
+                if (problem := next(tries)) is not None:  # the first time there is nothing to start one with
+                    raise problem
+                return make_link()
+
+            engine._make_link = made
             os.kill(engine.core.pid, signal.SIGKILL)
             with pytest.raises(EngineDead, match="SIGKILL"):
                 await collect(stream)

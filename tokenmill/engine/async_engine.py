@@ -243,11 +243,15 @@ class AsyncEngine:
         if len(self._deaths) > MAX_RESTARTS:
             self._health = Health("dead", f"the engine died {len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s")
             return
-        if self._link is not None:
-            await self._link.close()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
         await asyncio.sleep(FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1))
         self._health = Health("loading", "starting again after a failure")
-        await self._connect()
+        try:
+            await self._connect()
+        except OSError as problem:  # no memory or no disk for a process: perhaps the next time
+            self._core_died(Failed(f"the engine could not be started again: {problem.strerror or problem}"))
 
     async def _connect(self) -> None:
         self._link = self._make_link()

@@ -17,16 +17,13 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
 from tokenmill.bench.records import Record
 from tokenmill.errors import InvalidConfig
-from tokenmill.hardware.peaks import find_device
+from tokenmill.hardware.peaks import DevicePeaks, find_device
 
 KV_DTYPE = "bfloat16"
 
 
 def utilisation(records: Sequence[Record], model: Path, device: str) -> dict[str, float]:
-    peaks = find_device(device)
-    if peaks is None:
-        raise InvalidConfig(f"no device is called {device!r}", param="device", hint="tokenmill plan --devices")
-    spec = read_spec(model)
+    peaks, spec = known_device(device), read_spec(model)
     parts = gguf_weight_parts(read_gguf_model(model)) if model.suffix == ".gguf" else weight_parts(spec, "bfloat16")
     done = [record for record in records if record.is_ok]
     if not done:
@@ -36,6 +33,13 @@ def utilisation(records: Sequence[Record], model: Path, device: str) -> dict[str
         "mfu": total_flops(spec, done) / span / peaks.flops_for("bf16"),
         "mbu": total_bytes(spec, parts, done, span) / span / peaks.bandwidth_bytes_s,
     }
+
+
+def known_device(name: str) -> DevicePeaks:
+    peaks = find_device(name)
+    if peaks is None:
+        raise InvalidConfig(f"no device is called {name!r}", param="device", hint="tokenmill plan --devices")
+    return peaks
 
 
 def total_flops(spec: ModelSpec, done: Sequence[Record]) -> float:

@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from tokenmill.cli import load_flags
 from tokenmill.cli.amounts import Amount, AmountOrZero, Count
-from tokenmill.cli.load_flags import WorkloadConfig, closed_load, refuse_idle, settings_of
+from tokenmill.cli.load_flags import WorkloadConfig, closed_load, refuse_idle, require_folder, settings_of
 from tokenmill.cli.load_screen import show_run
 from tokenmill.cli.tables import print_json_line, print_rich_table
 from tokenmill.errors import InvalidConfig
@@ -110,11 +110,17 @@ class ResultConfig:
 
     def check(self) -> None:
         """Before anything is sent."""
+        from tokenmill.arch.read import read_spec
         from tokenmill.bench.slo import parse_goodput
+        from tokenmill.bench.utilisation import known_device
 
         parse_goodput(self.goodput)
+        require_folder(self.output, "output")
         if (self.known_model is None) != (self.device is None):
             raise InvalidConfig("--known-model and --device go together", param="device")
+        if self.known_model is not None and self.device is not None:
+            known_device(self.device)
+            read_spec(self.known_model)
 
     def figures(self, run: Run) -> dict[str, Any]:
         from tokenmill.bench.slo import parse_goodput

@@ -122,6 +122,12 @@ def refuse_idle(settings: Any, needs: dict[str, tuple[bool, str]]) -> None:
             raise InvalidConfig(f"--{option.name.replace('_', '-')} needs {wanted}", param=option.name)
 
 
+def require_folder(file: Path | None, option: str) -> None:
+    """Where a run's results are to go is looked at before it, not when hours of it would be lost."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        raise InvalidConfig(f"--{option} {file} is no file that can be written: there is no such folder", param=option)
+
+
 def _read_schema(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -147,6 +153,7 @@ class RunConfig:
         from tokenmill.bench.load import run_load
         from tokenmill.cli.load_screen import live_progress
 
+        require_folder(self.html, "html")
         with live_progress() as progress:
             run = run_load(target, load, warmup=islice(work.sessions(), self.warmup), progress=progress)
         assert run.lag is not None

@@ -88,6 +88,8 @@ def test_yarn() -> None:
         ("llama", {"block_count": 10**9}, "block_count"),
         ("llama", {"attention__head_count": [4, 8]}, "attention.head_count"),
         ("llama", {"attention__head_count": 0}, "0 heads"),
+        ("llama", {"rope__freq_base": 0.5}, "freq_base"),
+        ("qwen3moe", {"expert_count": 4, "expert_used_count": 5}, "expert_used_count"),
         ("llama", {"attention__head_count": 10**6, "attention__head_count_kv": 10**6}, "1000000 heads"),
         ("llama", {"attention__value_length": 8}, "different lengths"),
         ("llama", {"rope__scaling__type": "dynamic"}, "dynamic"),

@@ -198,7 +198,10 @@ class _Reader:
                 self.fields.refuse(f"{key} is not implemented")
         has_own_size = self.fields.has("expert_feed_forward_length")
         size = self.fields.integer("expert_feed_forward_length" if has_own_size else "feed_forward_length")
-        return MoeSpec(num_experts, self.fields.integer("expert_used_count"), self._mlp(size), renormalize=True)
+        num_active = self.fields.integer("expert_used_count")
+        if num_active > num_experts:
+            self.fields.refuse(f"an expert_used_count of {num_active} is not possible with {num_experts} experts")
+        return MoeSpec(num_experts, num_active, self._mlp(size), renormalize=True)
 
     # ── rope ──
 
@@ -209,6 +212,8 @@ class _Reader:
         if is_windowed and self.family.has_local_rope:
             return RopeSpec(self.fields.positive_or_none("rope.freq_base_swa") or DEFAULT_LOCAL_THETA, rotary_dim)
         theta = self.fields.positive_or_none("rope.freq_base") or 10000.0
+        if theta <= 1.0:
+            self.fields.refuse(f"rope.freq_base is {theta:g}, expected a number above 1")
         return RopeSpec(theta, rotary_dim, self._scaling(rotary_dim))
 
     def _scaling(self, rotary_dim: int) -> RopeScaling | None:

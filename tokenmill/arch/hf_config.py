@@ -126,6 +126,8 @@ def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
         return None
     if experts.num_experts > MAX_EXPERTS:
         raise UnsupportedModel(f"{experts.num_experts} experts in a layer, more than {MAX_EXPERTS}")
+    if experts.num_active > experts.num_experts:
+        raise UnsupportedModel(f"{experts.num_active} experts a token are not possible with {experts.num_experts}")
     expert = replace(experts.expert, activation=mlp.activation)
     shared = experts.shared and replace(experts.shared, activation=mlp.activation)
     return replace(experts, expert=expert, shared=shared)

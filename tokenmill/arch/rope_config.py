@@ -34,7 +34,10 @@ def rope_for(fields: Fields, family: Family, head_dim: int, is_windowed: bool) -
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         fields.refuse(f"a rotation of {rotary_dim} of {head_dim} dimensions is not possible")
-    return RopeSpec(rope.positive("rope_theta"), rotary_dim, _scaling(rope, fields, rotary_dim))
+    theta = rope.positive("rope_theta")
+    if theta <= 1.0:
+        fields.refuse(f"a rope_theta of {theta:g} is not possible: above 1 it gives each pair a frequency of its own")
+    return RopeSpec(theta, rotary_dim, _scaling(rope, fields, rotary_dim))
 
 
 def _parameters(fields: Fields, family: Family, is_windowed: bool) -> dict[str, Any]:
@@ -76,10 +79,13 @@ def _linear(rope: Fields, fields: Fields, rotary_dim: int) -> LinearScaling:
 
 
 def _llama3(rope: Fields, fields: Fields, rotary_dim: int) -> Llama3Scaling:
+    low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+    if high <= low:
+        fields.refuse(f"a high_freq_factor of {high:g} must be above the low_freq_factor, {low:g}")
     return Llama3Scaling(
         factor=rope.positive("factor"),
-        low_freq_factor=rope.positive("low_freq_factor"),
-        high_freq_factor=rope.positive("high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_context=rope.integer("original_max_position_embeddings"),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from scripted_engine import MAX_CONTEXT, VOCAB, byte_intake
 
 from tokenmill.engine.intake import ClientRequest, Intake
 from tokenmill.engine.lengths import MAX_CHARACTERS_PER_TOKEN, longest_prompt
-from tokenmill.errors import ContextLengthExceeded, InvalidRequest
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import SamplingParams
+from tokenmill.text.bytes import byte_tokenizer
+from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, Message, PromptRequest
 
 
@@ -45,6 +48,8 @@ def test_limits_and_seeds_are_settled() -> None:
         (prompt([1], stop_regex=["("]), "stop_regex"),
         (prompt([1], thinking_budget=3), "thinking_budget"),
         (prompt([1], context_keep=3), "context_keep"),
+        (PromptRequest(prompt=[1], cache_salt="\ud800"), "cache_salt"),
+        (PromptRequest(prompt=[1], request_id="\ud800"), "request_id"),
         (ChatRequest(messages=[]), "messages"),
         (chat("hi", template_args={"messages": []}), "template_args"),
         (chat("hi", template_args={"tools": []}), "template_args"),
@@ -75,6 +80,18 @@ def test_megabytes_of_conversation_are_not_even_tokenised() -> None:
     most = longest_prompt(MAX_CONTEXT) * MAX_CHARACTERS_PER_TOKEN
     with pytest.raises(ContextLengthExceeded, match="characters does not fit"):
         byte_intake().take(chat("x" * most))
+
+
+def test_a_template_that_does_not_compile_is_in_the_way_of_conversations_only(caplog: pytest.LogCaptureFixture) -> None:
+    plain = byte_tokenizer()
+    traits = replace(plain.traits, chat_templates={"default": "{% for %}"})
+    tokenizer = Tokenizer(plain.backend, plain.spelling, traits)
+    intake = Intake(tokenizer=tokenizer, vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=(257,))
+    assert "conversations are refused" in caplog.text
+    assert intake.take(prompt("abc")).prompt_token_ids == [97, 98, 99]
+    for _ in range(2):
+        with pytest.raises(ModelError, match="does not compile"):
+            intake.take(chat("hi"))
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only() -> None:

@@ -5,6 +5,7 @@ Everything that can be wrong with a request is found here, before it is queued, 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 import uuid
@@ -13,7 +14,7 @@ from functools import cached_property
 import msgspec
 
 from tokenmill.engine.lengths import NO_SHIFTING, Shifting, longest_prompt, require_plausible_length
-from tokenmill.errors import ContextLengthExceeded, InvalidRequest
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.params.checks import require_unicode
 from tokenmill.text.messages import messages_for_template
@@ -23,6 +24,8 @@ from tokenmill.text.think_sections import is_open_at_end, markers_in
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.text.word_search import WordSearch
 from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, SpelledKnobs
+
+log = logging.getLogger(__name__)
 
 ClientRequest = ChatRequest | PromptRequest | EmbedRequest
 
@@ -42,13 +45,23 @@ class Intake:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._shifting = shifting
-        self._template = _template_of(tokenizer) if tokenizer else None
+        try:
+            _ = self._template  # compiled now, so that no conversation waits for it
+        except ModelError as problem:
+            log.warning("%s; conversations are refused, plain prompts are not", problem)
 
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise no_tokenizer()
         return self._tokenizer
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        """None without a tokenizer. A model without a template of its own gets the plain ChatML layout."""
+        if self._tokenizer is None:
+            return None
+        return ChatTemplate(self._tokenizer.chat_template or CHATML, self._tokenizer.special_tokens)
 
     @cached_property
     def _words(self) -> WordSearch:
@@ -222,8 +235,3 @@ def no_tokenizer() -> InvalidRequest:
 
 def new_request_id() -> str:
     return uuid.uuid4().hex
-
-
-def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """A model without a template of its own gets the plain ChatML layout."""
-    return ChatTemplate(tokenizer.chat_template or CHATML, tokenizer.special_tokens)

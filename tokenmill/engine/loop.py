@@ -29,6 +29,7 @@ class Mailbox(Protocol):
 
 def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
     """Serve until told to stop. The one place where any failure of the engine ends up."""
+    core.use_spare_time()  # the first thing to prepare works beside requests: compilers; who is ready has begun it
     mailbox.send(Ready(core.info))
     try:
         with seldom_full():
@@ -40,7 +41,6 @@ def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
 
 def _serve(core: EngineCore, mailbox: Mailbox) -> None:
     was_busy = False
-    core.use_spare_time()  # the first thing is done beside requests: compilers that work for them
     patience_s: float | None = QUIET_S
     while True:
         messages = mailbox.take(0.0 if core.has_work else patience_s)

@@ -2,7 +2,7 @@
 
 start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
 beside    kernels of decoding steps of every size are compiled while the first requests run
-idle      long prompts, whose attention is a library that takes a second to load; a graph of each size
+idle      a graph of each size; long prompts, whose attention is a library that takes a second to load
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class WarmUp:
     def preparations(self, token_budget: int) -> Iterator[Callable[[], object]]:
         longest = min(self._max_context - 1, token_budget)
         yield self.compile_rest
-        for chunks in ([(0, longest)], [(0, min(SHORT, longest))] * 2):
-            yield partial(self._rehearse, chunks)
+        yield partial(self._rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
+        yield partial(self._rehearse, [(0, longest)])  # late: on a cold disk a second that nobody can interrupt
         yield gc.collect
         yield gc.freeze  # what lives as long as the engine need not be looked through again and again
 

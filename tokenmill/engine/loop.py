@@ -29,9 +29,9 @@ class Mailbox(Protocol):
 
 def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
     """Serve until told to stop. The one place where any failure of the engine ends up."""
-    core.use_spare_time()  # the first thing to prepare works beside requests: compilers; who is ready has begun it
-    mailbox.send(Ready(core.info))
     try:
+        core.use_spare_time()  # the first thing to prepare are compilers, which then work beside the first requests
+        mailbox.send(Ready(core.info))
         with seldom_full():
             _serve(core, mailbox)
     except Exception as error:

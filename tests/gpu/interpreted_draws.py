@@ -104,6 +104,7 @@ def check_refusals() -> None:
 
     assert can(SamplingParams(temperature=0.5, top_p=0.5)) and can(SamplingParams(temperature=0.0, min_tokens=2))
     assert not can(SamplingParams(typical_p=0.5)) and not can(SamplingParams(logprobs=1))
+    assert not can(SamplingParams(temperature=1e-40)), "one over it is no float32"
     assert not can(SamplingParams(logit_bias={VOCAB: 1.0})), "an id that the model does not have"
     assert not can(SamplingParams(logit_bias={2: 1.0}, min_tokens=2))
     assert not can(SamplingParams(banned_token_ids=list(range(VOCAB)) * 4, allowed_token_ids=[1]))

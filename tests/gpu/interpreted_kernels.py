@@ -28,7 +28,7 @@ from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import rounded
-from tokenmill.ops.triton import chosen_words, large_products, quantized, skinny, strips, words
+from tokenmill.ops.triton import chosen_words, experts, large_products, quantized, skinny, strips, words
 from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
@@ -421,9 +421,11 @@ def main() -> None:
     check_few_tokens_experts(1, 9, renormalize=True)
     check_few_tokens_experts(3, 4, renormalize=False)
     with patch.multiple(chosen_words, PROGRAMS=8, LINES=32):
-        check_word_experts(("Q4_K", "Q4_K", "Q8_0"), 256, 64)
+        check_word_experts(("Q4_K", "Q4_K", "Q8_0"), 256, 64, k=1)
+        check_word_experts(("Q5_0", "Q5_0", "Q5_1"), 64, 64)
         check_word_experts(("Q8_0", "Q8_0", "Q4_1"), 64, 128, k=1)
-    check_word_experts((None, None, None), 128, 128, quantization="int4")
+    with patch.multiple(experts, EXPANDING_PAIRS=0, EXPANDED_BYTES=2 * 256 * 128 * 4):  # two experts at a time
+        check_word_experts((None, None, None), 128, 128, quantization="int4")
     check_word_experts(("Q4_K", "Q6_K", "Q5_0"), 256, 64, is_fused=False)
     check_seats()
     check_best()

@@ -56,7 +56,7 @@ def test_products_of_any_number_of_rows(quant: str) -> None:
 
 def experts_raw(quants: tuple[str | None, ...], num_experts: int, hidden: int, inter: int) -> list[RawTensor]:
     """Gates, ups and downs; where there is no format, plain ones"""
-    found = []
+    found: list[RawTensor] = []
     for part, quant in zip(("gate", "up", "down"), quants, strict=True):
         shape = (num_experts, hidden, inter) if part == "down" else (num_experts, inter, hidden)
         drawing = torch.Generator().manual_seed(len(found))
@@ -68,23 +68,25 @@ def experts_raw(quants: tuple[str | None, ...], num_experts: int, hidden: int, i
 @pytest.mark.parametrize(
     ("quants", "quantization"),
     [
-        (("Q4_K", "Q4_K", "Q6_K"), "none"), (("Q8_0", "Q8_0", "Q4_0"), "none"), (("Q4_K", "Q6_K", "Q5_1"), "none"),
-        ((None, None, None), "int4"), ((None, None, None), "fp8"),
+        (("Q4_K", "Q4_K", "Q6_K"), "none"), (("Q8_0", "Q6_K", "Q4_0"), "none"), ((None, None, None), "int4"),
     ],
 )  # fmt: skip
 def test_experts_of_any_number_of_tokens(quants: tuple[str | None, ...], quantization: str) -> None:
     from tokenmill.ops.triton.build import build_ops
 
     torch.manual_seed(0)
-    ops, num_experts, hidden, inter, k = build_ops(quantization), 16, 2048, 768, 4
+    ops, num_experts, hidden, inter, k = build_ops(quantization), 8, 2048, 768, 4
     gate, up, down = experts_raw(quants, num_experts, hidden, inter)
     packed = ops.pack_experts(gate, up, down, lambda raw: dequantize(raw, torch.bfloat16).cuda())
     exact = REFERENCE_OPS.pack_experts(gate, up, down, lambda raw: dequantize(raw).cuda())
     router = (torch.randn(num_experts, hidden, device="cuda") * 0.05).bfloat16()
-    weight, spec = LinearWeight(num_experts, hidden, router), MoeSpec(num_experts, k, MlpSpec(inter, "silu"))
+    weight, spec = (
+        LinearWeight(num_experts, hidden, router),
+        MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=True),
+    )
     norm = torch.rand(hidden, device="cuda") + 0.5
-    limit = {"int4": 0.25, "fp8": 0.02}.get(quantization, 0.01)  # of the rounding itself
-    for tokens in (1, 3, 8, 20, 100, 600):
+    limit = 0.25 if quantization == "int4" else 0.01  # of the rounding itself
+    for tokens in (1, 3, 20, 600):
         x, residual = torch.randn(2, tokens, hidden, device="cuda").bfloat16()
         normed, _ = REFERENCE_OPS.add_rms_norm(x, residual, norm, 1e-6)
         chosen = ops.route(normed.float() @ router.float().T, k, spec.renormalize)
@@ -106,15 +108,14 @@ def test_a_mixture_s_file_answers_as_its_reference(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1, ignore_eos=True)
     prompt = torch.randint(0, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    def scores(device: str, backend: str, dtype: str) -> torch.Tensor:
-        llm = LLM(str(tmp_path / "a.gguf"), device=device, backend=backend, dtype=dtype, max_context=64, num_blocks=20)
+    def scores(**how: str) -> torch.Tensor:
+        llm = LLM(str(tmp_path / "a.gguf"), max_context=64, num_blocks=20, **how)
         (found,) = llm.generate([prompt], params, progress=False)
         assert found.error is None and found.prompt_logprobs is not None and len(found.outputs[0].token_ids) == 6
         return torch.tensor([info.logprob for info in found.prompt_logprobs if info is not None])
 
-    expected = scores("cpu", "reference", "float32")
-    assert relative_error(scores("cuda", "triton", "float32"), expected) < 1e-3
-    assert relative_error(scores("cuda", "triton", "bfloat16"), expected) < 2e-2
+    expected = scores(device="cpu", backend="reference", dtype="float32")
+    assert relative_error(scores(device="cuda", dtype="bfloat16"), expected) < 1e-2
 
 
 @dataclass(frozen=True)

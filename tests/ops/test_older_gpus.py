@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from tokenmill.ops.triton import TRITON, device, halves, large_products, strips, words
+from tokenmill.ops.triton import TRITON, chosen_words, device, grouped_words, halves, large_products, strips, words
 from tokenmill.ops.triton.kernel import FUSED, Kernel
 from tokenmill.ops.triton.overlap import launch_options, overlaps
 from tokenmill.runner.memory import graph_sizes
@@ -107,6 +107,8 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[La
         patch("tokenmill.ops.triton.fp8_bits.has_fp8", lambda device: isinstance(name, int) and name >= 89),
         patch.object(strips, "has_ptx", lambda: isinstance(name, int)),
         patch.object(halves, "has_ptx", lambda: isinstance(name, int)),
+        patch.object(chosen_words, "has_ptx", lambda: isinstance(name, int)),
+        patch.object(grouped_words, "has_ptx", lambda: isinstance(name, int)),
     ):
         warm_up = warm_up_for(config, **how)
         warm_up.compile_first(8192, list)

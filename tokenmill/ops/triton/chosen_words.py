@@ -1,7 +1,7 @@
 """Experts of a few tokens whose matrices are words (see `words`), in two kernels as `chosen_experts` has them.
 
-A line of a matrix is taken in pieces, neighbouring words whose i-th values share a scale. Values become weights in
-float32 and are multiplied there: for a row or two that costs less than reading them does.
+A line of a matrix is taken in pieces, neighbouring words whose i-th values share a scale, and multiplied in pairs of
+float16 numbers (see `pairs`). What lies between the two kernels is stored in such pairs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.activation import activate
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.pairs import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quantized import WordMatrix
 from tokenmill.ops.triton.router_choice import choice_of, logit_of, next_choice, ordered_logits
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
-from tokenmill.ops.triton.words import expand_values, has_ptx, minimum_of, scale_of
+from tokenmill.ops.triton.words import has_ptx
 
 PROGRAMS = 1056  # of gates and ups, at most: eight for each multiprocessor of an H200
 LINES_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
@@ -25,16 +26,37 @@ LINES = 2  # of down that a program computes
 
 
 @triton.jit
-def _factors(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """What the first, second ... values of the pieces' words are multiplied by: float32 [pieces, PIECE] each"""
+def _row_pairs(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
+    """What the pieces' words are multiplied by, zeros beyond the row: int32 [pieces, PIECE] each"""
     values_each: tl.constexpr = 32 // BITS
     parts: tl.constexpr = SPAN // PIECE
     first = pieces // parts * (SPAN * values_each) + pieces % parts * PIECE
     columns = first[:, None] + tl.arange(0, PIECE)[None, :]
     is_inside = columns < num_in
-    found = (tl.load(row + columns, mask=is_inside, other=0.0).to(tl.float32),)
-    for i in tl.static_range(1, values_each):
-        found = found + (tl.load(row + columns + i * SPAN, mask=is_inside, other=0.0).to(tl.float32),)
+    found = ()
+    for i in tl.static_range(values_each // 2):
+        low = tl.load(row + columns + i * SPAN, mask=is_inside, other=0.0)
+        high = tl.load(row + columns + (i + values_each // 2) * SPAN, mask=is_inside, other=0.0)
+        found = found + (as_pair(low, high, HAS_PTX),)
+    return found
+
+
+@triton.jit
+def _place_of(line, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """Where a column lies among the halves of its row's pairs"""
+    half_span: tl.constexpr = SPAN * 16 // BITS
+    return line // (2 * half_span) * (2 * half_span) + line % half_span * 2 + line // half_span % 2
+
+
+@triton.jit
+def _pairs_from(row, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """The same of a row that has been stored in pairs: int32 [rows, PIECE] each"""
+    parts: tl.constexpr = SPAN // PIECE
+    first = pieces // parts * (SPAN * 16 // BITS) + pieces % parts * PIECE
+    places = first[:, None] + tl.arange(0, PIECE)[None, :]
+    found = ()
+    for i in tl.static_range(16 // BITS):
+        found = found + (tl.load(row + places + i * SPAN, mask=is_there[:, None], other=0),)
     return found
 
 
@@ -42,43 +64,32 @@ def _factors(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS:
 def _scales(
     lines, stride, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Of the first, second ... values of a piece's words, [rows] each: `lines` points at the lines' first scales"""
-    values_each: tl.constexpr = 32 // BITS
+    """Of the first, second ... group of each piece, [rows] each; `lines` points at the lines' first scales"""
     parts: tl.constexpr = SPAN // PIECE
-    groups = pieces // parts * (SPAN * values_each // GROUP) + pieces % parts
-    found = (tl.load(lines + groups * stride, mask=is_there, other=0),)
-    for i in tl.static_range(1, values_each):
-        found = found + (tl.load(lines + (groups + i * SPAN // GROUP) * stride, mask=is_there, other=0),)
+    groups: tl.constexpr = PIECE * 32 // BITS // GROUP
+    first = pieces // parts * (groups * parts) + pieces % parts
+    found = (tl.load(lines + first * stride, mask=is_there, other=0),)
+    for i in tl.static_range(1, groups):
+        found = found + (tl.load(lines + (first + i * parts) * stride, mask=is_there, other=0),)
     return found
-
-
-@triton.jit
-def _products(words, scales, factors, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Sums of each word's weights times their factors: float32 [rows, PIECE]"""
-    values = expand_values(words, BITS, tl.float32, HAS_PTX)
-    sums = tl.zeros(words.shape, tl.float32)
-    for i in tl.static_range(32 // BITS):
-        weights = values[i] * scale_of(scales[i])[:, None]
-        if scales[i].dtype == tl.int32:
-            weights += minimum_of(scales[i])[:, None]
-        sums += weights * factors[i]
-    return sums
 
 
 @kernel
 def _open_words(
     x, logits, words, scales, out, hidden, inter, num_experts, lines_each,
     K: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, DOWN_SPAN: tl.constexpr, DOWN_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T * K, inter] = act(gate x) * up x; a program has some lines of gate and the same of up, one at a time"""
+    """out [T * K, inter] = act(gate x) * up x, made smaller, in the pairs that downs are multiplied by. A program has
+    some lines of gate and the same of up, one at a time"""
     wait_for_previous(OVERLAPS)
     let_next_begin(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
     pair = tl.program_id(0)
     token, choice = pair // K, pair % K
     pieces = tl.arange(0, PIECES)
-    row_words, stride = hidden * BITS // 32, num_experts * 2 * inter
-    factors = _factors(x + token * hidden, pieces, hidden, PIECE, SPAN, BITS)
+    row_words, stride = tl.multiple_of(hidden * BITS // 32, PIECE), num_experts * 2 * inter
+    pairs = _row_pairs(x + token * hidden, pieces, hidden, PIECE, SPAN, BITS, HAS_PTX)
     expert = choice_of(logits, token, choice, num_experts, K, BLOCK)
     first = tl.program_id(1) * lines_each
     last = tl.minimum(first + lines_each, inter)
@@ -99,9 +110,11 @@ def _open_words(
         next_up = tl.load(source + to_up, mask=is_next[:, None], other=0)
         next_gate_scales = _scales(line_scales, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
         next_up_scales = _scales(line_scales + inter, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
-        gates = tl.sum(tl.sum(_products(gate, gate_scales, factors, BITS, HAS_PTX), axis=1), axis=0)
-        ups = tl.sum(tl.sum(_products(up, up_scales, factors, BITS, HAS_PTX), axis=1), axis=0)
-        tl.store(out + pair * inter + line, (activate(gates, KIND) * ups).to(out.dtype.element_ty))
+        gates = times_weighed(gate, pairs, gate_scales, PIECE, GROUP, BITS, HAS_PTX)
+        ups = times_weighed(up, pairs, up_scales, PIECE, GROUP, BITS, HAS_PTX)
+        gates, ups = tl.sum(tl.sum(gates, axis=1), axis=0) / SMALLER, tl.sum(tl.sum(ups, axis=1), axis=0) / SMALLER
+        value = activate(gates, KIND) * ups * SMALLER
+        tl.store(out + pair * inter + _place_of(line, DOWN_SPAN, DOWN_BITS), value.to(tl.float16))
         gate, up, gate_scales, up_scales = next_gate, next_up, next_gate_scales, next_up_scales
 
 
@@ -112,13 +125,13 @@ def _close_words(
     SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden], LINES of one token a program, one after the other in a tile's pieces; the first experts' are on
-    their way before `inner` is known"""
+    """inner: pairs, int32 [T * K, inter / 2]; out [T, hidden], LINES of one token a program, one after the other in a
+    tile's pieces. The first experts' are on their way before `inner` is known."""
     let_next_begin(OVERLAPS)
     token = tl.program_id(1)
     all_pieces = tl.arange(0, LINES * PIECES)
     lines, pieces = tl.program_id(0) * LINES + all_pieces // PIECES, all_pieces % PIECES
-    row_words, stride = inter * BITS // 32, num_experts * hidden
+    row_words, stride = tl.multiple_of(inter * BITS // 32, PIECE), num_experts * hidden
     is_piece = (pieces * PIECE < row_words) & (lines < hidden)
     source = words + (lines * row_words + pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
@@ -141,14 +154,15 @@ def _close_words(
         third_scales = _scales(begins + expert * hidden, stride, pieces, is_third, PIECE, SPAN, GROUP, BITS)
         share = tl.exp(logit - highest)
         whole += share
-        factors = _factors(inner + (token * K + choice) * inter, pieces, inter, PIECE, SPAN, BITS)
-        sums += _products(part, part_scales, factors, BITS, HAS_PTX) * share
+        row = inner + tl.multiple_of((token * K + choice) * (inter // 2), 4)
+        pairs = _pairs_from(row, pieces, is_piece, PIECE, SPAN, BITS)
+        sums += times_weighed(part, pairs, part_scales, PIECE, GROUP, BITS, HAS_PTX) * share
         part, part_scales, logit = second, second_scales, second_logit
         second, second_scales, second_logit = third, third_scales, third_logit
     if not RENORMALIZE:
         shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
         whole = tl.sum(shares, axis=0)
-    total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (LINES, PIECES)), axis=1) / whole
+    total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (LINES, PIECES)), axis=1) / (whole * SMALLER)
     targets = tl.program_id(0) * LINES + tl.arange(0, LINES)
     tl.store(out + token * hidden + targets, total.to(out.dtype.element_ty), mask=targets < hidden)
 
@@ -167,15 +181,15 @@ def chosen_words(
     and downs [experts * H, inter] → weighted sum of the chosen experts [T, H]"""
     (num_tokens, hidden), num_experts, inter = x.shape, logits.shape[1], down.num_columns
     block, pairs = next_power_of_2(num_experts), num_tokens * num_active
-    inner, out = x.new_empty(pairs, inter), torch.empty_like(x)
+    inner, out = x.new_empty(pairs, inter, dtype=torch.float16), torch.empty_like(x)
     each = cdiv(cdiv(inter, max(1, PROGRAMS // pairs)), LINES_TOGETHER) * LINES_TOGETHER
     _open_words[(pairs, cdiv(inter, each))](
         x, logits, gate_up.words, gate_up.scales, inner, hidden, inter, num_experts, each, num_active, activation,
-        *_layout(gate_up), block, has_ptx(), num_warps=_warps_for(hidden), **launch_options(),
+        *_layout(gate_up), down.span, down.bits, block, has_ptx(), num_warps=_warps_for(hidden), **launch_options(),
     )  # fmt: skip
     _close_words[(cdiv(hidden, LINES), num_tokens)](
-        inner, logits, down.words, down.scales, out, hidden, inter, num_experts, num_active, renormalize, LINES,
-        *_layout(down), block, has_ptx(), num_warps=_warps_for(inter * LINES), **launch_options(),
+        inner.view(torch.int32), logits, down.words, down.scales, out, hidden, inter, num_experts, num_active,
+        renormalize, LINES, *_layout(down), block, has_ptx(), num_warps=_warps_for(inter * LINES), **launch_options(),
     )  # fmt: skip
     return out
 

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel_for_any
-from tokenmill.ops.triton.sizes import next_power_of_2
 
-MAX_FEW_PAIRS = 256  # that a single program sorts, faster than a dozen kernels that sort any number
+MAX_FEW_PAIRS = 8192  # that one kernel sorts, faster than a dozen that sort any number
 
 
 class Tile(NamedTuple):
@@ -29,9 +28,12 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def expert_of_tile(offsets, num_experts, TILE: tl.constexpr):
-    """Whose tile this program's is; the place of its first pair, and the end of that expert's pairs"""
+def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constexpr = False):
+    """Whose tile this program's is; the place of its first pair, and the end of that expert's pairs. IS_PART:
+    `offsets` begins with another expert's than the first."""
     tile = tl.program_id(0)
+    if IS_PART:
+        tile += tl.load(offsets) // TILE
     low, high = 0, num_experts
     while high - low > 1:  # the last expert whose tiles begin at or before this one
         middle = (low + high) // 2
@@ -46,21 +48,22 @@ def expert_of_tile(offsets, num_experts, TILE: tl.constexpr):
 
 
 @kernel_for_any("num_pairs")
-def _sort_pairs(
-    ids, order, offsets, num_pairs, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr
-) -> None:  # fmt: skip
-    """A pair's place is the number of pairs before it, and an expert's offset that of pairs before his."""
-    pairs, experts = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
-    own = tl.load(ids + pairs, mask=pairs < num_pairs, other=0)
-    places, begins = tl.zeros((PAIRS,), tl.int64), tl.zeros((EXPERTS,), tl.int64)
-    for first in range(0, num_pairs, AT_ONCE):
-        others = first + tl.arange(0, AT_ONCE)
-        found = tl.load(ids + others, mask=others < num_pairs, other=num_experts)[None, :]
-        is_earlier = (found == own[:, None]) & (others[None, :] < pairs[:, None])
-        places += tl.sum(((found < own[:, None]) | is_earlier).to(tl.int64), axis=1)
-        begins += tl.sum((found < experts[:, None]).to(tl.int64), axis=1)
-    tl.store(order + places, pairs.to(tl.int64), mask=pairs < num_pairs)
-    tl.store(offsets + experts, begins, mask=experts <= num_experts)
+def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr) -> None:
+    """A program finds one expert's pairs and puts them, in their order, behind those of the experts before; the last
+    one, which has none, says where all end."""
+    expert = tl.program_id(0)
+    chunk = tl.arange(0, CHUNK)
+    place = 0
+    for first in range(0, num_pairs, CHUNK):
+        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
+        place += tl.sum((found < expert).to(tl.int32), axis=0)
+    tl.store(offsets + expert, place.to(tl.int64))
+    for first in range(0, num_pairs, CHUNK):
+        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
+        is_own = (found == expert).to(tl.int32)
+        targets = place + tl.cumsum(is_own, axis=0) - 1
+        tl.store(order + targets, (first + chunk).to(tl.int64), mask=is_own > 0)
+        place += tl.sum(is_own, axis=0)
 
 
 class SortedPairs(NamedTuple):
@@ -83,7 +86,5 @@ def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> So
         offsets = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
     else:
         order, offsets = torch.empty_like(ids), ids.new_empty(num_experts + 1)
-        _sort_pairs[(1,)](
-            ids, order, offsets, len(ids), num_experts, MAX_FEW_PAIRS, next_power_of_2(num_experts + 1), 32, num_warps=8
-        )
+        _sort_pairs[(num_experts + 1,)](ids, order, offsets, len(ids), num_experts, 1024, num_warps=4)
     return SortedPairs(order, offsets, weights, num_experts)

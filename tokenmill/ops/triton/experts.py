@@ -2,6 +2,7 @@
 
 A few tokens: each (token, choice) pair streams its expert's matrices, as for a single row. Many tokens: pairs are
 sorted by expert and multiplied in tiles (see `expert_tiles`), of plain matrices here, of words in `grouped_words`.
+Where experts have very many pairs, the matrices of a few of them at a time are expanded first.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import torch
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
+from tokenmill.arch.word_forms import EXPANDED_BYTES
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.activation import act_mul, activate
 from tokenmill.ops.triton.decode_attention import precision_of
 from tokenmill.ops.triton.expert_tiles import SortedPairs, Tile, expert_of_tile, sort_pairs
 from tokenmill.ops.triton.grouped_words import multiply_words
-from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
-from tokenmill.ops.triton.quantized import WordMatrix
+from tokenmill.ops.triton.quantized import WordMatrix, expanded_lines
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_STREAMED_TOKENS = 4
 STRIP = 2  # matrix rows a program streams
+EXPANDING_PAIRS = 128  # an expert; beyond, words are better expanded once than in every tile
 
 
 @kernel
@@ -81,17 +84,17 @@ def _stream_down(
     tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
 
 
-@kernel
+@kernel_for_any("num_experts")
 def _grouped(
     x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
     K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
-    IS_GATHERED: tl.constexpr, PRECISION: tl.constexpr,
+    IS_GATHERED: tl.constexpr, PRECISION: tl.constexpr, IS_PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of sorted pairs times their expert's matrix [num_out, num_in].
 
     IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
     """
-    expert, first, end = expert_of_tile(offsets, num_experts, TILE)
+    expert, first, end = expert_of_tile(offsets, num_experts, TILE, IS_PART)
     if first < end:
         places = first + tl.arange(0, TILE)
         is_pair = places < end
@@ -174,16 +177,43 @@ def _multiply(
     if isinstance(matrices, tuple):
         return torch.cat([_multiply(x, one, pairs, tile, is_gathered=is_gathered) for one in matrices], dim=1)
     if isinstance(matrices, WordMatrix):
+        if len(pairs.order) > EXPANDING_PAIRS * pairs.num_experts and (count := _num_expanded(matrices, pairs, x)):
+            return _multiply_expanded(x, matrices, pairs, tile, count, is_gathered=is_gathered)
         return multiply_words(x, matrices, pairs, is_gathered=is_gathered)
-    num_experts, num_out, num_in = matrices.shape
+    out = x.new_empty(len(pairs.order), matrices.shape[1])
+    _launch(x, matrices, out, pairs, tile, is_gathered=is_gathered)
+    return out
+
+
+def _num_expanded(matrix: WordMatrix, pairs: SortedPairs, x: torch.Tensor) -> int:
+    """So many experts' matrices are expanded at a time, an even number; 0: not even two are small enough"""
+    expert_bytes = len(matrix.words) // pairs.num_experts * matrix.num_columns * x.element_size()
+    return min(pairs.num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
+
+
+def _multiply_expanded(
+    x: torch.Tensor, matrix: WordMatrix, pairs: SortedPairs, tile: Tile, count: int, *, is_gathered: bool
+) -> torch.Tensor:
+    num_out = len(matrix.words) // pairs.num_experts
     out = x.new_empty(len(pairs.order), num_out)
+    for first in range(0, pairs.num_experts, count):
+        lines = slice(first * num_out, (first + count) * num_out)
+        some = expanded_lines(matrix, lines, x.dtype).view(-1, num_out, matrix.num_columns)
+        _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, is_gathered=is_gathered)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, pairs: SortedPairs, tile: Tile, *, is_gathered: bool
+) -> None:
+    """Writes the rows of `out` of those experts whose matrices these are, the first of `pairs.offsets`."""
+    num_experts, num_out, num_in = matrices.shape
     grid = (len(pairs.order) // tile.pairs + num_experts, cdiv(num_out, tile.columns))
     _grouped[grid](
         x, matrices, out, pairs.order, pairs.offsets, pairs.shares, num_out, num_in, num_experts,
-        pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x),
+        pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x), num_experts < pairs.num_experts,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out
 
 
 def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> Tile:

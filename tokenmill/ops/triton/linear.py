@@ -83,7 +83,8 @@ class PackLinear:
         matrices = dense(raw)
         if self._quantization == "none" or raw.shape[-1] % GROUP_SIZE:
             return matrices
-        return replace(OF_EXPERTS[self._quantization](matrices.flatten(0, 1)), row_scales=None)
+        made = OF_EXPERTS[self._quantization](matrices.flatten(0, 1))
+        return replace(made, scales=made.scales.to(torch.float16), row_scales=None)
 
     def _form(self, part: RawTensor, dtype: torch.dtype) -> WordForm | None:
         """None: expanded, or plain to begin with"""

@@ -200,15 +200,15 @@ def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) 
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
     lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
     if len(matrix.words) <= lines:
-        return functional.linear(x, _expanded_lines(matrix, slice(None), x.dtype), bias)
+        return functional.linear(x, expanded_lines(matrix, slice(None), x.dtype), bias)
     out = x.new_empty(len(x), len(matrix.words))
     for start in range(0, len(matrix.words), lines):
         part = slice(start, start + lines)
-        torch.mm(x, _expanded_lines(matrix, part, x.dtype).t(), out=out[:, part])
+        torch.mm(x, expanded_lines(matrix, part, x.dtype).t(), out=out[:, part])
     return out if bias is None else out.add_(bias)
 
 
-def _expanded_lines(matrix: WordMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:
+def expanded_lines(matrix: WordMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:
     return expand_words(matrix.words[lines], matrix.scales[:, lines], matrix.span, matrix.bits, dtype)
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tokenmill.ops.triton import ahead, compilers
-from tokenmill.ops.triton.compilers import start_workers, wait_for
+from tokenmill.ops.triton.compilers import Compilers
 
 SLOW_S = 0.3
 
@@ -32,16 +32,36 @@ def compiled(folder: Path, number: int) -> SimpleNamespace:
 def test_who_is_free_takes_the_next_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(launcher_cls=lambda src, metadata: None)
     monkeypatch.setattr(compilers, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     kernels: list[Callable[[], SimpleNamespace]] = [partial(compiled, tmp_path, number) for number in range(9)]
-    workers = start_workers(kernels)
-    wait_for(workers)
-    assert len(set(workers)) == 3
+    workers = Compilers()
+    workers.start(kernels[:6], 0)
+    workers.start(kernels[6:], 6)
+    done = list(workers.made())
     made_by = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
-    assert set(made_by) == {str(number) for number in range(9) if number != 1}
+    assert sorted(done) == sorted(map(int, made_by)) == [number for number in range(9) if number != 1]
     assert all(len(makers) == 1 for makers in made_by.values())
-    # The first one's maker was busy with it while the third one made all the others; the second's had ended.
+    # The first one's maker was busy with it while others made all the others; the second's had ended.
+    assert done[-1] == 0
     assert made_by["0"] not in [makers for name, makers in made_by.items() if name != "0"]
+    assert not leftovers()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_who_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "PATIENCE_S", 0.1)
+    workers = Compilers()
+    workers.start([partial(time.sleep, 60)] * 3, 0)
+    assert list(workers.made()) == []
+    assert not leftovers()
+
+
+def leftovers() -> bool:
+    """Whether this process has children that it has not waited for."""
+    try:
+        return os.waitpid(-1, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return False
 
 
 def test_what_failed_ahead_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,11 +64,23 @@ class Shapes:
 
 
 class Compiled:
+    """Notes are looked at when they are made."""
+
+    def __init__(self) -> None:
+        self._noted: list[Callable[[], object]] = []
+
     def join(self) -> None:
         pass
 
+    def note(self, ask: Callable[[], object]) -> None:
+        self._noted.append(ask)
 
-def asked_at_once(*asks: Callable[[], None]) -> Compiled:
+    def make(self) -> None:
+        for ask in self._noted:
+            ask()
+
+
+def asked_at_once(*asks: Callable[[], object]) -> Compiled:
     for ask in asks:
         ask()
     return Compiled()

@@ -18,7 +18,7 @@ import torch
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.triton.kernel import compile_beside
+from tokenmill.ops.triton.kernel import Compiling, compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
@@ -38,22 +38,25 @@ class WarmUp:
         self._graphs = graphs
         self._max_rows = max_rows
         self._max_context = max_context
+        self._compiling: Compiling | None = None
 
     @torch.inference_mode()
     def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
-        compiling = compile_beside(self._ask_for_few, partial(self._ask_for_many, token_budget))
+        """`meanwhile` is called while compilers work, and then noted what they will be asked for next."""
+        self._compiling = compile_beside(*self._first_asks(token_budget))
         meanwhile()
-        compiling.join()
+        self._compiling.note(self._ask_for_rest)
+        self._compiling.join()
 
-    @torch.inference_mode()
     def compile_rest(self) -> None:
-        """Returns as soon as everything is asked for."""
-        compile_beside(self._ask_for_rest)
+        """Returns at once."""
+        assert self._compiling is not None  # who has started
+        self._compiling.make()
 
     @torch.inference_mode()
     def run_widest(self, token_budget: int) -> None:
         """As many rows as there are, with as many tokens as the budget allows."""
-        self._compute(self._batch(self._widest(token_budget)))
+        self._compute(self._widest(token_budget))
         torch.cuda.synchronize()
 
     def preparations(self, token_budget: int) -> Iterator[Callable[[], object]]:
@@ -69,28 +72,32 @@ class WarmUp:
     def _rehearse(self, chunks: list[Chunk]) -> None:
         self._compute(self._batch(chunks))
 
-    def _widest(self, token_budget: int) -> list[Chunk]:
+    def _widest(self, token_budget: int) -> ForwardBatch:
         """No row is a whole prompt."""
         lengths = [1] * min(self._max_rows, token_budget)
         left = token_budget - len(lengths)
         for row in range(len(lengths)):
             more = min(left, self._max_context - 2)
             lengths[row], left = 1 + more, left - more
-        return [(1 if length > 1 else 0, length) for length in reversed(lengths)]
+        return self._batch([(1 if length > 1 else 0, length) for length in reversed(lengths)])
 
-    def _ask_for_few(self) -> None:
-        """What takes longest to compile comes first."""
-        self._compute(self._decoding(1))
-        for length in FEW:
-            self._compute(self._prompt(length))
-        self._graphs.ask_for_kernels()
+    def _first_asks(self, token_budget: int) -> Iterator[Callable[[], object]]:
+        """Kernels that take longest to compile come first. Each batch's are begun before the next is asked: the widest
+        one loads the library of large products besides."""
+        few, fewer = FEW
+        for batch, size in (
+            (self._decoding, 1),
+            (self._prompt, few),
+            (self._widest, token_budget),
+            (self._prompt, fewer),
+            (self._decoding, self._max_rows),
+            *((self._prompt, length) for length in SOME),
+        ):
+            yield partial(self._ask_for, batch, size)
+        yield self._graphs.ask_for_kernels
 
-    def _ask_for_many(self, token_budget: int) -> None:
-        """Loads the library of large products besides."""
-        self._compute(self._batch(self._widest(token_budget)))
-        self._compute(self._decoding(self._max_rows))
-        for length in SOME:
-            self._compute(self._prompt(length))
+    def _ask_for(self, batch: Callable[[int], ForwardBatch], size: int) -> None:
+        self._compute(batch(size))
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()

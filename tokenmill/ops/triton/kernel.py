@@ -7,10 +7,10 @@ run: each is asked for once in every form, and left to processes of their own (s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextvars import ContextVar, copy_context
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.triton import ahead
-from tokenmill.ops.triton.compilers import start_workers, wait_for
+from tokenmill.ops.triton.compilers import Compilers
 
 USUAL_STAGES = 3  # where a launch does not say
 FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
@@ -32,10 +32,19 @@ class Kernel:
     """Remembers what was compiled for which kinds of arguments: a look-up of our own takes a third of the time that
     Triton's does, and a step of a few tokens is made of hundreds of launches."""
 
-    def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
-        self._is_constant = [parameter.is_constexpr for parameter in getattr(jitted, "params", ())]
+    def __init__(self, function: Callable[..., None], numbers: Sequence[str] = ()) -> None:
+        self._function = function
+        self._numbers = numbers
         self._made: dict[Any, Any] = {}
+
+    @cached_property
+    def _jitted(self) -> Any:
+        """Triton reads the source then, which takes milliseconds: most models need a third of all kernels."""
+        return triton.jit(do_not_specialize=self._numbers)(self._function)
+
+    @cached_property
+    def _is_constant(self) -> list[bool]:
+        return [parameter.is_constexpr for parameter in getattr(self._jitted, "params", ())]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -95,64 +104,83 @@ def _form(arg: Any) -> Any:
 
 
 def kernel(function: Callable[..., None]) -> Kernel:
-    return Kernel(triton.jit(function))
+    return Kernel(function)
 
 
 def kernel_for_any(*numbers: str) -> Callable[[Callable[..., None]], Kernel]:
     """The same, for `numbers` (or addresses) that differ from step to step: one compiled kernel serves all their
     values, where otherwise 1 and multiples of 16 get one of their own."""
-    return lambda function: Kernel(triton.jit(do_not_specialize=numbers)(function))
+    return lambda function: Kernel(function, numbers)
 
 
-class _Asked(Executor):
-    """Takes note of what is to be compiled."""
+class Compiling(Executor):
+    """Kernels that were asked for, each of them once. Whatever is called here asks for kernels and runs none (what they
+    would have written is undefined, so nothing there may look anything up by it)."""
 
     def __init__(self) -> None:
-        self.kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
-        self._workers: list[int] = []
+        ahead.finish()
+        self._kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._num_begun = 0
+        self._mode = AsyncCompileMode(self)
+        self._context = copy_context()
+        self._context.run(_asked.set, set())
+        self._context.run(self._mode.__enter__)
+        self._loading = threading.Thread()
 
     def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        """Triton's own way to ask"""
         future: Future[Any] = Future()
-        self.kernels.append((future, partial(compiled, *args, **options)))
+        self._kernels.append((future, partial(compiled, *args, **options)))
         return future
 
-    def begin(self) -> None:
-        """What was asked for since the last time is compiled elsewhere, from now on."""
-        self._workers += start_workers([compiled for _, compiled in self.kernels[self._num_begun :]])
-        self._num_begun = len(self.kernels)
+    def note(self, ask: Callable[[], object]) -> None:
+        """What `ask` asks for will be made later."""
+        self._context.run(ask)
 
-    def finish(self) -> None:
-        """Elsewhere first; then here, where they are found on disk. What failed there fails here."""
-        wait_for(self._workers)
-        for future, compiled in self.kernels:
-            try:
-                made = compiled()
-                assert made.run is not None  # who asks for this has it loaded
-                future.set_result(made)
-            except Exception as error:
-                future.set_exception(error)
+    def make(self, *asks: Callable[[], object]) -> None:
+        """What was noted is made from now on; what one of `asks` asks for, while the next one is called."""
+        compilers, first = Compilers(), self._num_begun
+        for ask in (nothing_more, *asks):
+            self.note(ask)
+            compilers.start([compiled for _, compiled in self._kernels[self._num_begun :]], self._num_begun)
+            self._num_begun = len(self._kernels)
+        new = range(first, self._num_begun)
+        self._loading = threading.Thread(
+            target=self._load_all, args=(new, compilers.made()), name="compilers", daemon=True
+        )
+        self._loading.start()
+
+    def join(self) -> None:
+        """Returns when all that is being made is ready to be launched."""
+        self._loading.join()
+
+    def _load_all(self, numbers: Iterable[int], made: Iterator[int]) -> None:
+        """What is done elsewhere is found on disk, and the rest compiled here. What failed there fails here, and again,
+        aloud, when it is launched."""
+        left = set(numbers)
+        for number in made:
+            left.discard(number)
+            self._load(number)
+        for number in left:
+            self._load(number)
+
+    def _load(self, number: int) -> None:
+        future, compiled = self._kernels[number]
+        try:
+            made = compiled()
+            assert made.run is not None  # who asks for this has it loaded
+            future.set_result(made)
+        except Exception as error:
+            future.set_exception(error)
+        list(self._mode.future_kernels.values())[number].result(ignore_errors=True)  # known to Triton from now on
 
 
-def compile_beside(*asks: Callable[[], None]) -> threading.Thread:
-    """Calls `asks`, in which no kernel of ours runs (what they would have written is undefined, so nothing there may
-    look anything up by it). What one of them asks for is being made while the next one is called; the thread that
-    comes back ends when all of it is."""
-    ahead.finish()
-    asked = _Asked()
-    mode = AsyncCompileMode(asked)
+def nothing_more() -> None:
+    pass
 
-    context = copy_context()
-    context.run(_asked.set, set())
-    context.run(mode.__enter__)
-    for ask in asks:
-        context.run(ask)
-        asked.begin()  # by copies of this process, made while nobody is in the middle of an import
 
-    def finish() -> None:
-        asked.finish()
-        mode.__exit__(None, None, None)
-
-    finishing = threading.Thread(target=finish, name="compilers", daemon=True)
-    finishing.start()
-    return finishing
+def compile_beside(*asks: Callable[[], object]) -> Compiling:
+    """By copies of this process, made while nobody is in the middle of an import."""
+    compiling = Compiling()
+    compiling.make(*asks)
+    return compiling

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from test_group_quantized import write_twins
 from test_large_shapes import SPEC, logits, relative_error
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.word_forms import Stored, word_form
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
@@ -46,12 +49,41 @@ def test_products_of_any_number_of_rows(quant: str) -> None:
     raw = RawTensor("a.weight", (num_out, num_in), random_blocks((num_out, num_in), quant, generator), quant)
     packed, exact = ops.pack_linear([raw], None, dense), dequantize(raw).cuda()
     assert isinstance(packed.packed, WordMatrix)
-    for num_rows in (1, 8, 17, 32, 128, 700):
+    for num_rows in (1, 8, 17, 32, 33, 64, 100, 128, 200, 256, 300, 512, 700):
         x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
         error = relative_error(ops.linear(x, packed), x.float() @ exact.T)
         assert error < 0.004, (num_rows, error)
     ids = torch.tensor([3, 500, 3], device="cuda")
     assert relative_error(ops.embed(ids, ops.pack_embedding(raw, dense)), exact[ids]) < 0.003
+
+
+@pytest.mark.parametrize("quant", ["Q4_K", "Q8_0"])
+def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
+    """Also with more splits than there are spans, of which some have nothing to do, and blocks of rows."""
+    from tokenmill.ops.triton.quantized import can_widen, kept_words
+
+    if not can_widen(torch.device("cuda")):
+        pytest.skip("only on Hopper")
+    from tokenmill.ops.triton.wide_strips import cut_for, wide_strip_linear
+
+    torch.manual_seed(0)
+    num_out, num_in = 264, 2304
+    blocks = random_blocks((num_out, num_in), quant, torch.Generator().manual_seed(0))
+    if quant == "Q8_0":  # of which each has a scale of its own, then
+        each = blocks.view(-1, GGML_TYPE_BY_NAME[quant].block_bytes)
+        each[:, :2] = (torch.rand(len(each), 1) * 0.01 + 0.001).half().view(torch.uint8)
+    form = word_form("a.weight", (num_out, num_in), Stored(quant))
+    assert form is not None
+    matrix = kept_words(blocks.cuda(), quant, form)
+    exact = dequantize(RawTensor("a.weight", (num_out, num_in), blocks, quant)).cuda()
+    bias = torch.randn(num_out, device="cuda", dtype=torch.bfloat16) if quant == "Q8_0" else None
+    cuts = [cut_for(rows, 28672, num_in, matrix.bits) for rows in (64, 128, 256)]
+    for num_rows, usual, splits in product((34, 190), cuts, (1, 2, 5, 9, 16)):
+        cut = replace(usual, splits=splits)
+        x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
+        found = wide_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
+        expected = x.float() @ exact.T + (0.0 if bias is None else bias.float())
+        assert relative_error(found, expected) < 0.004, (num_rows, cut)
 
 
 def experts_raw(quants: tuple[str | None, ...], num_experts: int, hidden: int, inter: int) -> list[RawTensor]:

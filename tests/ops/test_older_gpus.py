@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from tokenmill.ops.triton import TRITON, chosen_words, device, grouped_words, halves, large_products, strips, words
+from tokenmill.ops.triton import TRITON, chosen_words, device, grouped_words, halves, strips, words
 from tokenmill.ops.triton.kernel import FUSED, Kernel
 from tokenmill.ops.triton.overlap import launch_options, overlaps
 from tokenmill.runner.memory import graph_sizes
@@ -210,6 +210,6 @@ def test_who_computes_with_fp8(
         assert refusal is None if has else "compute capability 8.9" in str(refusal)
         assert TRITON.refuse(replace(WANTED, kv_dtype=torch.float8_e4m3fn)) is None
         assert words.has_ptx() == (hip is None)
-        assert not overlaps.__wrapped__() and not large_products.can_gate.__wrapped__(torch.device("cuda"))
+        assert not overlaps.__wrapped__() and not device.is_hopper.__wrapped__(torch.device("cuda"))
     finally:
         device.has_fp8.cache_clear()

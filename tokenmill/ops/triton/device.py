@@ -2,6 +2,7 @@
 
 fp8     NVIDIA from Ada on computes with e4m3 numbers. AMD's matrix units, where they know fp8 at all, mean others by it
         (fnuz)
+Hopper  copies tiles by a unit of its own, and multiplies them from where they land
 """
 
 from __future__ import annotations
@@ -17,3 +18,8 @@ def has_fp8(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9

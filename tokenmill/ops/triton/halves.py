@@ -121,7 +121,8 @@ def _one_row(
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((STRIP, SPAN), tl.float32)
     if weighs:
-        scales_here = scales_from(line_scales + low // SPAN * groups * num_out, num_out, groups)
+        begin = tl.minimum(low, row_words - SPAN)  # a share may be empty
+        scales_here = scales_from(line_scales + begin // SPAN * groups * num_out, num_out, groups)
     for start in range(low, high, SPAN):
         following = tl.load(lines + start + SPAN, mask=start + SPAN + places[None, :] < high, other=0)
         if IS_HALVED:

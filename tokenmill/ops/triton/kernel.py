@@ -18,7 +18,6 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.ops.triton import ahead
 from tokenmill.ops.triton.compilers import Compilers
@@ -32,15 +31,18 @@ class Kernel:
     """Remembers what was compiled for which kinds of arguments: a look-up of our own takes a third of the time that
     Triton's does, and a step of a few tokens is made of hundreds of launches."""
 
-    def __init__(self, function: Callable[..., None], numbers: Sequence[str] = ()) -> None:
+    def __init__(
+        self, function: Callable[..., None], numbers: Sequence[str] = (), jit: Callable[..., Any] = triton.jit
+    ) -> None:
         self._function = function
         self._numbers = numbers
+        self._jit = jit
         self._made: dict[Any, Any] = {}
 
     @cached_property
     def _jitted(self) -> Any:
         """Triton reads the source then, which takes milliseconds: most models need a third of all kernels."""
-        return triton.jit(do_not_specialize=self._numbers)(self._function)
+        return self._jit(do_not_specialize=self._numbers)(self._function)
 
     @cached_property
     def _is_constant(self) -> list[bool]:
@@ -93,12 +95,12 @@ def _kind(arg: Any) -> Any:
         return arg.dtype if not arg.data_ptr() & 15 else (arg.dtype,)
     if isinstance(arg, int):
         return (arg == 1, not arg & 15, -(2**31) <= arg < 2**31)
-    return _form(arg) if isinstance(arg, TensorDescriptor) else type(arg)
+    return _form(arg) if hasattr(arg, "block_shape") else type(arg)
 
 
 def _form(arg: Any) -> Any:
     """The same, or more than that, where whole numbers and constants are not told apart"""
-    if isinstance(arg, TensorDescriptor):
+    if hasattr(arg, "block_shape"):  # a descriptor of a tensor, Triton's or Gluon's
         return arg.base.dtype, *arg.block_shape
     return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg
 
@@ -107,10 +109,12 @@ def kernel(function: Callable[..., None]) -> Kernel:
     return Kernel(function)
 
 
-def kernel_for_any(*numbers: str) -> Callable[[Callable[..., None]], Kernel]:
+def kernel_for_any(
+    *numbers: str, jit: Callable[..., Any] = triton.jit
+) -> Callable[[Callable[..., None]], Kernel]:  # fmt: skip
     """The same, for `numbers` (or addresses) that differ from step to step: one compiled kernel serves all their
-    values, where otherwise 1 and multiples of 16 get one of their own."""
-    return lambda function: Kernel(function, numbers)
+    values, where otherwise 1 and multiples of 16 get one of their own. `jit`: of the language it is written in."""
+    return lambda function: Kernel(function, numbers, jit)
 
 
 class Compiling(Executor):

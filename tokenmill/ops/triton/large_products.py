@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.activation import act_mul, activate
+from tokenmill.ops.triton.device import is_hopper
 from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.linear import linear
 from tokenmill.ops.triton.sizes import cdiv
@@ -65,7 +66,7 @@ def gated_product(x: torch.Tensor, matrix: torch.Tensor, activation: Activation)
 
 def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation) -> torch.Tensor:
     is_whole = weight.columns % 8 == weight.rows % 16 == 0
-    if len(x) >= MIN_GATED_ROWS and _is_plain(x, weight) and is_whole and can_gate(x.device):
+    if len(x) >= MIN_GATED_ROWS and _is_plain(x, weight) and is_whole and is_hopper(x.device):
         return gated_product(x.contiguous(), weight.packed, activation)
     return act_mul(linear(x, weight), activation)
 
@@ -77,12 +78,6 @@ def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor) ->
 
 def _is_plain(x: torch.Tensor, weight: LinearWeight) -> bool:
     return isinstance(weight.packed, torch.Tensor) and weight.bias is None and x.dtype in DTYPES
-
-
-@cache
-def can_gate(device: torch.device) -> bool:
-    """On Hopper, where tiles are copied by a unit of its own and multiplied from where they land."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

@@ -9,27 +9,32 @@ says which formats those are, and in what form).
 
 A few rows are multiplied in their own precision while the matrix streams through: fp8 by splitting the rows (see
 `planes`), the others by expanding the matrix on its way (see `strips`, and `halves` for a single row and 4 bits).
-Many rows: fp8 rounds the rows too and takes the fp8 matrix units; the other matrices are expanded first.
+Many rows: fp8 rounds the rows too and takes the fp8 matrix units; the other matrices are expanded in registers up to
+some hundred rows on Hopper (see `wide_strips`), and before the product where there are more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
+import triton
 from torch.nn import functional
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.word_forms import EXPANDED_BYTES, WordForm
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
-from tokenmill.ops.triton import halves, planes
+from tokenmill.ops.triton import halves, planes, strips
+from tokenmill.ops.triton.device import is_hopper
 from tokenmill.ops.triton.halves import Halves
 from tokenmill.ops.triton.planes import FP8, Rounded
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
 from tokenmill.ops.triton.words import expand_words, packed_words, paired, unpacked_words, unpaired
 
+MAX_WIDE_ROWS, WIDE_SPAN = 512, 32  # of `wide_strips`
 GROUP_SIZE = 128  # columns that share a scale in the 4-bit format
 INT4_SPANS = (32, 16)
 NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32}  # of formats with minima
@@ -196,6 +201,11 @@ def halves_linear(
 def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     if len(x) == 1 and has_halves(matrix) and x.dtype != torch.float32:
         return halves_linear(x, matrix, bias, x.dtype)
+    if _takes_wide_strips(x, matrix):
+        # Gluon takes 0.1 s to import, for which a start without such matrices need not wait.
+        from tokenmill.ops.triton.wide_strips import wide_strip_linear
+
+        return wide_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias)
     if cut := words_cut_for(len(x), *matrix.words.shape, matrix.span, matrix.bits):
         return expanding_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
     lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
@@ -206,6 +216,17 @@ def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) 
         part = slice(start, start + lines)
         torch.mm(x, expanded_lines(matrix, part, x.dtype).t(), out=out[:, part])
     return out if bias is None else out.add_(bias)
+
+
+def _takes_wide_strips(x: torch.Tensor, matrix: WordMatrix) -> bool:
+    is_between = strips.MAX_ROWS < len(x) <= MAX_WIDE_ROWS
+    return is_between and matrix.span == WIDE_SPAN and x.dtype != torch.float32 and can_widen(x.device)
+
+
+@cache
+def can_widen(device: torch.device) -> bool:
+    """Gluon is as the kernel has it since Triton 3.6."""
+    return is_hopper(device) and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 def expanded_lines(matrix: WordMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:

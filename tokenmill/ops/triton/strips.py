@@ -148,7 +148,8 @@ def strip_sums(
     # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
     scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
     ones = tl.full((STRIP, WORDS), 1.0, inputs.dtype.element_ty)
-    scales_here = scales_from(places + low // WORDS * groups * stride, stride, groups)
+    # A share may be empty; what its scales are does not matter then, but that they are there to be read.
+    scales_here = scales_from(places + tl.minimum(low, high - WORDS) // WORDS * groups * stride, stride, groups)
     for start in range(low, high, WORDS):
         turn = tl.minimum(start + WORDS, high - WORDS) // WORDS
         scales_next = scales_from(places + turn * groups * stride, stride, groups)

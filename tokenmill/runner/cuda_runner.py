@@ -110,10 +110,13 @@ class CudaRunner:
     def run_largest_step(self, token_budget: int, step_bytes: int, meanwhile: Callable[[], object]) -> None:
         """Takes all the memory that steps will ever take, `step_bytes` for what is planned. Nothing may be running yet.
         `meanwhile` is called while kernels are compiled."""
-        self._warm_up.compile_first(token_budget, meanwhile)
+        self.compile_first(token_budget, meanwhile)
         self.hold(step_bytes)
         self.run_widest_step(token_budget)
         self.capture_largest()
+
+    def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
+        self._warm_up.compile_first(token_budget, meanwhile)
 
     def hold(self, num_bytes: int) -> None:
         """Steps with rarer wishes (logits that the host draws from, prompts that are scored) take more than the widest

@@ -37,8 +37,6 @@ from tokenmill.ops.triton.skinny import one_row_linear
 
 KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
 
-Pieces = tuple[LinearWeight, ...]
-
 
 class PackLinear:
     """Stacks matrices by rows. What a file has quantised stays so (`keeps_blocks`), but not for plain float32, whose

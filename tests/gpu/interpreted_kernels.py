@@ -4,6 +4,8 @@ when Triton is first imported, and must not reach other tests.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 from dataclasses import replace
@@ -268,6 +270,27 @@ def check_kept_blocks(quants: tuple[str, ...], num_in: int, bits: tuple[int, ...
     )
 
 
+def before_a_wall(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy behind whose last byte nothing can be read: whoever does ends the process."""
+    size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    region = mmap.mmap(-1, size + mmap.PAGESIZE)
+    wall = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(region)) + size)
+    assert ctypes.CDLL(None).mprotect(wall, mmap.PAGESIZE, 0) == 0
+    copy = torch.frombuffer(region, dtype=tensor.dtype, count=tensor.numel(), offset=size - tensor.nbytes)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+def check_shares_without_columns() -> None:
+    """More splits than spans: some programs have nothing to multiply, and read no scales behind the last ones."""
+    for quant, num_in, row_counts in (("Q4_1", 576, (2,)), ("Q4_1", 1536, (1, 2))):
+        raw = random_raw(quant, num_in, 1)
+        packed = OPS.pack_linear([raw], None, partial(dequantize, dtype=torch.float16))
+        packed = replace(packed, packed=replace(packed.packed, scales=before_a_wall(packed.packed.scales)))
+        for num_rows in row_counts:
+            x = torch.randn(num_rows, num_in, dtype=torch.float16)
+            same(OPS.linear(x, packed).float(), x.float() @ dequantize(raw).T, 2e-3)
+
+
 def check_best() -> None:
     logits = torch.randn(5, 9000)
     logits[1, 7000] = logits[1, 20] = 9.0
@@ -417,6 +440,7 @@ def main() -> None:
     check_kept_blocks(("Q4_1",), 192, (8,), same_scales=2)
     check_kept_blocks(("Q4_K", "Q4_K", "Q6_K"), 256, (4, 8))
     check_kept_blocks(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), 256, (8, 8, 8))
+    check_shares_without_columns()
     check_experts()
     check_few_tokens_experts(1, 9, renormalize=True)
     check_few_tokens_experts(3, 4, renormalize=False)

@@ -119,20 +119,21 @@ def model_clock(core: EngineCore) -> Iterator[Clock]:
 
 
 def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = None) -> Run:
-    """Runs the requests to their end."""
+    """Runs the requests to their end. A step takes from the end of the one before to its own: a GPU is at it already
+    while what the last one brought is noted."""
     run = Run(waiting={request.request_id for request in requests}, alive=len(requests))
     began = time.perf_counter()
     for request in requests:
         core.add(request)
+    ended = time.perf_counter()
     while core.has_work:
         is_full = not run.waiting and run.alive == len(requests)
         model_before = clock.spent_s if clock else 0.0
-        step_began = time.perf_counter()
         outputs = core.step()
-        now = time.perf_counter()
-        num_new = sum(run.note(output, now - began) for output in outputs)
+        last_ended, ended = ended, time.perf_counter()
+        num_new = sum(run.note(output, ended - began) for output in outputs)
         in_model = clock.spent_s - model_before if clock else None
-        run.steps.append(StepRecord(now - step_began, in_model, num_new, is_full))
+        run.steps.append(StepRecord(ended - last_ended, in_model, num_new, is_full))
     run.elapsed_s = time.perf_counter() - began
     return run
 

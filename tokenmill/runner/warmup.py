@@ -42,7 +42,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
-        """`meanwhile` is called while compilers work, and then noted what they will be asked for next."""
+        """`meanwhile` is called while compilers work; then it is noted what they will be asked for next."""
         self._compiling = compile_beside(*self._first_asks(token_budget))
         meanwhile()
         self._compiling.note(self._ask_for_rest)

@@ -109,9 +109,7 @@ def kernel(function: Callable[..., None]) -> Kernel:
     return Kernel(function)
 
 
-def kernel_for_any(
-    *numbers: str, jit: Callable[..., Any] = triton.jit
-) -> Callable[[Callable[..., None]], Kernel]:  # fmt: skip
+def kernel_for_any(*numbers: str, jit: Callable[..., Any] = triton.jit) -> Callable[[Callable[..., None]], Kernel]:
     """The same, for `numbers` (or addresses) that differ from step to step: one compiled kernel serves all their
     values, where otherwise 1 and multiples of 16 get one of their own. `jit`: of the language it is written in."""
     return lambda function: Kernel(function, numbers, jit)

@@ -135,9 +135,7 @@ def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(
-    x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr
-):  # fmt: skip
+def _copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr):
     """Chunk `number` of the inputs, if there is one, is asked for into the tile that is its."""
     place = number % RING
     mbarrier.expect(copied.index(place), ROWS * COLUMNS * 2, pred=number < total)
@@ -185,11 +183,9 @@ def _wide_strips(
     ROWS: gl.constexpr, STRIP: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
     AHEAD: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Lines beyond the last are read as others; rows beyond the last are zeros, by whom tiles are copied by."""
+    """Lines beyond the last are read as others; rows beyond the last are zeros, as the copying unit has it."""
     if OVERLAPS:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
-        )  # fmt: skip
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     EACH: gl.constexpr = 32 // BITS
     GROUPS: gl.constexpr = SPAN * EACH // GROUP
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])

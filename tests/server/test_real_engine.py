@@ -34,8 +34,8 @@ def process(stories_dir: Path) -> Iterator[ServerProcess]:
         started.wait_for("ready")
         yield started
         started.wait_for("ready", 30)
+        children = started.children()  # before: a server that has nothing to do may end at once
         started.terminate()
-        children = started.children()
         assert started.wait(20) == 0
         assert children and not any(is_alive(pid) for pid in children)
 

@@ -166,6 +166,27 @@ def test_masks_that_leave_nothing_fail_one_request(llm: LLM) -> None:
     check(REGEX, good.outputs[0].text)
 
 
+@pytest.mark.parametrize("place", [1, 2, 8])  # of forced tokens: a word, a space, a letter
+@pytest.mark.parametrize("kind", ["banned", "allowed", "bias", "early stop"])
+def test_a_forced_token_that_is_unwelcome_is_spelled_otherwise(llm: LLM, kind: str, place: int) -> None:
+    unwelcome = ask(llm, REGEX).outputs[0].token_ids[place]
+    knobs: dict[str, dict[str, Any]] = {
+        "banned": {"banned_token_ids": [unwelcome]},
+        "allowed": {"allowed_token_ids": [i for i in range(512) if i != unwelcome]},
+        "bias": {"logit_bias": {unwelcome: -100.0}},
+        "early stop": {"stop_token_ids": [unwelcome], "min_tokens": 40},
+    }
+    jumped, drawn = ask(llm, REGEX, **knobs[kind]), ask(llm, REGEX, **knobs[kind], logprobs=0)
+    assert unwelcome not in jumped.outputs[0].token_ids and jumped.outputs[0].finish_reason == "stop"
+    assert drawn.outputs[0].token_ids == jumped.outputs[0].token_ids
+    check(REGEX, jumped.outputs[0].text)
+
+
+def test_ignoring_the_end_ignores_no_stop_that_was_named(llm: LLM) -> None:
+    some, stop = Guided("regex", r"[a-z ]+"), {"logit_bias": {410: 100.0}, "stop_token_ids": [410]}
+    assert ask(llm, some, ignore_eos=True, **stop).outputs[0].stop_reason == 410
+
+
 def test_a_cached_prompt_changes_nothing(llm: LLM) -> None:
     prompt = PROMPT * 6
     first, second = ask(llm, prompt=prompt), ask(llm, prompt=prompt)

@@ -71,6 +71,17 @@ def test_a_forced_token_is_the_only_one_allowed_behind_a_draft(vocabulary: Vocab
     assert bits_of(masks.bits([0, 0], [1, 2])) == [[ord("b")], [ord("c")]]
 
 
+def test_behind_a_draft_too_an_unwelcome_token_is_not_forced(vocabulary: Vocabulary) -> None:
+    """With bytes for tokens there is no other spelling: what is left is for the sampler to refuse."""
+    matcher = compile_grammar(Guided.choice(["abcd", "xyz"]), vocabulary).matcher.fork()
+    places: list[tuple[int, int]] = []
+    row = RowGrammar(matcher, [], lambda token, place: places.append((token, place)) or token == ord("c"))
+    assert [list(choices) for choices in row.walk([ord("a"), ord("b")])] == [[ord("b")], [ord("c")]]
+    assert places[-1] == (ord("c"), 2)
+    row.take(ord("a"))
+    assert row.jump() == [ord("b")] and row.choices == [ord("c")]
+
+
 def test_other_rows_keep_their_masks_while_the_table_grows(vocabulary: Vocabulary) -> None:
     free, forced, drafted = (
         opened(guided, vocabulary, []) for guided in (GRAMMARS[1], Guided.choice(["ab"]), GRAMMARS[1])

@@ -5,6 +5,7 @@ schema       what of a JSON schema can be enforced; everything else is refused b
 grammar      every kind of constraint into the grammar engine's one form
 compile      worker threads and a cache bounded by bytes
 matcher      where one sequence stands in its grammar: advance, roll back, fork, forced tokens
+objections   forced tokens that a request will not have
 masks        which tokens may come next, as bits, computed while the model computes
 grammars     the rows of a step and their matchers: what the engine talks to
 

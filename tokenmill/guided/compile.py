@@ -161,7 +161,7 @@ def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
         explain(guided, ll.get_error())
     if warnings := ll.get_grammar_warnings():
         explain(guided, warnings[0])
-    matcher = Matcher(ll, vocabulary.eos_token_ids)
+    matcher = Matcher(ll, vocabulary)
     _try_out(guided, matcher, vocabulary.vocab_size)
     return Compiled(matcher, GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(guided.text))
 

@@ -18,6 +18,7 @@ import msgspec
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.compile import Compilation, Compiled, Compiler
 from tokenmill.guided.masks import MaskTable, StepMasks
+from tokenmill.guided.objections import objection
 from tokenmill.guided.row import RowGrammar
 from tokenmill.types import NewRow, Request, RowPlan, RowResult, StepPlan, StepResult
 
@@ -135,4 +136,5 @@ class Grammars:
         assert new.params.guided is not None
         compiled = self._compiler.known(new.params.guided)
         assert compiled is not None, "a request's grammar is held as long as the request"
-        return RowGrammar(compiled.matcher.fork(), new.output_token_ids)
+        objects = objection(new.params, new.stop_token_ids)
+        return RowGrammar(compiled.matcher.fork(), new.output_token_ids, objects)

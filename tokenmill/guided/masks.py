@@ -53,10 +53,12 @@ class MaskTable:
     def start(self, grammars: Mapping[int, RowGrammar], drafts: Mapping[int, Sequence[int]]) -> StepMasks:
         """`grammars`: of the rows that draw. `drafts`: of those that have some."""
         behind = self._lines_behind(drafts)
+        matchers: dict[int, Matcher] = {}
         for row, grammar in grammars.items():
-            if grammar.forced:
-                allow_only(self._table[row], grammar.forced[0])
-        matchers = {row: grammar.matcher for row, grammar in grammars.items() if not grammar.forced}
+            if choices := grammar.choices:
+                allow_only(self._table[row], choices)
+            else:
+                matchers[row] = grammar.matcher
         if not matchers and not drafts:
             return StepMasks(self._table, None, behind)
         if self._thread is None:
@@ -89,16 +91,17 @@ class MaskTable:
             fill_behind(grammar, drafts, self._table[line : line + len(drafts)])
 
 
-def allow_only(line: Table, token_id: int) -> None:
+def allow_only(line: Table, token_ids: Sequence[int]) -> None:
     line[:] = 0
-    line.view(np.uint8)[token_id // 8] = 1 << token_id % 8
+    for token_id in token_ids:
+        line.view(np.uint8)[token_id // 8] |= 1 << token_id % 8
 
 
 def fill_behind(grammar: RowGrammar, drafts: Sequence[int], lines: Table) -> None:
     """What may follow each draft, as long as the drafts are allowed themselves; behind that nobody will draw."""
     lines[:] = 0
-    for forced, line in zip(grammar.walk(drafts), lines, strict=False):
-        if forced:
-            allow_only(line, forced[0])
+    for choices, line in zip(grammar.walk(drafts), lines, strict=False):
+        if choices:
+            allow_only(line, choices)
         else:
             grammar.matcher.fill(line)

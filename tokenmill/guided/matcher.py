@@ -2,7 +2,7 @@
 
     advance(ids)   tokens were appended        forced()   what must come next, if only one thing can
     rollback(n)    the last n were taken back  fill(line) which tokens may come next, as bits
-    fork()         a twin that goes its own way
+    fork()         a twin that goes its own way   spellings()   all tokens that begin what must come next
 
 A matcher that was given a wrong token, or met a limit of the grammar engine, is in error and stays so.
 """
@@ -15,11 +15,13 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill.guided.vocabulary import Vocabulary
+
 
 class Matcher:
-    def __init__(self, ll: llguidance.LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, ll: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self.ll = ll
-        self._eos_token_ids = eos_token_ids
+        self._vocabulary = vocabulary
         self._num_tokens = 0
         self._has_ended = False  # an end token was taken; the grammar engine does not count it, so it never sees it
 
@@ -37,7 +39,7 @@ class Matcher:
         return all(self._take(token_id) for token_id in token_ids)
 
     def _take(self, token_id: int) -> bool:
-        if token_id in self._eos_token_ids and self.ll.is_accepting():
+        if self.is_end(token_id) and self.ll.is_accepting():
             self._has_ended = True
         elif not self.ll.consume_token(token_id):
             return False
@@ -54,7 +56,7 @@ class Matcher:
             self.ll.rollback(num_tokens)
 
     def fork(self) -> Matcher:
-        twin = Matcher(self.ll.deep_copy(), self._eos_token_ids)
+        twin = Matcher(self.ll.deep_copy(), self._vocabulary)
         twin._num_tokens, twin._has_ended = self._num_tokens, self._has_ended
         return twin
 
@@ -68,8 +70,15 @@ class Matcher:
             return []
         tokens: list[int] = self.ll.compute_ff_tokens()
         if not tokens and self.ll.is_stopped() and not self.ll.is_error():
-            return [self._eos_token_ids[0]]
+            return [self._vocabulary.eos_token_ids[0]]
         return tokens
+
+    def spellings(self) -> list[int]:
+        """All tokens that begin the text which must come next: other cuts than the tokenizer's own among them."""
+        return [] if not self.forced() else self._vocabulary.beginnings(self.ll.compute_ff_bytes())
+
+    def is_end(self, token_id: int) -> bool:
+        return token_id in self._vocabulary.eos_token_ids
 
     def fill(self, line: NDArray[np.int32]) -> None:
         """One bit per token, lowest first, into int32 [ceil(vocab / 32)]."""

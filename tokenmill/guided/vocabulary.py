@@ -26,8 +26,13 @@ class Vocabulary:
             raise InvalidRequest("this model has no end token, which a grammar needs")
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        cutter = cast(llguidance.TokenizerWrapper, _Cutter(tokenizer, vocab_size, self.eos_token_ids[0]))
-        self.ll = llguidance.LLTokenizer(cutter, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._cutter = _Cutter(tokenizer, vocab_size, self.eos_token_ids[0])
+        wrapper = cast(llguidance.TokenizerWrapper, self._cutter)
+        self.ll = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+    def beginnings(self, raw: bytes) -> list[int]:
+        """Tokens that spell a beginning of this text, or all of it."""
+        return sorted({token_id for end in range(1, len(raw) + 1) for token_id in self._cutter.single(raw[:end])})
 
 
 class _Cutter:
@@ -51,6 +56,13 @@ class _Cutter:
         raw = text if isinstance(text, bytes) else text.encode()
         ids = self._inside(raw)
         return ids if ids is not None else self._greedy(raw)
+
+    def single(self, raw: bytes) -> set[int]:
+        """The token that the tokenizer spells this with, and the first that does, if there are such."""
+        if raw not in self._ids:
+            return set()
+        whole = self(raw)
+        return {self._ids[raw], *(whole if len(whole) == 1 else ())}
 
     def _inside(self, raw: bytes) -> list[int] | None:
         """After a mark, so that what a tokenizer does at the beginning of a text (a space) happens before it."""

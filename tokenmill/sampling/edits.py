@@ -80,10 +80,9 @@ def remove_banned(logits: Tensor, rows: RowsInUse) -> Tensor:
 
 def hold_back_stops(logits: Tensor, rows: RowsInUse) -> Tensor:
     """No stop token before `min_tokens` output tokens exist; where a grammar allows nothing else, it has its way."""
-    early = [_is_early(s.params, i) for s, i in zip(rows.states, rows.output_indices, strict=True)]
-    if not any(early):
+    held = [_held_back(s, index) for s, index in zip(rows.states, rows.output_indices, strict=True)]
+    if not any(held):
         return logits
-    held = [s.stop_token_ids if is_early else [] for s, is_early in zip(rows.states, early, strict=True)]
     without = _without(logits, rows, held)
     if rows.masks is None:
         return without
@@ -92,8 +91,13 @@ def hold_back_stops(logits: Tensor, rows: RowsInUse) -> Tensor:
     return torch.where(grammar_is_over.unsqueeze(1), logits, without)
 
 
-def _is_early(params: SamplingParams, output_index: int) -> bool:
-    return output_index < params.min_tokens or (params.ignore_eos and params.guided is not None)
+def _held_back(state: RowState, output_index: int) -> list[int]:
+    """All stop tokens before `min_tokens`; later, where a grammar's end is to be ignored, those that nobody named."""
+    params = state.params
+    if output_index < params.min_tokens:
+        return state.stop_token_ids
+    ignores_end = params.ignore_eos and params.guided is not None
+    return [i for i in state.stop_token_ids if i not in params.stop_token_ids] if ignores_end else []
 
 
 def remove_repeating(logits: Tensor, rows: RowsInUse) -> Tensor:

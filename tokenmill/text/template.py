@@ -8,12 +8,14 @@ error; a template that can't even render "hi", does not compile or runs out of b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any
 
 import jinja2
 
 from tokenmill.errors import InvalidRequest, ModelError
+from tokenmill.text.messages import has_null, renditions, without_null
 from tokenmill.text.template_bounds import Bounds, Budget, OutOfBounds, current_budget
 from tokenmill.text.template_sandbox import ChatSandbox, Refusal
 
@@ -53,13 +55,33 @@ class ChatTemplate:
         asked = {"tools": tools_given, "documents": None, "add_generation_prompt": add_generation_prompt}
         variables = {**self._special_tokens, **extra, **asked, "messages": list(messages)}
         try:
-            return self._run(variables)
+            return self._without_none(variables, self._first_rendered(variables))
         except Refusal as refusal:
             raise InvalidRequest(f"the model's chat template refuses this: {refusal}", param="messages") from refusal
         except (OutOfBounds, RecursionError, MemoryError) as excess:
             raise ModelError(f"the model's chat template was stopped: {str(excess) or 'too deep'}") from excess
         except _RUNTIME_FAULTS as fault:
             raise self._blamed(fault) from fault
+
+    def _first_rendered(self, variables: dict[str, Any]) -> str:
+        """By the first rendition that the template can do with; the first fault where there is none."""
+        faults: list[Exception] = []
+        for messages in renditions(variables["messages"]):
+            try:
+                return self._run({**variables, "messages": messages})
+            except Refusal:
+                raise
+            except _RUNTIME_FAULTS as fault:
+                faults.append(fault)
+        raise faults[0]
+
+    def _without_none(self, variables: dict[str, Any], text: str) -> str:
+        """Templates that print a null content as the word None mean nothing by it."""
+        if "None" in text and has_null(variables["messages"]):
+            with suppress(*_RUNTIME_FAULTS):
+                plain = self._first_rendered({**variables, "messages": without_null(variables["messages"])})
+                return plain if plain.count("None") < text.count("None") else text
+        return text
 
     def _run(self, variables: dict[str, Any]) -> str:
         budget = Budget(self._bounds)

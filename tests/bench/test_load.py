@@ -169,7 +169,34 @@ def test_bodies_with_a_length_or_none() -> None:
     refused = b'HTTP/1.1 429 Too Many Requests\r\nContent-Length: 7\r\n\r\n{"a":1}'
     record = parse(refused, [len(refused)])
     assert (record.error, record.detail) == ("http_429", '{"a":1}')
-    assert parse(b"nonsense\r\n\r\n", [99]).error == "bad_reply"
+    for nonsense in (
+        b"nonsense\r\n\r\n",
+        OK + b"Content-Length: -5\r\n\r\nabc",
+        CHUNKED.replace(b"0\r\n\r\n", b"-5\r\nabc"),
+    ):
+        assert parse(nonsense, [len(nonsense)]).error == "bad_reply"
+
+
+def test_an_answer_that_breaks_off_anywhere_ends_its_request_and_no_other() -> None:
+    """Half a line is no JSON: read all the same, it once stopped the clock of every other stream."""
+    for size in range(len(CHUNKED) - 5):
+        assert parse(CHUNKED, [size], ends=True).error == "cut", size
+    half = b"".join(EVENTS)[:-40]
+    assert parse(OK + b"\r\n" + half, [len(OK) + 2 + len(half)], ends=True).error == "bad_reply"
+    counted = OK + b"Content-Length: %d\r\n\r\n" % len(half) + half
+    assert parse(counted, [len(counted)]).error == "bad_reply"
+
+    async def out_of_time() -> Record:
+        loop = asyncio.get_running_loop()
+        connection, record = Connection(DIALECTS["openai-chat"], time.perf_counter(), Inbox(loop)), Record()
+        connection._record, connection._done = record, loop.create_future()
+        connection.data_received(CHUNKED[:200])
+        await asyncio.sleep(0)
+        connection.time_out()
+        await asyncio.wait_for(connection._done or asyncio.sleep(0), 1)
+        return record
+
+    assert asyncio.run(out_of_time()).error == "timeout"
 
 
 def test_every_dialect_reads_its_own_stream() -> None:

@@ -18,6 +18,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 def test_p99_of_few_values_is_the_worst() -> None:
     assert percentile([1.0, 2.0, 50.0], 99) == 50.0
+    assert [percentile(range(1, n + 1), 99.9) for n in (999, 1000, 1001, 3000)] == [999, 999, 1000, 2997]
     assert summarize([]) is None
 
 

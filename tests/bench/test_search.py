@@ -186,6 +186,13 @@ def test_limits_and_failures_are_named() -> None:
     assert judge(2, records, parse_limits("tpot_p50=100ms"), rates).passed
     failed = [*records, record(30, 0.1, error="http_503")]
     assert "http_503" in judge(2, failed, parse_limits("ttft_p95=1s"), rates).reason
+    one_piece = [Record(times_s=[0.1], end_s=0.1)] * 9
+    with pytest.raises(InvalidConfig, match=r"tpot has no values.*more tokens"):
+        judge(2, one_piece, parse_limits("ttft_p95=1s,tpot_p95=100ms"), rates)
+    with pytest.raises(InvalidConfig, match=r"no request came.*--trial-s"):
+        judge(0.01, [], parse_limits("ttft_p95=1s"), rates)
+    with pytest.raises(InvalidConfig, match=r"10\.5; it is a whole number"):
+        SearchSettings(most=10.5)
 
 
 def test_limits_in_words() -> None:

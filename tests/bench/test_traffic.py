@@ -69,6 +69,12 @@ def test_wrong_traces_are_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "missing.csv")
     with pytest.raises(InvalidConfig, match="share"):
         read_trace(path, TraceScale(share=0))
+    lines, row = tmp_path / "x.jsonl", '{"timestamp": 1000, "input_length": %s, "output_length": 5, "hash_ids": []}\n\n'
+    lines.write_text(row % "7")
+    assert [(found.at_s, found.input_len) for found in read_trace(lines)] == [(0.0, 7)]
+    lines.write_text(row % '"many"')
+    with pytest.raises(InvalidConfig, match="neither"):
+        read_trace(lines)
 
 
 @pytest.mark.parametrize("kind", ["random", "shared-prefix", "schema"])

@@ -31,6 +31,25 @@ def test_a_finished_request_moves_its_series() -> None:
     assert values["tokenmill_request_seconds_count"] == 2 and values["tokenmill_queue_time_seconds_count"] == 1
 
 
+def test_answers_side_by_side_are_not_faster() -> None:
+    metrics = Metrics()
+    times = RequestTimes(total_s=1.1, first_token_s=0.1)
+    metrics.finish_request("stop", prompt_tokens=12, output_tokens=44, times=times, num_answers=4)
+    metrics.finish_request("stop", prompt_tokens=12, output_tokens=4, times=times, num_answers=4)
+    values = _values(metrics)
+    assert abs(values["tokenmill_time_per_output_token_seconds_sum"] - 0.1) < 1e-9
+    assert values["tokenmill_time_per_output_token_seconds_count"] == 1
+
+
+def test_an_engine_that_overtook_its_predecessor_counts_whole() -> None:
+    metrics = Metrics()
+    metrics.set_engine(EngineState(0, 0, 0.0, 5, 9, 0, steps=7))
+    metrics.engine_restarted()
+    metrics.set_engine(EngineState(0, 0, 0.0, 6, 9, 0, steps=8))
+    values = _values(metrics)
+    assert values["tokenmill_engine_steps_total"] == 15 and values["tokenmill_prefix_hits_total"] == 11
+
+
 def test_engine_totals_survive_a_restart() -> None:
     metrics = Metrics()
     metrics.set_engine(EngineState(3, 2, 0.5, prefix_hits=100, prefix_queries=200, preemptions=1, steps=7, busy_s=0.5))

@@ -104,6 +104,23 @@ def test_a_safetensors_repository_becomes_a_directory(hub: FakeHub, store: Store
     assert b"theirs" not in (resolved.path / "manifest.json").read_bytes()
 
 
+def test_files_with_the_same_content_are_fetched_and_kept_once(hub: FakeHub, store: Store) -> None:
+    hub.files = {"model.safetensors": GGUF, "config.json": b"{}", "added_tokens.json": b"{}"}
+    hub.files["consolidated.safetensors"] = GGUF[::-1]  # the same weights by other names: no loader opens them
+    resolved = resolve_model(REPO, store=store)
+    assert (resolved.path / "config.json").read_bytes() == (resolved.path / "added_tokens.json").read_bytes() == b"{}"
+    assert sorted(name for name, _ in hub.requests) == ["added_tokens.json", "model.safetensors"]
+    assert len(list((store.root / "blobs").iterdir())) == 2 and store.partial_bytes() == 0
+
+
+def test_a_file_in_parts_is_pulled_whole_or_not_at_all(hub: FakeHub, store: Store) -> None:
+    hub.files = {f"tiny-Q4_0-0000{n}-of-00003.gguf": GGUF[n : n + 9] for n in (1, 2)}
+    with pytest.raises(PullFailed, match="2 of the 3 parts of tiny-Q4_0"):
+        resolve_model(REPO, store=store)
+    hub.files["tiny-Q4_0-00003-of-00003.gguf"] = GGUF[3:12]
+    assert len(list(resolve_model(REPO, store=store).path.parent.glob("*.gguf"))) == 3
+
+
 def test_weights_whose_name_cannot_be_kept_are_not_even_fetched(hub: FakeHub, store: Store) -> None:
     hub.files = {"my model.safetensors": GGUF, "config.json": b"{}"}
     with pytest.raises(PullFailed, match="my model"):

@@ -26,6 +26,17 @@ from tokenmill.errors import InvalidConfig
 MAX_HEAD_BYTES = 64 << 10
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_BYTES = 4096
+UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)  # what reading nonsense ends in
+
+
+def bad_reply(problem: Exception) -> tuple[str, str]:
+    return "bad_reply", f"{type(problem).__name__}: {problem}"
+
+
+def length_of(digits: bytes, base: int) -> int:
+    if (length := int(digits, base)) < 0:
+        raise ValueError(f"a length of {length}")
+    return length
 
 
 class Connection(asyncio.Protocol):
@@ -92,8 +103,8 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._take(self._buffer + data if self._buffer else data, now)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as problem:
-            self._finish(now, "bad_reply", f"{type(problem).__name__}: {problem}")
+        except UNREADABLE as problem:
+            self._finish(now, *bad_reply(problem))
 
     def _take(self, data: bytes, now: float) -> None:
         self._buffer = b""
@@ -124,7 +135,7 @@ class Connection(asyncio.Protocol):
         self._in_body = True
         self._is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"").lower()
         self._has_length = not self._is_chunked and b"content-length" in headers
-        self._remaining = int(headers[b"content-length"]) if self._has_length else 0
+        self._remaining = length_of(headers[b"content-length"], 10) if self._has_length else 0
         self._may_be_kept = headers.get(b"connection", b"").lower() != b"close"
 
     def _take_chunks(self, data: bytes, now: float) -> None:
@@ -141,7 +152,7 @@ class Connection(asyncio.Protocol):
             if end < 0:
                 self._buffer = data[position:]
                 return
-            size = int(data[position:end].split(b";")[0], 16)
+            size = length_of(data[position:end].split(b";")[0], 16)
             position = end + 2
             if size == 0:
                 self._finish(now)
@@ -177,8 +188,11 @@ class Connection(asyncio.Protocol):
         record, done = self._record, self._done
         if record is None or done is None:
             return
-        if self._line:
-            self._read_line(self._line, now)
+        if self._line and error is None:  # a last line needs no line break; half a line of a broken answer is nothing
+            try:
+                self._read_line(self._line, now)
+            except UNREADABLE as problem:
+                error, detail = bad_reply(problem)
         self._record = self._done = None
         record.end_s = now
         if error is not None:

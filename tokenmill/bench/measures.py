@@ -64,7 +64,7 @@ def percentile(values: Sequence[float] | Floats, p: float) -> float:
 
 
 def percentile_of_sorted(sample: Floats, p: float) -> float:
-    rank = max(1, math.ceil(p / 100 * sample.size))
+    rank = max(1, math.ceil(round(p * sample.size / 100, 6)))  # 99.9 % of 1000 are 999, not a little more
     return float(sample[rank - 1])
 
 

@@ -28,6 +28,7 @@ from tokenmill.errors import InvalidConfig
 MAX_FAILED_SHARE = 0.01
 GROWTH = 1.5  # TTFT of the last quarter against the second
 MIN_FOR_GROWTH = 24
+ONE_PIECE = "ask for more tokens, or limit ttft or e2e"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class SearchSettings:
             raise InvalidConfig(f"the first level, {self.start:g}, lies above the highest, {self.most:g}", param="most")
         if self.is_whole and not (self.start >= 1 and self.start == int(self.start)):
             raise InvalidConfig(f"a concurrency of {self.start:g}; it is a whole number", param="start")
+        if self.is_whole and self.most != int(self.most):
+            raise InvalidConfig(f"a concurrency of {self.most:g}; it is a whole number", param="most")
 
     @property
     def lowest(self) -> float:
@@ -105,13 +108,17 @@ def judge(level: float, records: Sequence[Record], limits: Sequence[Limit], rate
 
 
 def _why_failed(records: Sequence[Record], limits: Sequence[Limit], measured: dict[str, float]) -> str:
+    if not records:
+        raise InvalidConfig("no request came within a trial", param="trial_s", hint="a longer --trial-s")
     failed = sum(not record.is_ok for record in records)
     if failed > MAX_FAILED_SHARE * len(records):
         kinds = sorted({record.error or "empty" for record in records if not record.is_ok})
         return f"{failed} of {len(records)} requests failed ({', '.join(kinds)})"
     for limit in limits:
         found = measured[str(limit)]
-        if not found <= limit.limit_s:
+        if math.isnan(found):  # no level would tell more
+            raise InvalidConfig(f"{limit.metric} has no values: answers come in one piece", param="slo", hint=ONE_PIECE)
+        if found > limit.limit_s:
             return f"{limit} is {found * 1e3:.1f} ms"
     tightest = min((limit.limit_s for limit in limits if limit.metric == "ttft"), default=math.inf)
     return "the queue grows" if queue_grows(records, tightest) else ""

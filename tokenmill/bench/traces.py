@@ -76,11 +76,10 @@ def _read_azure(path: Path) -> list[TraceRow]:
 def _read_mooncake(path: Path) -> list[TraceRow]:
     rows = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
+        for line in filter(str.strip, file):
             row = json.loads(line)
-            rows.append(
-                TraceRow(row["timestamp"] / 1e3, row["input_length"], row["output_length"], tuple(row["hash_ids"]))
-            )
+            lengths = int(row["input_length"]), int(row["output_length"])
+            rows.append(TraceRow(row["timestamp"] / 1e3, *lengths, tuple(row["hash_ids"])))
             if len(rows) > MAX_ROWS:
                 raise ValueError("too many rows")
     return rows

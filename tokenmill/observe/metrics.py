@@ -6,7 +6,7 @@
 | prompt_tokens_total               | counter   | prompt tokens of finished requests                            |
 | generation_tokens_total           | counter   | tokens drawn                                                  |
 | time_to_first_token_seconds       | histogram | arrival → first token                                         |
-| time_per_output_token_seconds     | histogram | (last token − first token) / (tokens − 1)                     |
+| time_per_output_token_seconds     | histogram | (last token − first token) / (tokens of an answer − 1)        |
 | queue_time_seconds                | histogram | arrival → first scheduled                                     |
 | request_seconds                   | histogram | arrival → end                                                 |
 | requests_running, _waiting        | gauge     | now                                                           |
@@ -60,6 +60,9 @@ class EngineState:
     accepted: int = 0
 
 
+NO_ENGINE = EngineState(0, 0, 0.0, 0, 0, 0)
+
+
 class Metrics:
     """All series on one registry; small typed methods are the only way to move them."""
 
@@ -69,7 +72,7 @@ class Metrics:
         self._declare_engine()
         info = Gauge("tokenmill_model_info", "The model that is served", ["model"], registry=self.registry)
         info.labels(model=model).set(1)
-        self._last = EngineState(0, 0, 0.0, 0, 0, 0)
+        self._last = NO_ENGINE
 
     def _declare_requests(self) -> None:
         self._requests = self._counter("requests", "Finished requests by outcome", "outcome")
@@ -97,7 +100,10 @@ class Metrics:
 
     # ── what moves them ────────────────────────────────────────────────────────────────────────────────
 
-    def finish_request(self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes) -> None:
+    def finish_request(
+        self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes, num_answers: int = 1
+    ) -> None:
+        """`num_answers`: side by side, with `output_tokens` together; what lies between two tokens is an answer's."""
         self._requests.labels(outcome=outcome).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._generation_tokens.inc(output_tokens)
@@ -106,8 +112,8 @@ class Metrics:
             self._queue.observe(times.queue_s)
         if times.first_token_s is not None:
             self._ttft.observe(times.first_token_s)
-            if output_tokens > 1:
-                self._tpot.observe((times.total_s - times.first_token_s) / (output_tokens - 1))
+            if output_tokens > num_answers:
+                self._tpot.observe((times.total_s - times.first_token_s) / (output_tokens / num_answers - 1))
 
     def reject_request(self) -> None:
         """Refused before it reached the engine: wrong, too long, or the queue is full."""
@@ -130,7 +136,9 @@ class Metrics:
         self._last = now
 
     def engine_restarted(self) -> None:
+        """The totals that come next begin at zero."""
         self._restarts.inc()
+        self._last = NO_ENGINE
 
     def render(self) -> bytes:
         """The text format that Prometheus scrapes."""

@@ -28,6 +28,7 @@ class Accounting:
             prompt_tokens=usage.prompt_tokens if usage else 0,
             output_tokens=usage.completion_tokens if usage else 0,
             times=RequestTimes(record.elapsed_s(), record.queue_s, record.first_token_s),
+            num_answers=max(1, len(record.finish_reasons)),
         )
 
     def render(self) -> tuple[bytes, str]:

@@ -111,18 +111,25 @@ def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
     """The files that make the model: one GGUF (all its parts), or a safetensors checkpoint with its tokenizer."""
     paths = sorted(listing.files)
     if wanted is None and any(path.endswith(".safetensors") and "/" not in path for path in paths):
-        return [listing.files[path] for path in paths if _CHECKPOINT.fullmatch(path) and _is_taken(path)]
+        taken = [path for path in paths if _CHECKPOINT.fullmatch(path) and _is_taken(path)]
+        return [listing.files[path] for path in _without_second_weights(taken)]
     ggufs = [path for path in paths if path.endswith(".gguf") and "mmproj" not in path.lower()]
     matching = _matching(ggufs, wanted) if wanted else _default_quantisation(ggufs)
     if not matching:
         offered = ", ".join(ggufs[:12]) or "no GGUF file and no safetensors checkpoint"
         raise SourceUnavailable(f"{listing.repo} on the hub has no {wanted or 'usable model'}; it has {offered}")
-    return [listing.files[path] for path in _all_parts(matching[0], ggufs)]
+    return [listing.files[path] for path in _all_parts(matching[0], ggufs, listing.repo)]
 
 
 def _is_taken(path: str) -> bool:
     """Beside the weights a repository may hold anything: what can't be kept under its name is left there."""
     return path.endswith(".safetensors") or is_file_name(path)
+
+
+def _without_second_weights(paths: list[str]) -> list[str]:
+    """Some repositories hold the same weights twice; a loader opens those called model*.safetensors."""
+    usual = [path for path in paths if path.startswith("model") and path.endswith(".safetensors")]
+    return [path for path in paths if not usual or path in usual or not path.endswith(".safetensors")]
 
 
 def _matching(ggufs: list[str], wanted: str) -> list[str]:
@@ -139,12 +146,15 @@ def _default_quantisation(ggufs: list[str]) -> list[str]:
     return ggufs[:1] if len(ggufs) == 1 else []
 
 
-def _all_parts(path: str, ggufs: list[str]) -> list[str]:
+def _all_parts(path: str, ggufs: list[str], repo: str) -> list[str]:
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path)
     if match is None:
         return [path]
     part = re.compile(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf")
-    return [other for other in ggufs if part.fullmatch(other)]
+    parts = [other for other in ggufs if part.fullmatch(other)]
+    if len(parts) != int(match[2]):
+        raise SourceUnavailable(f"{repo} on the hub has {len(parts)} of the {int(match[2])} parts of {match[1]}")
+    return parts
 
 
 def _require_names(chosen: list[RemoteFile], repo: str) -> None:

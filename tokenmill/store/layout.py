@@ -128,9 +128,10 @@ class Store:
         """Move verified files (`sources`: file name → path inside the store) to their place; all of them or nothing."""
         manifest = msgspec.structs.replace(manifest, pulled_at_s=time.time())
         with self._changing():
-            for file in manifest.files:
-                _sync_file(sources[file.name])
-                os.replace(sources[file.name], self.blob_path(file.sha256))
+            contents = {file.sha256: sources[file.name] for file in manifest.files}  # two names may have the same
+            for sha256, source in contents.items():
+                _sync_file(source)
+                os.replace(source, self.blob_path(sha256))
             _sync_directory(self.root / "blobs")
             self._publish(manifest)
         return manifest

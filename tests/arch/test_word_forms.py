@@ -65,7 +65,7 @@ def test_grouped_checkpoints_are_planned_as_they_are_kept(
     vectors = 5 * 1024 * 4
     assert parts.embedding == 32000 * 1024 * 2
     assert parts.rest == MATRICES * bytes_each + vectors + 32000 * 1024 * 2
-    planned = make_plan(model_at(tmp_path, "a"), plan_device("H200"), Question()).memory
+    planned = make_plan(model_at(tmp_path, "a"), plan_device("H200"), Question(dtype="bfloat16")).memory
     if bytes_each < 2:
         assert planned.weights == parts.total
 
@@ -93,7 +93,10 @@ def test_a_gguf_file_is_planned_as_it_is_kept(smollm2_path: Path) -> None:
     """Its Q4_1 matrices have 576 columns, so they take 8 bits; the head is the embedding, of the same form."""
     model = model_at(smollm2_path, "smollm2")
     assert model.kept is not None and model.stored is not None and model.has_words
-    on_gpu = make_plan(model, plan_device("H200"), Question()).memory
-    assert on_gpu.weights == model.kept.total
+    plans = [make_plan(model, plan_device("H200"), Question(dtype=dtype)) for dtype in ("bfloat16", "auto", "float32")]
+    in_half, by_itself, in_full = (plan.memory for plan in plans)
+    assert in_half.weights == model.kept.total
+    assert by_itself == in_full and plans[1].weight_dtype == plans[1].kv_dtype == "float32", "so small a model"
+    assert in_full.weights == 4 * 134_515_008 and in_full.kv_per_request == 2 * in_half.kv_per_request
     assert model.stored.total < model.kept.total < 0.6 * 2 * 134_515_008
     assert make_plan(model, plan_device("Xeon 8380"), Question()).memory.weights == model.stored.total

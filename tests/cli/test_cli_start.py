@@ -105,6 +105,8 @@ assert torch.eye(3).softmax(-1).topk(1).indices.flatten().tolist() == [0, 1, 2]
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.weights.dummy import dummy_weights
 assert dummy_weights(spec_from_hf({LLAMA})).get("layers.0.q.weight").data.std() > 0
+import tokenmill.engine.build
+assert "triton" not in sys.modules, "only where there is a GPU"
 import_meta_kernels()
 assert torch.linalg.cross(torch.ones(2, 3, device="meta"), torch.ones(2, 3, device="meta")).shape == (2, 3)
 assert hasattr(torch._meta_registrations, "register_meta")

@@ -44,10 +44,43 @@ def test_a_gpu_computes_in_the_models_own_half_precision() -> None:
     settled = settle(machine=SERVER).config
     assert (settled.ops.device, settled.ops.backend) == ("cuda", "triton")
     assert (settled.model.dtype, settled.cache.kv_dtype) == ("bfloat16", "bfloat16")
-    rounded = [settle(machine=SERVER, spec=replace(SPEC, dtype=dtype)).reasons for dtype in ("float32", "bfloat16")]
-    assert ["--dtype float32" in str(reasons) for reasons in rounded] == [True, False], "what is lost is told"
     with pytest.raises(InvalidConfig, match="CUDA"):
         settle(EngineConfig(ops=OpsConfig(device="cuda")))
+
+
+LARGE = replace(SPEC, layers=(replace(LAYER, mlp=MlpSpec(65_536)),) * 8)  # 0.8 G parameters
+GEMMA = replace(LARGE, family="gemma2")
+
+
+@pytest.mark.parametrize(
+    ("spec", "stored", "extra", "expected"),
+    [
+        (SPEC, "quantised", "", "float32"), (SPEC, "float32", "", "float32"),
+        (SPEC, "float16", "", "float32"), (SPEC, "bfloat16", "", "bfloat16"),
+        (SPEC, "float32", "int8", "bfloat16"), (SPEC, "quantised", "deterministic", "bfloat16"),
+        (LARGE, "quantised", "", "bfloat16"), (LARGE, "float32", "", "bfloat16"),
+        (LARGE, "float16", "", "float16"), (GEMMA, "float16", "", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_gpu_computes_small_models_in_float32_and_none_beyond_its_range(
+    spec: ModelSpec, stored: str, extra: str, expected: str
+) -> None:
+    model = ModelConfig(quantization="int8" if extra == "int8" else "none")
+    config = EngineConfig(model, ops=OpsConfig(deterministic=extra == "deterministic"))
+    found = settle(config, SERVER, replace(spec, dtype=stored))
+    assert (found.config.model.dtype, found.config.cache.kv_dtype) == (expected, expected)
+    (told,) = [reason for reason in found.reasons if reason.startswith("computing in")]
+    is_lost, is_slower = stored == "float32" != expected, expected == "float32"
+    assert ("--dtype float32" in told, "--dtype bfloat16" in told) == (is_lost, is_slower), "what is lost is told"
+
+
+def test_a_gpu_that_torch_can_t_use_is_told() -> None:
+    machine = replace(LAPTOP, unused_gpu="there is a GPU, but torch can't open it")
+    assert machine.unused_gpu in settle(machine=machine).reasons
+    assert machine.unused_gpu not in settle(EngineConfig(ops=OpsConfig(device="cpu")), machine).reasons
+    with pytest.raises(InvalidConfig, match="CUDA") as refused:
+        settle(EngineConfig(ops=OpsConfig(device="cuda")), machine)
+    assert refused.value.hint == machine.unused_gpu
 
 
 def test_a_gpu_says_whether_a_request_depends_on_its_batch() -> None:

@@ -5,6 +5,7 @@ Every family is built by transformers at a small size, without memory (on torch'
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tokenmill.arch.outlines import LAYERS, SAME_TEXT_MODEL, outline_from_hf
 from tokenmill.errors import UnsupportedModel
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.memory import Split
-from tokenmill.planner.model import find_model
+from tokenmill.planner.model import find_model, model_from_config
 from tokenmill.planner.plan import Question, make_plan
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -89,6 +90,23 @@ def test_a_config_with_endless_layers_is_refused() -> None:
     sizes = {"n_embd": 64, "vocab_size": 10, "n_head": 2, "n_positions": 8}
     with pytest.raises(UnsupportedModel, match="layers"):
         outline_from_hf({"model_type": "phi-msft", **sizes, "n_layer": 2**30})
+
+
+def test_odd_configs_are_completed_or_refused(shared_dir: Path, tmp_path: Path) -> None:
+    def planned(name: str, **changes: Any) -> dict[str, Any]:
+        config = json.loads((shared_dir / "configs" / f"{name}_config.json").read_text())
+        config.get("text_config", config).update(changes)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return make_plan(model_from_config(tmp_path / "config.json", name), plan_device("H200"), Question()).flat()
+
+    whole, bare = planned("Qwen--Qwen3.5-35B-A3B"), planned("Qwen--Qwen3.5-35B-A3B", layer_types=None)
+    assert whole["params_total"] == bare["params_total"] and whole["kv_bytes_per_token"] == bare["kv_bytes_per_token"]
+    with pytest.raises(UnsupportedModel, match="8 experts a token are not possible with 1"):
+        planned("deepseek-ai--DeepSeek-V3", n_routed_experts=1)
+    with pytest.raises(UnsupportedModel, match="0 layers"):
+        planned("nvidia--Nemotron-H-56B-Base-8K", hybrid_override_pattern="")
+    states = planned("nvidia--Nemotron-H-56B-Base-8K", hybrid_override_pattern="M-" * 59)
+    assert states["kv_bytes_per_token"] == 0 and states["max_concurrency_memory"] > 0
 
 
 def test_the_engine_refuses_by_name_what_is_only_planned() -> None:

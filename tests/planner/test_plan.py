@@ -11,7 +11,7 @@ import pytest
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.traffic import decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
 from tokenmill.cli import main
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.resolve import MachineFacts, resolve
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.peaks import DEVICES
@@ -24,7 +24,7 @@ from tokenmill.planner.memory import GPU_CONTEXT_BYTES, Limits, Split, plan_memo
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Question, make_plan
 from tokenmill.planner.report import html_page
-from tokenmill.planner.serving import serving_lines
+from tokenmill.planner.serving import serving_lines, serving_plan
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -52,6 +52,10 @@ def test_pool_is_what_the_engine_would_allocate() -> None:
     settled = resolve(asked, MODEL.spec, KVLayout.from_spec(MODEL.spec), facts).config
     assert settled.cache.num_blocks == plan.num_blocks
     assert plan.kv_pool == plan.num_blocks * KVLayout.from_spec(MODEL.spec).block_bytes(16, "bfloat16")
+
+
+def test_a_context_shorter_than_its_requests_is_told() -> None:
+    assert "a request of 2,048 tokens is longer" in make_plan(MODEL, H200, Question(max_context=512)).warnings()[0]
 
 
 def test_a_small_device_holds_fewer_blocks() -> None:
@@ -110,6 +114,17 @@ def test_calibration_predicts_steps_it_has_not_seen() -> None:
     assert fitted.speeds.prefill_flops_s == 2e11
 
 
+def test_stages_of_a_pipeline_make_a_token_for_each_sequence_and_no_more() -> None:
+    """Whatever the batch: the fullest share sets the pace, and no sequence gets two tokens of a turn."""
+    roofline = make_plan(MODEL, H200, Question(split=Split(1, 4))).roofline
+    alone = make_plan(MODEL, H200, Question()).roofline
+    for batch in range(1, 40):
+        assert roofline.decode_s(batch, 1024) == pytest.approx(alone.decode_s(-(-batch // 4), 1024))
+        assert roofline.decode_tok_s(batch, 1024) * roofline.decode_s(batch, 1024) == pytest.approx(batch)
+    tpots = [steady_load(roofline, batch, 1024, 256).tpot_s for batch in range(2, 40)]
+    assert tpots == sorted(tpots)
+
+
 def test_grid() -> None:
     big = PlannedModel("70b", spec_from_hf({**LLAMA_8B, "hidden_size": 8192, "num_hidden_layers": 80,
                        "num_attention_heads": 64, "intermediate_size": 28672}), "bfloat16")  # fmt: skip
@@ -156,10 +171,32 @@ def test_wrong_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     for arguments in (["--device", "H1000"], ["--slo", "speed=3"], ["--mfu", "2"], ["--tp", "5"], ["--batch", "0"],
                       ["--weight-dtype", "q9"], ["--slo", "ttft=soon"], ["--kv-dtype", "q9"], ["--context", "0"],
                       ["--memory-fraction", "nan"], ["--memory-fraction", "2"], ["--mbu", "0"], ["--device", ","],
-                      ["--usd-per-hour", "inf"], ["--batch", "1.5"], ["--batch", "9" * 20]):  # fmt: skip
+                      ["--usd-per-hour", "inf"], ["--batch", "1.5"], ["--batch", "9" * 20], ["--fit", "--tp", "2"],
+                      ["--fit", "--kv-dtype", "int8"], ["--calibrate", "r.json", "--mbu", "0.5"],
+                      ["--calibrate", "r.json", "--compare", "L40S"], ["--html", "/no/where/x.html"]):  # fmt: skip
         device = [] if "--device" in arguments else ["--device", "H100"]
         assert main(["plan", str(file), *device, *arguments]) == 2, arguments
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_server_s_plan_counts_weights_as_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda **_: H200)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    plain, rounded = (
+        serving_plan(EngineConfig(ModelConfig(quantization=how)), tmp_path, "x").memory.weights
+        for how in ("none", "int8")
+    )
+    assert 0.5 * plain <= rounded < 0.55 * plain  # a GPU computes so large a model in 16 bits, whatever is stored
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "hidden_size": 1024, "num_hidden_layers": 2}))
+    configs = (
+        EngineConfig(),
+        EngineConfig(ops=OpsConfig(deterministic=True)),
+        EngineConfig(ModelConfig(dtype="bfloat16")),
+    )
+    small = [serving_plan(config, tmp_path, "x") for config in configs]
+    assert [plan.kv_dtype for plan in small] == ["float32", "bfloat16", "bfloat16"]
+    assert small[0].memory.weights == 2 * small[1].memory.weights == 2 * small[2].memory.weights
+    assert small[0].memory.activations > small[1].memory.activations
 
 
 def test_a_server_s_plan_warns_when_its_limits_can_t_hold(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +208,8 @@ def test_a_server_s_plan_warns_when_its_limits_can_t_hold(smollm2_path: Path, mo
     assert any("fewer than the 64 that may run" in line for line in some)
     few_blocks = EngineConfig(ModelConfig(max_context=64), CacheConfig(num_blocks=5), SchedulerConfig(max_running=4))
     assert any("memory holds 1 request of 64 tokens" in line for line in serving_lines(few_blocks, smollm2_path, "x"))
+    many_blocks = EngineConfig(ModelConfig(max_context=64), CacheConfig(num_blocks=10**6))
+    assert any("1,000,000 KV blocks take" in line for line in serving_lines(many_blocks, smollm2_path, "x"))
     large = replace(small, available_bytes=4 << 30)
     monkeypatch.setattr("tokenmill.planner.serving.this_machine", lambda **_: large)
     assert len(serving_lines(EngineConfig(), smollm2_path, "smollm2")) == 2  # nobody chose these limits

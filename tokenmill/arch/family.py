@@ -48,6 +48,7 @@ class Family:
     scaled_embeddings: bool = False  # by hidden_size ** 0.5
     query_scale_key: str | None = None  # scale is this value ** -0.5; head_dim's otherwise
     has_softcaps: bool = False
+    exceeds_float16: bool = False  # some of its models' numbers are larger than 65,504
     has_local_rope: bool = False  # windowed layers rotate with a base of their own and without scaling
     has_partial_rotary: bool = False
     windows: Callable[[Fields, int], Windows] = no_windows

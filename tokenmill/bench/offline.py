@@ -29,6 +29,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.config.engine import default_limits
 from tokenmill.engine.facts import kept_formats
 from tokenmill.engine.llm import LLM
+from tokenmill.engine.resolve import compute_dtype
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.runner.memory import NOTHING_STORED, gpu_weight_parts
@@ -108,7 +109,7 @@ def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
         return gguf_weight_parts(read_gguf_model(path)), main_type(path)
     if is_native and config.quantization == "int8":
         return weight_parts(spec, "Q8_0", vector_dtype="float32"), "int8"
-    dtype = compute_dtype(llm)
+    dtype: str = compute_dtype(config, llm.config.ops, spec, on_gpu=on_gpu(llm))
     if is_native and config.load_format != "dummy" and spec.dtype in DTYPE_BYTES:
         dtype = spec.dtype  # kept as the file has it, whatever it is computed in
     stored = kept_formats(llm.config, spec, path) if on_gpu(llm) else NOTHING_STORED
@@ -116,13 +117,6 @@ def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
         label = Counter(one.quant for one in stored.values()).most_common(1)[0][0] if stored else config.quantization
         return gpu_weight_parts(spec, int(bytes_per_value(dtype)), config.quantization, stored), label
     return weight_parts(spec, dtype), dtype
-
-
-def compute_dtype(llm: LLM) -> str:
-    asked = llm.config.model.dtype
-    if asked != "auto":
-        return asked
-    return (llm.front.spec.dtype if llm.front.spec.dtype in ("float16",) else "bfloat16") if on_gpu(llm) else "float32"
 
 
 def on_gpu(llm: LLM) -> bool:

@@ -33,7 +33,7 @@ def latency(
     input_lens: str = "32,128,512",
     output_len: Annotated[int, Parameter(validator=Number(gte=2))] = 16,
     rounds: Count = 3,
-    engine: flags.EngineFlags = flags.ENGINE,
+    engine: flags.BatchEngineFlags = flags.ENGINE,
 ) -> int:
     """Time to the first token and per token, over batch sizes and prompt lengths.
 
@@ -168,19 +168,13 @@ def compare(
     """
     from tokenmill.bench import compare as bench
 
-    path = resolve_model(model).path
-    if path.suffix != ".gguf":
-        raise InvalidConfig(f"{model} is no GGUF file, which all engines could read", param="model")
+    path = _common_file(model)
     counts = whole_numbers(concurrency, "concurrency")
     shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
-    named = list(dict.fromkeys(peer.strip() for peer in peers.split(",") if peer.strip()))
-    if bench.OURS in named:
-        raise InvalidConfig(f"{bench.OURS} takes part in any case; name the others", param="peers")
-    if batched_bench is not None and not (batched_bench.is_file() and os.access(batched_bench, os.X_OK)):
-        raise InvalidConfig(f"{batched_bench} is no program that can be run", param="batched_bench")
-    most = {**shapes[-1], "concurrency": max(counts), "seed": 0}
-    ours = (activation_bits, json.dumps(most))
-    with bench.engines([*named, bench.OURS], peer_python, path, threads, batched_bench, ours) as running:
+    names = [*_others(peers), bench.OURS]
+    _require_program(batched_bench)
+    ours = (activation_bits, json.dumps({**shapes[-1], "concurrency": max(counts), "seed": 0}))  # what to make room for
+    with bench.engines(names, peer_python, path, threads, batched_bench, ours) as running:
         turns = [_told(turn) for turn in bench.take_turns(running, shapes, rounds)]
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
@@ -191,6 +185,27 @@ def compare(
          "results": [c.as_dict() for c in found]}
     )  # fmt: skip
     return 0
+
+
+def _common_file(model: str) -> Path:
+    path = resolve_model(model).path
+    if path.suffix != ".gguf":
+        raise InvalidConfig(f"{model} is no GGUF file, which all engines could read", param="model")
+    return path
+
+
+def _others(peers: str) -> list[str]:
+    from tokenmill.bench.compare import OURS
+
+    named = list(dict.fromkeys(peer.strip() for peer in peers.split(",") if peer.strip()))
+    if OURS in named:
+        raise InvalidConfig(f"{OURS} takes part in any case; name the others", param="peers")
+    return named
+
+
+def _require_program(file: Path | None) -> None:
+    if file is not None and not (file.is_file() and os.access(file, os.X_OK)):
+        raise InvalidConfig(f"{file} is no program that can be run", param="batched_bench")
 
 
 def _told(turn: Turn) -> Turn:

@@ -25,7 +25,7 @@ def offline(
     rounds: Count = 1,
     bench_seed: int = 1,
     peaks: Annotated[bool, Parameter(negative="--no-peaks")] = True,
-    engine: flags.EngineFlags = flags.ENGINE,
+    engine: flags.BatchEngineFlags = flags.ENGINE,
 ) -> int:
     """Prefill and decode speed of the engine alone, with several sequences at once.
 

@@ -17,6 +17,7 @@ from tokenmill.cli.amounts import Amount, AmountOrZero, Count
 from tokenmill.cli.bench_serve import ArrivalConfig
 from tokenmill.cli.dispatch import INTERRUPTED
 from tokenmill.cli.load_flags import RunConfig, WorkloadConfig, closed_load, settings_of
+from tokenmill.cli.refusals import refuse_idle, require_folder
 from tokenmill.cli.tables import print_json_line, print_rich_table
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class SearchConfig:
     def settings(self) -> SearchSettings:
         from tokenmill.bench.search import SearchSettings
 
+        refuse_idle(
+            self, {"waves": (self.is_closed, "--over concurrency"), "trial_s": (not self.is_closed, "--over rate")}
+        )
         return SearchSettings(self.start, self.most, self.confidence, self.trials, self.is_closed, noisy_s=self.noisy_s)
 
 
@@ -84,6 +88,8 @@ def search(
     from tokenmill.bench.search import search as find
     from tokenmill.bench.search_report import curve_rows, curve_titles, html_search, sentence
 
+    edge = asked.settings()
+    require_folder(resume, "resume")
     aim = target.target()
     settings = settings_of(target, workload, slo=asked.slo, over=asked.over, waves=asked.waves, trial_s=asked.trial_s,
                            model=aim.model)  # fmt: skip
@@ -97,7 +103,7 @@ def search(
         return trials[-1]
 
     with ended_by(signal.SIGTERM):
-        verdict = find(attempt, asked.settings(), known)
+        verdict = find(attempt, edge, known)
     print_rich_table(f"{aim.model} at {aim.url}: {asked.slo}", curve_titles(verdict.trials), curve_rows(verdict.trials))
     print(sentence(verdict, asked.what))
     if measurement.html is not None:

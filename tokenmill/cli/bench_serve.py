@@ -11,8 +11,9 @@ from cyclopts import Group, Parameter
 
 from tokenmill.cli import load_flags
 from tokenmill.cli.amounts import Amount, AmountOrZero, Count
-from tokenmill.cli.load_flags import WorkloadConfig, closed_load, refuse_idle, require_folder, settings_of
+from tokenmill.cli.load_flags import WorkloadConfig, closed_load, settings_of
 from tokenmill.cli.load_screen import show_run
+from tokenmill.cli.refusals import refuse_idle, require_folder
 from tokenmill.cli.tables import print_json_line, print_rich_table
 from tokenmill.errors import InvalidConfig
 
@@ -34,7 +35,7 @@ class ArrivalConfig:
     rate_end: Amount | None = None
     """Rate at the end of a ramp."""
     num_requests: Count | None = None
-    """Requests to send (default 100 without a duration or trace)."""
+    """Requests to send, or conversations (multi-turn); 100 by default, unless there is a duration or a trace."""
     duration_s: Amount | None = None
     """Send no more after so many seconds."""
     trace: Path | None = None
@@ -151,7 +152,7 @@ def serve(
 
     wanted.check()
     arrival.check()
-    work, aim = workload.sessions(), target.target()
+    work, aim = workload.sessions(has_trace=arrival.trace is not None), target.target()
     run = measurement.run(aim, arrival.load(work, workload), work)
     settings = settings_of(
         target, workload, arrival, warmup=measurement.warmup, model=aim.model, num_requests=arrival.count

@@ -13,11 +13,11 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 from cyclopts.config import Dict
 
 from tokenmill.cli.amounts import whole_numbers_only
-from tokenmill.cli.settings import environment_settings, file_settings
+from tokenmill.cli.settings import environment_settings, file_settings, is_setting
 from tokenmill.errors import InvalidConfig, TokenmillError
 
 INTERRUPTED = 130
@@ -36,6 +36,8 @@ def dispatch(verb: str, module: str, arguments: list[str]) -> int:
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
         return _fail(_one_line(_left_over(verb, problem.unused_tokens or [])), 2)
+    except UnknownOptionError as problem:
+        return _fail(_one_line(_not_here(verb, problem)), 2)
     except CycloptsError as problem:
         return _fail(_one_line(str(problem)), 2)
     except TokenmillError as problem:
@@ -112,6 +114,13 @@ def _left_over(verb: str, words: list[str]) -> str:
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     quotes = " (a prompt of several words goes in quotes)" if verb == "run" else ""
     return f"{verb} has no use for {shown!r}{quotes}; see tokenmill {verb} --help"
+
+
+def _not_here(verb: str, problem: UnknownOptionError) -> str:
+    """What is not an option, or one that would do nothing here."""
+    given = (problem.token.keyword or problem.token.value).partition("=")[0]
+    option = given.removeprefix("--no-").removeprefix("--")
+    return f"--{option} does nothing in {verb}: it is for other verbs" if is_setting(option) else str(problem)
 
 
 def _reader_left() -> int:

@@ -130,13 +130,12 @@ def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[l
 
 
 def gpu_advice(gpu: Gpu) -> str:
-    """Empty where torch was built for it."""
+    """Empty where torch can use it."""
     if _version("torch") is None:
         return ""
-    import torch
+    from tokenmill.engine.facts import unused_gpu  # torch
 
-    platform, built = ("ROCm", torch.version.hip) if gpu.vendor == "amd" else ("CUDA", torch.version.cuda)
-    return "" if built is not None else f"there is {gpu.name}, but this torch is built without {platform}"
+    return unused_gpu(gpu) or ""
 
 
 def _is_writable(store: Store) -> bool:

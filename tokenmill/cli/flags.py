@@ -1,10 +1,12 @@
 """The groups of flags that verbs share: a config dataclass each; its fields are the flags, their docstrings the help.
 
 Two dataclasses may share a field name (`seed` of the weights, `seed` of an answer): `RENAMED` keeps the flags apart.
+A verb has flags for what acts there: what only several clients, or several sequences, would notice is not elsewhere.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -52,7 +54,17 @@ class EngineOptions:
         return EngineConfig(model, self.cache, self.scheduler, self.ops)
 
 
-EngineFlags = Annotated[EngineOptions, Parameter(name="*")]
+FOR_CLIENTS, FOR_BATCHES = ("served_name", "max_waiting"), ("policy",)
+
+
+def _without(*fields: str) -> Parameter:
+    """All flags but those of these fields."""
+    return Parameter(name="*", parse=re.compile(rf"^(?!(?:{'|'.join(fields)})$)"))
+
+
+ServerEngineFlags = Annotated[EngineOptions, Parameter(name="*")]
+BatchEngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS)]
+EngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS, *FOR_BATCHES)]
 ENGINE = EngineOptions()
 
 MODEL_HELP = "Short name, GGUF file, model directory or Hugging Face id; the default model without it."

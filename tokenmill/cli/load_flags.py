@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from tokenmill.cli.amounts import Amount, Count, CountOrZero
+from tokenmill.cli.refusals import Needs, refuse_idle, require_folder
 from tokenmill.errors import InvalidConfig, RequestFailed
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class TargetConfig:
             raise RequestFailed(f"{base} does not list its models: {problem}", hint="name one with --model") from None
 
 
-# Options that only some workloads read.
+# Options that only some workloads read, and those that a trace makes idle: it brings its own prompts and lengths.
 READ_BY = {
     "file": ("text", "lengths"),
     "schema": ("schema",),
@@ -63,6 +64,7 @@ READ_BY = {
     "num_prefixes": ("shared-prefix",),
     "turns": ("multi-turn",),
 }
+OF_NO_TRACE = ("workload", "input_len", "output_len", *READ_BY)
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,12 @@ class WorkloadConfig:
     bench_seed: int = 0
     """Seed of prompts, lengths and arrivals."""
 
-    def sessions(self) -> Workload:
-        """What is asked; a wrong kind or file is refused before anything is sent."""
+    def sessions(self, *, has_trace: bool = False) -> Workload:
+        """What is asked; a wrong kind or file is refused before anything is sent. With a trace only for the warm-up."""
         from tokenmill.bench.lengths import Lengths
         from tokenmill.bench.workloads import Workload
 
+        refuse_idle(self, self._needs(has_trace))
         work = Workload(
             kind=self.workload,
             input_len=Lengths.parse(self.input_len, "input-len"),
@@ -109,23 +112,14 @@ class WorkloadConfig:
             seed=self.bench_seed,
         )
         next(iter(work.sessions()))
-        refuse_idle(self, {name: (self.workload in kinds, f"--workload {kinds[0]}") for name, kinds in READ_BY.items()})
         return work
 
-
-def refuse_idle(settings: Any, needs: dict[str, tuple[bool, str]]) -> None:
-    """An option that would do nothing is a mistake, and told before anything is sent. Field → whether it acts, what
-    it needs to."""
-    for option in fields(settings):
-        acts, wanted = needs.get(option.name, (True, ""))
-        if not acts and getattr(settings, option.name) != option.default:
-            raise InvalidConfig(f"--{option.name.replace('_', '-')} needs {wanted}", param=option.name)
-
-
-def require_folder(file: Path | None, option: str) -> None:
-    """Where a run's results are to go is looked at before it, not when hours of it would be lost."""
-    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
-        raise InvalidConfig(f"--{option} {file} is no file that can be written: there is no such folder", param=option)
+    def _needs(self, has_trace: bool) -> Needs:
+        needs = {name: (self.workload in kinds, f"--workload {kinds[0]}") for name, kinds in READ_BY.items()}
+        cuts = (has_trace or self.workload == "lengths", "--workload lengths or --trace")
+        made_up = (self.workload != "lengths", "another workload than lengths")
+        needs |= {"max_input": cuts, "max_output": cuts, "input_len": made_up, "output_len": made_up}
+        return needs | dict.fromkeys(OF_NO_TRACE, (False, "a load without --trace")) if has_trace else needs
 
 
 def _read_schema(path: Path) -> dict[str, Any]:

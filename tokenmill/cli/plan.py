@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.cli import plan_flags
 from tokenmill.cli.plan_flags import DeviceConfig, ShowConfig
+from tokenmill.cli.refusals import require_folder
 from tokenmill.cli.screen import print_facts, print_table
 from tokenmill.cli.tables import print_json_line
 from tokenmill.errors import InvalidConfig
@@ -39,6 +40,8 @@ def command(
     if show.devices:
         _list_devices()
         return 0
+    require_folder(show.html, "html")
+    plan_flags.require_no_idle(device, precision, show)
     plans = _plans(model, device, show, plan_flags.question(device, load, precision))
     _print(plans, as_json=show.json)
     if show.html is not None:
@@ -62,6 +65,8 @@ def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Questio
             raise InvalidConfig(f"no {what} is named", param=what)
     found = [find_model(name) for name in model_names]
     if asked.calibrate is not None:
+        if len(found) > 1 or len(device_names) > 1:
+            raise InvalidConfig("--calibrate is about one model on one device", param="calibrate")
         question = replace(question, speeds=measured_speeds(asked.calibrate, found[0], question.kv_dtype))
     pairs = list(product(found, [asked.named(name) for name in device_names]))
     if show.fit:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from tokenmill.cli.amounts import AmountOrZero, Count, Share
+from tokenmill.cli.refusals import refuse_idle
 from tokenmill.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class PrecisionConfig:
     weight_dtype: str = "auto"
     """float32, bfloat16, fp8, int8, int4 or a GGUF type such as Q4_K; auto: as stored."""
     kv_dtype: str = "auto"
-    """Precision of cached keys and values; auto: bfloat16, float16 on a CPU."""
+    """Precision of cached keys and values; auto: what a GPU computes in, float16 on a CPU."""
     memory_fraction: Share | None = None
     """Share of the memory left after the weights that the KV pool takes."""
 
@@ -87,6 +88,13 @@ LoadFlags = Annotated[LoadConfig, Parameter(name="*", group=Group.create_ordered
 PrecisionFlags = Annotated[PrecisionConfig, Parameter(name="*", group=Group.create_ordered("How it is stored"))]
 ShowFlags = Annotated[ShowConfig, Parameter(name="*", group=Group.create_ordered("What is shown"))]
 DEVICE, LOAD, PRECISION, SHOW = DeviceConfig(), LoadConfig(), PrecisionConfig(), ShowConfig()
+
+
+def require_no_idle(device: DeviceConfig, precision: PrecisionConfig, show: ShowConfig) -> None:
+    """What a measurement tells, and what a grid tries in every way, can't be given beside it."""
+    refuse_idle(device, dict.fromkeys(("mfu", "mbu"), (device.calibrate is None, "a plan without --calibrate")))
+    for group, names in ((device, ("tp", "pp")), (precision, ("weight_dtype", "kv_dtype"))):
+        refuse_idle(group, dict.fromkeys(names, (not show.fit, "a plan without --fit, which tries them all")))
 
 
 def question(device: DeviceConfig, load: LoadConfig, precision: PrecisionConfig) -> Question:

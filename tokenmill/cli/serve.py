@@ -11,7 +11,7 @@ def command(
     /,
     *,
     server: flags.ServerFlags = flags.SERVER,
-    engine: flags.EngineFlags = flags.ENGINE,
+    engine: flags.ServerEngineFlags = flags.ENGINE,
 ) -> int:
     """Serve a model over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1."""
     from tokenmill.server.run import require_servable, run_server

@@ -66,6 +66,11 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
+def is_setting(flag: str) -> bool:
+    """Whether some verb has this flag, given without its dashes."""
+    return any(flag == flag_name(section, name) for section in SECTIONS for name in _names(section))
+
+
 def _section(path: Path, section: str, table: Any) -> dict[str, Any]:
     if section not in SECTIONS:
         raise InvalidConfig(f"{path}: there is no section [{section}]{_did_you_mean(section, list(SECTIONS))}")

@@ -11,14 +11,14 @@ from cyclopts import Parameter
 
 from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token, num_active_parameters, num_parameters
 from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import ModelSpec, MoeSpec
 from tokenmill.cli.screen import count, print_facts, size
 from tokenmill.hardware.machine import probe_machine
-from tokenmill.planner.plan import AUTO_KV_DTYPE
+from tokenmill.planner.plan import CPU_KV_DTYPE
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
 
-KV_DTYPES = {"cpu": AUTO_KV_DTYPE[True], "cuda": AUTO_KV_DTYPE[False]}
 ROUNDED = "int8"
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 
@@ -72,7 +72,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "weight_bytes": weights,
         "max_context": spec.max_context,
         "has_chat_template": chat_template(resolved.path) is not None,
-        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in (*KV_DTYPES.values(), ROUNDED)},
+        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in _kv_dtypes(spec)},
         "fit": fit(spec, weights),
     }
 
@@ -101,17 +101,22 @@ def chat_template(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _kv_dtypes(spec: ModelSpec) -> list[str]:
+    """What a CPU and a GPU take by themselves, and what may be asked for"""
+    return list(dict.fromkeys((CPU_KV_DTYPE, gpu_dtype(spec), ROUNDED)))
+
+
 def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
     """For each place the model could run: room after the weights as stored, and conversations of full context in it."""
     machine = probe_machine()
-    places = [("memory", machine.memory.available_bytes, "cpu")]
-    places += [(gpu.name, gpu.free_bytes, "cuda") for gpu in machine.gpus]
+    places = [("memory", machine.memory.available_bytes, CPU_KV_DTYPE)]
+    places += [(gpu.name, gpu.free_bytes, gpu_dtype(spec)) for gpu in machine.gpus]
     context = min(spec.max_context, 8192)
     rows = []
-    for place, free, device in places:
-        each = kv_bytes(spec, KV_DTYPES[device], context)
+    for place, free, kv_dtype in places:
+        each = kv_bytes(spec, kv_dtype, context)
         conversations = max(free - weights, 0) // each
-        row = {"place": place, "free_bytes": free, "fits": conversations > 0, "kv_dtype": KV_DTYPES[device]}
+        row = {"place": place, "free_bytes": free, "fits": conversations > 0, "kv_dtype": kv_dtype}
         rows.append({**row, "context": context, "conversations": conversations})
     return rows
 
@@ -156,7 +161,7 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:
-    return f"{size(per_token[KV_DTYPES['cpu']])} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
+    return f"{size(per_token[CPU_KV_DTYPE])} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
 
 
 def _fit_in_words(row: dict[str, Any]) -> str:

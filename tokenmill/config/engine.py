@@ -35,7 +35,9 @@ class ModelConfig:
     load_format: LoadFormat = "auto"
     """`dummy` makes random weights from the config alone, for benchmarks."""
     dtype: DType = "auto"
-    """What activations (and unquantised weights) are computed in."""
+    """What activations (and unquantised weights) are computed in. By default float32 on a CPU; on a GPU 16 bits,
+    float16 where a file is stored in it, bfloat16 otherwise, but float32 for models under 600 M parameters that are not
+    stored in bfloat16 (with `--deterministic` or `--quantization` 16 bits for them too)."""
     max_context: int | None = None
     """Longest prompt plus answer in tokens; by default the model's own limit, or 32768 where that is more."""
     quantization: Literal["none", "int8", "fp8", "int4"] = "none"

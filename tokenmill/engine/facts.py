@@ -12,7 +12,8 @@ from tokenmill.arch.traffic import weight_parts
 from tokenmill.arch.word_forms import stored_formats
 from tokenmill.config import EngineConfig
 from tokenmill.engine.model import KV_DTYPES
-from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts
+from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, compute_dtype
+from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.decoder import refusal
@@ -33,7 +34,19 @@ def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineF
         has_cuda=has_cuda,
         native_reason=native_reason,
         has_words=has_cuda and (bool(stored) or config.model.quantization in ("int4", "int8")),
+        unused_gpu=next(filter(None, map(unused_gpu, machine.gpus)), None),
     )
+
+
+def unused_gpu(gpu: Gpu) -> str | None:
+    """Why torch does not compute on a GPU that is there; None: it can"""
+    platform, built = ("ROCm", torch.version.hip) if gpu.vendor == "amd" else ("CUDA", torch.version.cuda)
+    if built is None:
+        how = "https://pytorch.org/get-started/locally names one that is not"
+        return f"there is {gpu.name}, but this torch is built without {platform}: {how}"
+    if not torch.cuda.is_available():
+        return f"there is {gpu.name}, but torch can't open it: its driver may be too old for {platform} {built}"
+    return None
 
 
 def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -51,7 +64,8 @@ def kept_formats(config: EngineConfig, spec: ModelSpec, path: Path) -> Formats:
     """What of a file a GPU computes with as it is: nothing in plain float32, nor where sums have one order only."""
     ops, model = config.ops, config.model
     is_expanded = ops.deterministic or ops.backend == "reference" or model.load_format == "dummy"
-    if is_expanded or (model.dtype == "float32" and model.quantization == "none"):
+    is_plain = model.quantization == "none" and compute_dtype(model, ops, spec, on_gpu=True) == "float32"
+    if is_expanded or is_plain:
         return NOTHING_STORED
     return stored_formats(path, spec)
 
@@ -65,7 +79,7 @@ def expected_weight_bytes(
         in_file = num_parameters(spec) * 4 if config.model.load_format == "dummy" else stored_bytes(path)
         rounded = weight_parts(spec, "Q8_0", vector_dtype="float32").total
         return min(in_file, rounded) if config.model.quantization == "int8" else in_file
-    value_bytes = DTYPE_BYTES.get(config.model.dtype, 2 if has_cuda else 4)
+    value_bytes = DTYPE_BYTES[compute_dtype(config.model, config.ops, spec, on_gpu=has_cuda)]
     if has_cuda:
         return gpu_weight_bytes(spec, value_bytes, config.model.quantization, stored)
     return num_parameters(spec) * value_bytes

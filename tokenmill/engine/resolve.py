@@ -10,10 +10,10 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenmill.arch.cost import num_parameters
+from tokenmill.arch.precision import ComputeDType, gpu_dtype, is_small
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT, DType, default_limits
+from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
 from tokenmill.engine.speculation import settled_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
@@ -27,7 +27,6 @@ from tokenmill.runner.memory import (
 )
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-SMALL_MODEL_PARAMETERS = 600_000_000  # below, answers change visibly when activations are rounded to 8 bits
 COST = "25 % of throughput, 16 % of a single sequence's speed, 23 % of prefill (8B shape, H200)"  # see docs/LOG.md
 STEADY = f"deterministic: a request's tokens do not depend on what else is in the batch; it costs about {COST}"
 FASTEST = (
@@ -46,6 +45,7 @@ class MachineFacts:
     has_cuda: bool = False
     has_words: bool = False  # matrices that large steps expand
     native_reason: str | None = "native kernels are not built"  # why they can't run this model; None: they can
+    unused_gpu: str | None = None  # why torch does not compute on a GPU that is there
 
 
 @dataclass(frozen=True)
@@ -87,30 +87,30 @@ def _require_ranges(config: EngineConfig) -> None:
 def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons: list[str]) -> OpsConfig:
     device = ops.device if ops.device != "auto" else ("cuda" if machine.has_cuda else "cpu")
     if device == "cuda" and not machine.has_cuda:
-        raise InvalidConfig("device cuda was asked for, but torch sees no CUDA device", param="device")
+        told = "device cuda was asked for, but torch sees no CUDA device"
+        raise InvalidConfig(told, param="device", hint=machine.unused_gpu or "tokenmill doctor shows what is here")
     backend = ops.backend
     if backend == "auto":
         backend = "triton" if device == "cuda" else ("cpu" if machine.native_reason is None else "reference")
         why = f" ({machine.native_reason})" if backend == "reference" else ""
         reasons.append(f"device {device}, backend {backend}{why}")
+    if ops.device == "auto" and device == "cpu" and machine.unused_gpu is not None:
+        reasons.append(machine.unused_gpu)
     if backend == "cpu" and machine.native_reason is not None:
         raise InvalidConfig(f"backend cpu was asked for, but {machine.native_reason}", param="backend")
     if device == "cuda":
         reasons.append(STEADY if ops.deterministic else FASTEST)
     bits = ops.activation_bits
     if bits == "auto":
-        bits = "mixed" if num_parameters(spec) < SMALL_MODEL_PARAMETERS else "8"
+        bits = "mixed" if is_small(spec) else "8"
     return replace(ops, device=device, backend=backend, activation_bits=bits, threads=ops.threads or machine.cores)
 
 
 def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons: list[str]) -> ModelConfig:
-    dtype = model.dtype
-    if dtype == "auto":
-        half: DType = "float16" if spec.dtype == "float16" else "bfloat16"
-        dtype = half if ops.device == "cuda" else "float32"
-        is_rounded = spec.dtype == "float32" and dtype != "float32"
-        told = ", rounded from the file's float32 (--dtype float32 computes with all of it, more slowly)"
-        reasons.append(f"computing in {dtype}{told if is_rounded else ''}")
+    on_gpu = ops.device == "cuda"
+    dtype = compute_dtype(model, ops, spec, on_gpu=on_gpu)
+    if model.dtype == "auto":
+        reasons.append(f"computing in {dtype}{_why(dtype, spec) if on_gpu else ''}")
     context = model.max_context
     if context is None:
         context = min(spec.max_context, MAX_AUTO_CONTEXT)
@@ -121,6 +121,21 @@ def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons:
     elif context > spec.max_context:
         raise InvalidConfig(f"max_context {context} is more than the model's {spec.max_context}", param="max_context")
     return replace(model, dtype=dtype, max_context=context)
+
+
+def compute_dtype(model: ModelConfig, ops: OpsConfig, spec: ModelSpec, *, on_gpu: bool) -> ComputeDType:
+    if model.dtype != "auto":
+        return model.dtype
+    in_halves = model.quantization != "none" or ops.deterministic
+    return gpu_dtype(spec, in_halves=in_halves) if on_gpu else "float32"
+
+
+def _why(dtype: str, spec: ModelSpec) -> str:
+    if dtype == "float32":
+        return ", as so small a model's answers change visibly in 16 bits (--dtype bfloat16: prompts twice as fast)"
+    if spec.dtype == "float32":
+        return ", rounded from the file's float32 (--dtype float32 computes with all of it, more slowly)"
+    return ""
 
 
 def _resolve_scheduler(

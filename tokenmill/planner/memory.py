@@ -62,6 +62,7 @@ class Limits:
     memory_fraction: float | None = None
     num_blocks: int | None = None  # of the pool; None: as many as the share of memory holds
     has_words: bool = False  # matrices that a GPU expands for large steps
+    value_bytes: int = 2  # of an activation on a GPU
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.max_concurrency >= 1
+        """A pool whose size was given may be larger than what is there."""
+        return self.max_concurrency >= 1 and self.total <= self.available
 
 
 def plan_memory(
@@ -124,9 +126,14 @@ def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
 def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> tuple[int, int]:
     """(what the largest step needs, what captured steps keep)"""
     if device.is_cpu or isinstance(spec, ModelOutline):
-        return outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else 2), 0
+        return outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else limits.value_bytes), 0
     bounds = RunnerLimits(
-        limits.max_running, limits.token_budget, limits.context, limits.block_size, has_words=limits.has_words
+        limits.max_running,
+        limits.token_budget,
+        limits.context,
+        limits.block_size,
+        limits.value_bytes,
+        has_words=limits.has_words,
     )
     found = runner_bytes(spec, bounds, share=1 / split.tensor)
     return found.rows + found.step, found.graphs
@@ -174,8 +181,8 @@ def _outline_pool(
     """Of a model that the engine has no layout for: a block holds some tokens of all layers, and a request as many as
     its bytes come to."""
     share = split.kv_share(outline)
-    block_bytes = ceil(kv_bytes_per_token(outline, kv_dtype) * limits.block_size * share)
-    per_request = ceil(kv_bytes(outline, kv_dtype, limits.context) * share / block_bytes)
+    block_bytes = max(1, ceil(kv_bytes_per_token(outline, kv_dtype) * limits.block_size * share))  # 1: states only
+    per_request = max(1, ceil(kv_bytes(outline, kv_dtype, limits.context) * share / block_bytes))
     affordable = int(max(0, free) * (limits.memory_fraction or POOL_SHARE[device.is_cpu])) // block_bytes
     useful = limits.max_running * per_request + 1
     return min(affordable, useful) if limits.num_blocks is None else limits.num_blocks, block_bytes, per_request

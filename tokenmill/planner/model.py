@@ -25,6 +25,7 @@ from tokenmill.runner.memory import gpu_weight_parts
 from tokenmill.store import resolve_model
 
 GPU_VALUE_BYTES = 2  # of what is computed in half precision
+PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 FOUR_BIT_METHODS = {"gptq", "awq", "bitsandbytes"}
 
 
@@ -37,20 +38,23 @@ class PlannedModel:
     kept: WeightParts | None = None  # what a GPU makes of a file, or of a quantised config; None for others
     has_words: bool = False  # matrices that it computes with as they are quantised
 
-    def weights(self, dtype: str, *, on_gpu: bool = False) -> WeightParts:
-        """In `dtype`; `auto` is as stored, or as a GPU keeps that."""
-        if dtype == "auto" and on_gpu and self.kept is not None:
-            return self.kept
-        if dtype == "auto" and self.stored is not None:
-            return self.stored
-        dtype = self.dtype(dtype)
+    def weights(self, asked: str, computed: str | None = None) -> WeightParts:
+        """In the precision asked for; `auto` is as stored, or as a GPU keeps that which computes in `computed`."""
+        dtype = self.dtype(asked, computed)
+        as_kept = self.stored if computed is None else self.kept
+        if asked == "auto" and as_kept is not None and (computed is None or dtype != "float32"):
+            return as_kept
         if dtype == "mxfp4":  # a format of experts; everything beside them stays as it was
             return weight_parts(self.spec, "bfloat16", expert_dtype=dtype)
         require_known(dtype, "weight_dtype")
         return weight_parts(self.spec, dtype, vector_dtype=_vector(dtype))
 
-    def dtype(self, asked: str) -> str:
-        return self.stored_dtype if asked == "auto" else asked
+    def dtype(self, asked: str, computed: str | None = None) -> str:
+        """Of most weights; plain ones become what they are computed in on a GPU, and all of them do in float32."""
+        if asked != "auto":
+            return asked
+        is_expanded = computed == "float32" or (computed is not None and self.stored_dtype in PLAIN_DTYPES)
+        return computed if computed is not None and is_expanded else self.stored_dtype
 
 
 def require_known(dtype: str, param: str) -> None:

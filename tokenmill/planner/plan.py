@@ -19,16 +19,17 @@ from tokenmill.arch.cost import (
     prefill_flops,
 )
 from tokenmill.arch.outline import Model, outline_of
+from tokenmill.arch.precision import gpu_dtype
 from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
-from tokenmill.planner.model import PlannedModel, require_known
+from tokenmill.planner.model import PLAIN_DTYPES, PlannedModel, require_known
 from tokenmill.planner.price import Price, price
 from tokenmill.planner.reading import readers_kept_up_with
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
 
 TERA = 1e12
-AUTO_KV_DTYPE = {True: "float16", False: "bfloat16"}  # what the engine takes on a CPU, on a GPU
+CPU_KV_DTYPE = "float16"  # what the engine takes where nobody asks; on a GPU, what it computes in
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Question:
     input_len: int = 1024
     output_len: int = 1024
     batch: int = 1
+    dtype: str = "auto"  # what a GPU computes in
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
     split: Split = field(default_factory=Split)
@@ -96,12 +98,17 @@ class Plan:
 
 def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
     question.split.check(model.spec)
-    weight_dtype = model.dtype(question.weight_dtype)
-    parts = model.weights(question.weight_dtype, on_gpu=not device.is_cpu)
-    kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else AUTO_KV_DTYPE[device.is_cpu]
+    computed = None if device.is_cpu else _gpu_dtype(model.spec, question)
+    weight_dtype = model.dtype(question.weight_dtype, computed)
+    parts = model.weights(question.weight_dtype, computed)
+    kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else computed or CPU_KV_DTYPE
     require_known(kv_dtype, "kv_dtype")
     file_bytes = model.stored.total if model.stored else 0
-    limits = replace(question.limits, has_words=parts is model.kept and model.has_words)
+    limits = replace(
+        question.limits,
+        has_words=parts is model.kept and model.has_words,
+        value_bytes=4 if computed == "float32" else 2,
+    )
     memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, limits, file_bytes=file_bytes)
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)
     roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)
@@ -110,6 +117,13 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     return Plan(
         model, device, question, weight_dtype, kv_dtype, memory, roofline, best, _price(roofline, question, best)
     )
+
+
+def _gpu_dtype(spec: Model, question: Question) -> str:
+    if question.dtype != "auto":
+        return question.dtype
+    asked = question.weight_dtype
+    return asked if asked in PLAIN_DTYPES else gpu_dtype(spec, in_halves=asked != "auto")
 
 
 def _price(roofline: Roofline, question: Question, best: Load | None) -> Price | None:
@@ -223,6 +237,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
     q, memory, spec = plan.question, plan.memory, plan.model.spec
     if q.context > spec.max_context:
         yield f"a context of {q.context:,} tokens is more than the model's {spec.max_context:,}"
+    if q.context < q.input_len + q.output_len:
+        yield f"a request of {q.input_len + q.output_len:,} tokens is longer than the context of {q.context:,}"
     if not memory.fits:
         yield _why_not(plan)
     elif plan.best is None:
@@ -243,6 +259,9 @@ def _why_not(plan: Plan) -> str:
     fixed = memory.total - memory.kv_pool
     if fixed >= memory.available:
         return f"does not fit: {fixed / 1e9:.1f} GB without a KV cache, {memory.available / 1e9:.1f} GB are there"
+    if memory.total > memory.available:
+        room, taken = memory.available - fixed, memory.kv_pool
+        return f"does not fit: {memory.num_blocks:,} KV blocks take {taken / 1e9:.1f} GB, {room / 1e9:.1f} are left"
     return (
         f"does not fit: one request of {plan.question.context:,} tokens needs {memory.kv_per_request / 1e9:.2f} GB of "
         f"KV cache, the pool has {memory.kv_pool / 1e9:.2f} GB"

@@ -10,6 +10,7 @@ A calibrated machine was measured at several batch sizes, and there the two part
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from tokenmill.arch.cost import prefill_flops
 from tokenmill.arch.outline import Model
@@ -59,7 +60,7 @@ class Roofline:
 
     def decode_s(self, batch: int, context: int) -> float:
         """One token for each of `batch` sequences. Stages of a pipeline work on their share of the batch in turn."""
-        share = max(1, round(batch / self.split.pipeline))
+        share = ceil(batch / self.split.pipeline)  # the fullest one sets the pace
         moved = decode_step_bytes(self.spec, self.parts, self.kv_dtype, share, context)
         flops = decode_step_flops(self.spec, share, context)
         memory = moved / self.speeds.bandwidth_bytes_s / self.split.tensor
@@ -67,9 +68,8 @@ class Roofline:
         return self.speeds.combine(compute, memory) + self._exchange_s(share) + self.speeds.step_s
 
     def decode_tok_s(self, batch: int, context: int) -> float:
-        """Of all sequences together; while one stage of a pipeline computes a share of them, so do the others."""
-        parallel = min(batch, self.split.pipeline)
-        return max(1, round(batch / self.split.pipeline)) * parallel / self.decode_s(batch, context)
+        """Of all sequences together: while one stage of a pipeline computes a share of them, so do the others."""
+        return batch / self.decode_s(batch, context)
 
     def _exchange_s(self, num_tokens: int) -> float:
         """A tensor split sums twice a layer: latency, and each device sends nearly twice its activations."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenmill.arch.precision import gpu_dtype
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
 from tokenmill.planner.device import this_machine
-from tokenmill.planner.model import model_at
+from tokenmill.planner.model import PlannedModel, model_at
 from tokenmill.planner.plan import Plan, Question, counted, make_plan
 
 TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
+UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 
 
 def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
@@ -21,6 +23,8 @@ def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
     question = Question(
         input_len=min(TYPICAL_INPUT, max(1, context // 2)),
         output_len=min(TYPICAL_OUTPUT, max(1, context // 4)),
+        dtype=config.model.dtype,
+        weight_dtype=_weight_dtype(config, model, on_gpu=not device.is_cpu),
         kv_dtype=config.cache.kv_dtype,
         max_context=context,
         max_running=config.scheduler.max_running or rows,
@@ -30,6 +34,17 @@ def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
         num_blocks=config.cache.num_blocks,
     )
     return make_plan(model, device, question)
+
+
+def _weight_dtype(config: EngineConfig, model: PlannedModel, *, on_gpu: bool) -> str:
+    """Weights are quantised while they are loaded only where the file has not done so; a GPU whose sums have one order
+    expands them."""
+    wanted, dtype = config.model.quantization, config.model.dtype
+    if wanted != "none" and model.stored_dtype in UNQUANTISED:
+        return wanted
+    if not (on_gpu and config.ops.deterministic):
+        return "auto"
+    return dtype if dtype != "auto" else gpu_dtype(model.spec, in_halves=True)
 
 
 def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:

@@ -107,7 +107,13 @@ def _row_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 
 def _table_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
     num_groups = len(KVLayout.from_spec(spec).groups)
-    return num_groups * limits.max_running * (ceil(limits.max_context / limits.block_size) + 1) * 4
+    return num_groups * limits.max_running * table_width(ceil(limits.max_context / limits.block_size) + 1) * 4
+
+
+def table_width(max_blocks: int) -> int:
+    """Block ids that a row's table has room for: each group's begin at multiples of 16 bytes, whatever the number of
+    rows, so that one kernel reads them all."""
+    return ceil(max_blocks / 4) * 4
 
 
 Formats = Mapping[str, Stored]

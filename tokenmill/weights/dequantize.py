@@ -14,15 +14,16 @@ from tokenmill.ops.blocks import FORMATS, expanded
 from tokenmill.ops.raw import RawTensor
 
 CHUNK_VALUES = 1 << 20  # values expanded at once: small enough to stay in a cache
+GPU_CHUNK_VALUES = 1 << 22  # where a chunk costs a dozen launches
 
 
 def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of `raw` in `dtype`, shaped like it."""
+    """Values of `raw` in `dtype`, shaped like it, where it lies."""
     if raw.quant is None:
         return raw.data.to(dtype)
     rows = raw.data.reshape(-1, raw.data.shape[-1])  # uint8 [rows, bytes per row]
-    values = torch.empty(rows.shape[0], raw.shape[-1], dtype=dtype)
-    step = max(1, CHUNK_VALUES // raw.shape[-1])
+    values = torch.empty(rows.shape[0], raw.shape[-1], dtype=dtype, device=rows.device)
+    step = max(1, (CHUNK_VALUES if rows.device.type == "cpu" else GPU_CHUNK_VALUES) // raw.shape[-1])
     for start in range(0, rows.shape[0], step):
         values[start : start + step] = _expanded(rows[start : start + step], raw)
     return values.view(raw.shape)

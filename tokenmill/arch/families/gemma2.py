@@ -32,6 +32,7 @@ GEMMA2 = Family(
     out_bias="attention_bias",
     activation_key="hidden_activation",
     post_norms=True,
+    exceeds_float16=True,
     scaled_embeddings=True,
     query_scale_key="query_pre_attn_scalar",
     has_softcaps=True,

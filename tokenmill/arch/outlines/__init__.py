@@ -49,6 +49,7 @@ SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_
 DEFAULTS = {
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,
+    "full_attention_interval": 4,
     "mlp_only_layers": [],
     "moe_layer_freq": 1,
     "tie_word_embeddings": False,
@@ -83,12 +84,17 @@ def _outline(fields: Fields, family: str) -> ModelOutline:
         fields.refuse(f"more than {MAX_LAYERS} layers")
     if is_phi:
         return _phi(fields)
-    hidden = fields.integer("hidden_size")
+    hidden, layers = fields.integer("hidden_size"), LAYERS[family](fields)
+    if not 0 < len(layers) <= MAX_LAYERS:
+        fields.refuse(f"{len(layers)} layers")
+    for one in layers:
+        if one.num_active > one.num_experts:
+            fields.refuse(f"{one.num_active} experts a token are not possible with {one.num_experts}")
     return ModelOutline(
         family,
         fields.integer("vocab_size"),
         hidden,
-        LAYERS[family](fields),
+        layers,
         fields.flag("tie_word_embeddings"),
         fields.integer("max_position_embeddings"),
         end_vectors=hidden,

@@ -14,13 +14,15 @@ Layers = tuple[LayerOutline, ...]
 
 
 def qwen35_layers(fields: Fields) -> Layers:
-    """Three layers of the delta rule, then one of attention with gates."""
+    """Three layers of the delta rule, then one of attention with gates; unless the config says it layer by layer."""
     hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     feed = qwen_experts(fields) if fields.has("num_experts") else gated(hidden, fields.integer("intermediate_size"))
     full = layer(attention(fields, norms=2 * fields.integer("head_dim"), gates=True), feed, 2 * hidden)
     linear = layer(delta_rule(fields, hidden), feed, 2 * hidden)
-    kinds = fields.words("layer_types", count) or ()
-    return tuple(full if kind == "full_attention" else linear for kind in kinds)
+    every = fields.integer("full_attention_interval")
+    kinds = fields.words("layer_types", count)
+    is_full = [kind == "full_attention" for kind in kinds] if kinds else [n % every == 0 for n in range(1, count + 1)]
+    return tuple(full if one else linear for one in is_full)
 
 
 def delta_rule(fields: Fields, hidden: int) -> Mixer:

@@ -45,7 +45,7 @@ class TurnedCache:
     def shift(self) -> None:
         drop = (self.context - self.keep) // 2
         (rope,) = self.model.ropes.values()
-        cos, sin = rope.at(torch.full((self.context - self.keep - drop,), drop))
+        cos, sin = rope.at(torch.full((self.context - self.keep - drop,), drop), REFERENCE_OPS)
         for keys, values in zip(self.storage.keys, self.storage.values, strict=True):
             for cache, is_key in ((keys, True), (values, False)):
                 run = cache[1:].transpose(1, 2).flatten(0, 1)  # [context, kv_heads, D], a copy

@@ -9,13 +9,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tokenmill.ops.triton import draw
+from tokenmill.ops.triton import draw, logit_edits
 from tokenmill.params import SamplingParams
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import NewRow, RowPlan
 
-draw.BLOCK = 64  # several blocks a row
+draw.BLOCK = logit_edits.BLOCK = 64  # several blocks a row
 draw.FEW = 16
 VOCAB, ROWS, STEPS = 150, 14, 6
 

@@ -35,10 +35,11 @@ from tokenmill.ops.triton.best import pick_best
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import compile_beside
 from tokenmill.ops.triton.prompt_attention import prompt_attention
-from tokenmill.ops.triton.seats import NO_ROW, give, look_up, remember
+from tokenmill.ops.triton.seats import NO_ROW, PLACES, change_tables, hand_over, look_up
 from tokenmill.runner import memory
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.pinned import Letters, RowTables
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights, random_blocks
@@ -384,26 +385,53 @@ def check_word_experts(
 
 
 def check_seats() -> None:
+    """Every place of the ring has its turn, and the next step finds the tokens of the one before."""
     tables = torch.randint(1, 99, (2, 4, 5), dtype=torch.int32)
     newest = torch.tensor([7, 8, 9, 10])
-    given = torch.tensor([[2, NO_ROW, 0], [17, 0, 6], [-1, -1, 55]], dtype=torch.int32)
-    found = look_up(given, tables, newest, 4)
-    assert found.token_ids.tolist() == [9, 0, 55] and found.contexts.tolist() == [18, 0, 7]
-    expected = [[int(tables[g, 2, 4]) * 4 + 1, 0, int(tables[g, 0, 1]) * 4 + 2] for g in range(2)]
+    letters = Letters(4, torch.device("cpu"))
+    with patch("torch.cuda.Event"):
+        for number in range(2 * PLACES + 1):
+            before = newest.tolist()
+            arrived = letters.write(3, [2, 0], [17, 6], [-1, 55], [3, number], [0.1, number / 7])
+            found = look_up(3, letters.exchange, tables, newest, 4)
+            assert found.rows.tolist() == [2, 0, NO_ROW] and found.indices.tolist() == [3, number, 0]
+            assert found.uniforms.tolist()[:2] == [0.1, number / 7]
+            assert found.token_ids.tolist() == [before[2], 55, 0] and found.contexts.tolist() == [18, 7, 0]
+            hand_over(found, torch.tensor([41 + number, 42, 43]), letters.exchange, newest)
+            assert arrived.tolist() == [41 + number, 42, 43] and newest.tolist() == [42, 8, 41 + number, 10]
+            if number % 5:  # or else interrupted right behind the launch
+                letters.launched()
+    expected = [[int(tables[g, 2, 4]) * 4 + 1, int(tables[g, 0, 1]) * 4 + 2, 0] for g in range(2)]
     assert found.slots.tolist() == expected
-    assert torch.equal(found.tables[:, 0], tables[:, 2]) and torch.equal(found.tables[:, 2, :2], tables[:, 0, :2])
-    alone = torch.zeros(4, 1, dtype=torch.int32)
-    give(alone, 3, 17, -1, 2)
-    assert alone.flatten().tolist() == [3, 17, -1, 2]
-    remember(given, torch.tensor([41, 42, 43]), newest)
-    assert newest.tolist() == [43, 8, 41, 10]
+    assert torch.equal(found.tables[:, 0], tables[:, 2]) and torch.equal(found.tables[:, 1, :2], tables[:, 0, :2])
+    hand_over(look_up(3, letters.exchange, tables, newest, 4), None, letters.exchange, newest)
+    assert int(letters.exchange.turn) == 2 and newest.tolist() == [42, 8, 41 + number, 10]
+
+
+def check_lookups() -> None:
+    tables, numbers = torch.randn(2, 9, 20), torch.tensor([3, 8, 0, 3, 5])
+    assert torch.equal(OPS.pick_rows(tables, numbers), PLAIN.pick_rows(tables, numbers))
+    weight = LinearWeight(9, 20, tables[0].bfloat16())
+    assert torch.equal(OPS.embed(numbers, weight), PLAIN.embed(numbers, weight))
+
+
+def check_tables() -> None:
+    rows = RowTables(2, 4, 300, torch.device("cpu"))
+    expected = torch.zeros(2, 4, 300, dtype=torch.int32)
+    with patch("torch.cuda.Event"):
+        for number in range(PLACES + 1):
+            blocks = list(range(1 + number, 291))  # more than a program takes, and fewer
+            rows.change([(1, 2, 7, blocks), (0, 3, 299, [number])])
+            expected[1, 2, 7 : 7 + len(blocks)], expected[0, 3, 299] = torch.tensor(blocks), number
+            assert torch.equal(rows.tables, expected)
+        rows.change([])
 
 
 def check_compiling() -> None:
     """Nothing runs while kernels are only compiled, and a model gets through all its kinds of steps."""
-    newest = torch.tensor([7, 8])
-    compile_beside(lambda: remember(torch.tensor([[0, 1]]), torch.tensor([41, 42]), newest)).join()
-    assert newest.tolist() == [7, 8]
+    tables = torch.zeros(3, dtype=torch.int32)
+    compile_beside(lambda: change_tables(torch.tensor([[0, 1]] * 2), tables)).join()
+    assert not tables.any()
     spec = spec_from_hf(MOE)
     model = Decoder(spec, Loader(dummy_weights(spec), OPS, torch.float32, torch.device("cpu")), 200)
     storage = KVStorage(model.layout, 1, 16, torch.float32, torch.device("cpu"))
@@ -452,6 +480,8 @@ def main() -> None:
         check_word_experts((None, None, None), 128, 128, quantization="int4")
     check_word_experts(("Q4_K", "Q6_K", "Q5_0"), 256, 64, is_fused=False)
     check_seats()
+    check_tables()
+    check_lookups()
     check_best()
     check_gates_of_many_rows()
     print("all kernels agree with the reference")

@@ -33,10 +33,10 @@ def prompts(seed: int) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=rng).tolist() for length in PROMPT_LENGTHS]
 
 
-def opened(folder: Path, device: str, num_rows: int) -> LLM:
+def opened(folder: Path, device: str, num_rows: int, num_blocks: int = 200) -> LLM:
     return LLM(
         str(folder), device=device, backend="reference" if device == "cpu" else "triton", dtype="float32",
-        max_context=200, max_running=num_rows, token_budget=48, num_blocks=200, threads=1,
+        max_context=200, max_running=num_rows, token_budget=48, num_blocks=num_blocks, threads=1,
     )  # fmt: skip
 
 
@@ -82,6 +82,16 @@ def test_answers_past_the_context_equal_the_reference(tmp_path: Path) -> None:
     make_reference("llama").save_pretrained(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=330, ignore_eos=True, context_shift=True)
     assert answers(tmp_path, "cuda", params, 5) == answers(tmp_path, "cpu", params, 7)
+
+
+def test_rows_that_gave_way_return_to_their_answers(tmp_path: Path) -> None:
+    """With other blocks, and often in another seat"""
+    make_reference("llama").save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    llm = opened(tmp_path, "cuda", 6, num_blocks=26)
+    found = [one.outputs[0].token_ids for one in llm.generate(prompts(1), params, progress=False)]
+    assert llm.core.stats().preemptions, "there must be too few blocks"
+    assert found == answers(tmp_path, "cpu", params, 7)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

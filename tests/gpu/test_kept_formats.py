@@ -21,6 +21,8 @@ from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.arch.word_forms import Stored, word_form
+from tokenmill.models.loading import Loader
+from tokenmill.ops.blocks import FORMATS
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
@@ -57,12 +59,22 @@ def test_products_of_any_number_of_rows(quant: str) -> None:
     assert relative_error(ops.embed(ids, ops.pack_embedding(raw, dense)), exact[ids]) < 0.003
 
 
+def test_blocks_are_expanded_there_as_on_a_cpu() -> None:
+    """To the bit, in pieces of some rows."""
+    shape, generator = (2100, 2304), torch.Generator().manual_seed(0)
+    for quant, dtype in product(FORMATS, (torch.float32, torch.bfloat16)):
+        raw = RawTensor("a.weight", shape, random_blocks(shape, quant, generator), quant)
+        found = Loader(dummy_weights(SPEC), REFERENCE_OPS, dtype, torch.device("cuda")).dense(raw)
+        assert found.is_cuda and torch.equal(found.cpu(), dequantize(raw, dtype)), (quant, dtype)
+
+
 @pytest.mark.parametrize("quant", ["Q4_K", "Q8_0"])
 def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
     """Also with more splits than there are spans, of which some have nothing to do, and blocks of rows."""
-    from tokenmill.ops.triton.quantized import can_widen, kept_words
+    from tokenmill.ops.triton.device import has_gluon
+    from tokenmill.ops.triton.quantized import kept_words
 
-    if not can_widen(torch.device("cuda")):
+    if not has_gluon(torch.device("cuda")):
         pytest.skip("only on Hopper")
     from tokenmill.ops.triton.wide_strips import cut_for, wide_strip_linear
 

@@ -33,12 +33,13 @@ KINDS: list[dict[str, Any]] = [
 LEFT = 300 << 20  # for kernels that are loaded, and graphs that are captured, when they are first met
 
 
-def test_every_kind_of_request_is_served_when_others_fill_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_kind_of_request_is_served_when_others_fill_the_gpu(dtype: str, tmp_path: Path) -> None:
     """Prompts of which all tokens are scored, and rows that the host draws for, take hundreds of MiB at a time."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     llm = LLM(
         str(tmp_path), device="cuda", load_format="dummy", max_context=2000, max_running=200, token_budget=1024,
-        num_blocks=4000, threads=1,
+        num_blocks=4000, threads=1, dtype=dtype,
     )  # fmt: skip
     reserved = torch.cuda.memory_reserved()
     others = torch.empty(torch.cuda.mem_get_info()[0] - LEFT, dtype=torch.uint8, device="cuda")

@@ -17,6 +17,7 @@ from tokenmill.arch.spec import (
     YarnScaling,
 )
 from tokenmill.models.rope import make_rope_table, rope_frequencies
+from tokenmill.ops.reference import REFERENCE_OPS
 
 THETA, DIM = 500000.0, 64
 SHORT, LONG = tuple(1.0 + i / 40 for i in range(32)), tuple(1.5 + i / 3 for i in range(32))
@@ -81,7 +82,7 @@ def test_longrope_is_settled_by_the_context_served(served: int, factors: tuple[f
 
 def test_plain_table_holds_cos_and_sin_of_position_times_frequency() -> None:
     table = make_rope_table(RopeSpec(10000.0, 4), 8, torch.device("cpu"))
-    cos, sin = table.at(torch.tensor([7, 2]))
+    cos, sin = table.at(torch.tensor([7, 2]), REFERENCE_OPS)
     angles = torch.tensor([[7.0, 0.07], [2.0, 0.02]])
     torch.testing.assert_close(cos, angles.cos())
     torch.testing.assert_close(sin, angles.sin())

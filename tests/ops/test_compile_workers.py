@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,35 @@ def test_who_is_free_takes_the_next_kernel(tmp_path: Path, monkeypatch: pytest.M
     assert done[-1] == 0
     assert made_by["0"] not in [makers for name, makers in made_by.items() if name != "0"]
     assert not leftovers()
+
+
+def kernel_of(folder: Path, number: int, kind: str) -> Callable[[], SimpleNamespace]:
+    """As Triton makes them; this one needs its launcher's file to be compiled."""
+    src = SimpleNamespace(file=folder / str(number), signature={"x": "*bf16", "y": kind})
+
+    def async_compile() -> SimpleNamespace:
+        deadline = time.monotonic() + 5
+        while not src.file.exists() and time.monotonic() < deadline and kind == "i32":
+            time.sleep(0.01)
+        assert src.file.exists() == (kind == "i32")
+        return SimpleNamespace(src=src, metadata=SimpleNamespace(num_ctas=1))
+
+    return partial(async_compile)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where what they are made of is only known afterwards."""
+
+    def launcher_of(src: SimpleNamespace, metadata: Any) -> None:
+        with src.file.open("a") as file:
+            file.write(f"{metadata.num_ctas} ")
+
+    monkeypatch.setattr(compilers, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher_of)))
+    workers = Compilers()
+    workers.start([kernel_of(tmp_path, 0, "i32"), kernel_of(tmp_path, 1, "tensordesc<bf16[64, 64]>")], 0)
+    assert sorted(workers.made()) == [0, 1]
+    assert [(tmp_path / name).read_text() for name in "01"] == ["None 1 ", "1 "]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

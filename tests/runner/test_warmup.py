@@ -4,6 +4,7 @@ of every kind launch is asked for beforehand. On tensors without memory, since o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -22,7 +23,7 @@ from tokenmill.models.loading import Loader
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.kernel import Kernel
-from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.decode_graphs import IDLE_KINDS, DecodeGraphs
 from tokenmill.runner.device_draws import DeviceDraws
 from tokenmill.runner.memory import graph_sizes
 from tokenmill.runner.warmup import WarmUp
@@ -45,8 +46,18 @@ QWEN = {
 PROMPTS = [2, 5, 12, 16, 17, 24, 33, 64, 65, 100, 128, 129, 300, 600, 900]
 
 
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152,
+    "intermediate_size": 6912, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 256, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4, "sliding_window": 512, "sliding_window_pattern": 4, "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+}  # fmt: skip
+
+
 class Shapes:
-    """Weights of a model, without numbers; plain ones or, where they are stacked with such, blocks of two formats."""
+    """Weights of a model, without numbers; plain ones or, where they are stacked with such, blocks of two formats: some
+    layers have the second one in places, as in files of llama.cpp."""
 
     def __init__(self, tensors: dict[str, TensorSpec], blocks: tuple[str, str] | None = None) -> None:
         self._tensors = tensors
@@ -55,7 +66,7 @@ class Shapes:
     def get(self, name: str) -> RawTensor:
         tensor = self._tensors[name]
         if self._blocks is not None and tensor.kind != "vector" and "router" not in name:
-            quant = self._blocks[".v." in name or "down" in name]
+            quant = self._blocks[(".v." in name or "down" in name) and int(name.split(".")[1]) % 4 == 0]
             row_bytes = GGML_TYPE_BY_NAME[quant].row_bytes(tensor.shape[-1])
             blocks = torch.empty(*tensor.shape[:-1], row_bytes, dtype=torch.uint8, device=META)
             return RawTensor(name, tensor.shape, blocks, quant)
@@ -108,7 +119,8 @@ def warm_up_for(
 def specialised(parameter: Any, value: Any) -> Any:
     """What a compiled kernel depends on"""
     if isinstance(value, torch.Tensor):
-        return value.dtype
+        is_aligned = value.storage_offset() * value.element_size() % 16 == 0
+        return value.dtype, is_aligned or bool(parameter.do_not_specialize)
     if parameter.is_constexpr:
         return value
     is_number = isinstance(value, int) and not parameter.do_not_specialize
@@ -153,21 +165,49 @@ def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time()
     ("config", "quantization"),
     [
         (QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int8"), (LLAMA, "int4"), (LLAMA, ("Q4_K", "Q4_K")),
-        (LLAMA, ("Q4_K", "Q6_K")), (QWEN, ("Q4_K", "Q6_K")), (QWEN, "int4"),
+        (LLAMA, ("Q4_K", "Q6_K")), (QWEN, ("Q4_K", "Q6_K")), (QWEN, "int4"), (GEMMA, "none"),
     ],
 )  # fmt: skip
 def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str | tuple[str, str]) -> None:
     is_blocks = isinstance(quantization, tuple)
     warm_up = warm_up_for(config, blocks=quantization) if is_blocks else warm_up_for(config, quantization)
     at_start = forms(lambda: warm_up.compile_first(BUDGET, list))
+    asked = at_start | forms(warm_up.compile_rest)
+    warm_up._model = warm_up._graphs._model  # with all its layers
     # One request after another, prompts or what of them is not cached: right after a start.
     for length in (16, 100, 128):
         assert not forms(lambda length=length: warm_up._rehearse([(64, length)])) - at_start
     assert not forms(lambda: warm_up._compute(warm_up._decoding(1))) - at_start
-    asked = at_start | forms(warm_up.compile_rest)
     for length in PROMPTS:
         assert not forms(lambda length=length: warm_up._rehearse([(0, length)])) - asked, length
         beside = [(700, 1)] * 2 + [(5, length)]
         assert not forms(lambda beside=beside: warm_up._rehearse(beside)) - asked, length
     for size in graph_sizes(MAX_ROWS):
         assert not forms(lambda size=size: warm_up._compute(warm_up._decoding(size))) - asked, size
+    for size in (1, 2, 4):
+        for kind in IDLE_KINDS:
+            step = partial(warm_up._graphs._step, size, warm_up._graphs._rehearsed, kind)
+            assert not forms(step) - asked, (size, kind)
+
+
+@pytest.mark.parametrize(
+    ("config", "how", "num_asked"),
+    [
+        (LLAMA, {}, 3), (LLAMA, {"quantization": "fp8"}, 3), (LLAMA, {"deterministic": True}, 3),
+        (LLAMA, {"blocks": ("Q4_K", "Q6_K")}, 6), (GEMMA, {}, 6), (GEMMA, {"kv_dtype": torch.int8}, 6),
+        (QWEN, {}, 3), (QWEN | {"mlp_only_layers": [0, 1, 2]}, {}, 6), (QWEN, {"blocks": ("Q4_K", "Q6_K")}, 6),
+    ],
+)  # fmt: skip
+def test_one_layer_of_each_kind_asks_for_what_all_layers_do(
+    config: dict[str, Any], how: dict[str, Any], num_asked: int
+) -> None:
+    warm_up = warm_up_for(config | {"num_hidden_layers": 8}, **how)
+    model: Any = warm_up._model
+    assert len(model.layers) == num_asked
+
+    def asked() -> list[set[Any]]:
+        return [forms(lambda: warm_up.compile_first(BUDGET, list)), forms(warm_up.compile_rest)]
+
+    in_short = asked()
+    warm_up._model = warm_up._graphs._model
+    assert in_short == asked()

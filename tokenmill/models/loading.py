@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
 from tokenmill.models.protocol import WeightSource
+from tokenmill.ops.blocks import FORMATS
 from tokenmill.ops.interface import LinearWeight, Ops
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.dequantize import dequantize
@@ -28,8 +29,8 @@ class Loader:
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
         """Plain values in the compute dtype, on the device."""
-        if self.device.type == "cuda" and raw.quant is None:
-            return to_gpu(raw.data, self.device).to(self.dtype)  # converted there, where it costs nothing
+        if self.device.type == "cuda" and (raw.quant is None or raw.quant in FORMATS):
+            raw = replace(raw, data=to_gpu(raw.data, self.device))  # converted there, where it costs nothing
         return dequantize(raw, self.dtype).to(self.device)
 
     def each(self, make: Callable[[int], Part], count: int) -> list[Part]:

@@ -23,6 +23,7 @@ from tokenmill.arch.spec import (
     RopeSpec,
     YarnScaling,
 )
+from tokenmill.ops.interface import Ops
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class RopeTable:
     def sin(self) -> torch.Tensor:
         return self.turns[1]
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.turns[:, positions]
+    def at(self, positions: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = ops.pick_rows(self.turns, positions)
         return cos, sin
 
 

@@ -24,7 +24,7 @@ class Step:
 
 
 def plan_step(ops: Ops, tables: dict[RopeSpec, RopeTable], batch: ForwardBatch, storage: KVStorage) -> Step:
-    angles = {rope: table.at(batch.positions) for rope, table in tables.items()}
+    angles = {rope: table.at(batch.positions, ops) for rope, table in tables.items()}
     windows: Iterable[int | None] = storage.layout.windows
     plans = tuple(ops.plan_attention(batch, group, window) for group, window in enumerate(windows))
     return Step(batch, storage, angles, plans)

@@ -129,6 +129,8 @@ class Ops:
     # ── once a step and KV group ──
     plan_attention: Callable[[ForwardBatch, int, int | None], Any]
     """(batch, group, window) → what `attention` of this group's layers reads."""
+    pick_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(tables [K, N, W], numbers [T]) → [K, T, W]: each token's row of every table"""
     # ── every layer ──
     embed: Callable[[torch.Tensor, LinearWeight], torch.Tensor]
     """ids [T] → [T, H]"""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from tokenmill.guided.masks import StepMasks
@@ -166,26 +165,11 @@ class CudaRunner:
                 if position is not None and self._moves(row.row, position, update.start, len(update.blocks)):
                     expected.pop(row.row)
         self._plain.apply_changes(plan, rows)
-        self._send_tables(changes)
+        self._graphs.rows.change(changes)
 
     def _moves(self, row: int, position: int, start: int, count: int) -> bool:
         """The block that the token ahead was written to gets another number."""
         return start <= position // self._storage.block_size < start + count
-
-    def _send_tables(self, changes: Sequence[tuple[int, int, int, list[int]]]) -> None:
-        if not changes:
-            return
-        _, max_rows, max_blocks = self._rows.tables.shape
-        counts = [len(blocks) for *_, blocks in changes]
-        firsts = [(group * max_rows + row) * max_blocks + start for group, row, start, _ in changes]
-        total = sum(counts)
-        packed = torch.empty(2, total, dtype=torch.int64, pin_memory=True)
-        lines = packed.numpy()
-        offsets = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        lines[0] = np.repeat(firsts, counts) + offsets
-        lines[1] = np.concatenate([blocks for *_, blocks in changes]) if len(changes) > 1 else changes[0][3]
-        places, blocks = packed.to(self._storage.device, non_blocking=True)
-        self._graphs.tables.view(-1).index_copy_(0, places, blocks.int())
 
     # ── who computes what ──────────────────────────────────────────────────────────────────────────────
 
@@ -225,8 +209,8 @@ class CudaRunner:
         """With the host in between. Rows that feed one token still go through a graph, up to the logits."""
         if not all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans):
             return self._plain.run_rows(plans, masks)
-        hidden = self._graphs.start(_fed(plans), "hidden")
-        drawn = self._plain.sampler.sample(self._model.logits(hidden[: len(plans)]), plans, masks)
+        hidden = self._graphs.hidden(_fed(plans))
+        drawn = self._plain.sampler.sample(self._model.logits(hidden), plans, masks)
         return [drawn_result(plan.row, [one], None) for plan, one in zip(plans, drawn, strict=True)]
 
     def _only_draws(self, plan: RowPlan) -> bool:
@@ -289,7 +273,7 @@ class CudaRunner:
         return position < self._max_context and self._held[row] > position // self._storage.block_size
 
     def _start_graph(self, fed: Fed) -> Drawing:
-        return self._on_its_way(self._graphs.start(fed, self._kind(fed.rows)), fed.rows)
+        return self._graphs.start(fed, self._kind(fed.rows))
 
     def _on_its_way(self, drawn: torch.Tensor, rows: list[int]) -> Drawing:
         tokens = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)

@@ -1,9 +1,9 @@
 """Decoding steps as CUDA graphs: rows that each feed one token and draw the next one.
 
 Everything such a step needs is on the device already: block tables, each row's newest token, and what its draw depends
-on. The host sends row numbers, positions and random numbers, a few bytes each; the graph looks up the rest, runs the
-model, and leaves the drawn tokens where the next step will look for them. So a step can be started before the one ahead
-of it is done.
+on. The host writes row numbers, positions and random numbers into its own memory, 32 bytes a row; the graph reads them
+there, looks up the rest, runs the model, and leaves the drawn tokens where the next step will look for them, and where
+the host will. So a step can be started before the one ahead of it is done, and nothing lies between two graphs.
 
     best     every row takes the most likely token
     draw     each row by its own knobs (see `device_draws`)
@@ -21,29 +21,26 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.ops.triton.best import pick_best
-from tokenmill.ops.triton.seats import NO_ROW, give, look_up, remember
+from tokenmill.ops.triton.seats import Exchange, Found, change_tables, hand_over, look_up
+from tokenmill.ops.triton.wide_cuts import recorded
 from tokenmill.runner.device_draws import DeviceDraws
-from tokenmill.runner.memory import graph_sizes
+from tokenmill.runner.memory import graph_sizes, table_width
+from tokenmill.runner.on_their_way import Drawing
+from tokenmill.runner.pinned import Letters, RowTables, new_exchange
 
-Ints = NDArray[np.int64]
 Kind = Literal["best", "draw", "hidden"]
 IDLE_KINDS: tuple[Kind, ...] = ("best", "draw")
-ROW, POSITION, TOKEN, INDEX = range(4)  # lines of what the host sends
 
 
 @dataclass(frozen=True)
 class DecodeGraph:
     graph: torch.cuda.CUDAGraph
-    given: torch.Tensor  # int32 [4, R]
-    uniforms: torch.Tensor  # float64 [R]
     result: torch.Tensor  # tokens int64 [R], negative where there is none; or hidden states [R, H]
 
 
@@ -74,9 +71,8 @@ class DecodeGraphs:
         self, model: Model, storage: KVStorage, draws: DeviceDraws, max_rows: int, max_blocks: int, max_context: int
     ) -> None:
         device = storage.device
-        self.tables = torch.zeros(
-            len(storage.layout.groups), max_rows, max_blocks, dtype=torch.int32, device=device
-        )  # of all rows, kept up to date by the runner
+        width = table_width(max_blocks)
+        self.rows = RowTables(len(storage.layout.groups), max_rows, width, device)  # kept true by the runner
         self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token drawn for each row
         self._numbers = torch.arange(max_rows + 1, device=device)  # of a step's lines
         self._starts = self._numbers.int()  # where their one token begins
@@ -87,47 +83,40 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_rows)
         self._captured: dict[tuple[int, Kind], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._letters = Letters(max_rows, device)
+        self._rehearsed = new_exchange(max_rows, device)
 
-    def start(self, fed: Fed, kind: Kind) -> torch.Tensor:
-        """Puts a step on the stream; line i of what comes back belongs to fed.rows[i]. It is overwritten by the next
-        step of the same kind and size."""
-        count = len(fed.rows)
-        size = next(size for size in self._sizes if size >= count)
+    def start(self, fed: Fed, kind: Kind) -> Drawing:
+        """Puts a step on the stream, which draws."""
+        tokens, _ = self._launch(fed, kind)
+        return Drawing({row: line for line, row in enumerate(fed.rows)}, tokens, self._letters.launched())
+
+    def hidden(self, fed: Fed) -> torch.Tensor:
+        """Puts a step on the stream; hidden states [R, H], overwritten by the next step of the same size"""
+        _, result = self._launch(fed, "hidden")
+        self._letters.launched()
+        return result[: len(fed.rows)]
+
+    def _launch(self, fed: Fed, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where its tokens will be, in the host's memory, and on the device"""
+        size = next(size for size in self._sizes if size >= len(fed.rows))
         graph = self._captured.get((size, kind)) or self._capture(size, kind)
-        if size == 1:
-            give(graph.given, fed.rows[0], fed.positions[0], fed.tokens[0] if fed.tokens else -1, fed.indices[0])
-        else:
-            self._send(fed, graph.given)
-        if kind == "draw":
-            uniforms = torch.zeros(size, dtype=torch.float64, pin_memory=True)
-            uniforms.numpy()[:count] = self._draws.uniforms(fed.rows, fed.indices)
-            graph.uniforms.copy_(uniforms, non_blocking=True)
+        uniforms = self._draws.uniforms(fed.rows, fed.indices) if kind == "draw" else None
+        tokens = self._letters.write(size, fed.rows, fed.positions, fed.tokens, fed.indices, uniforms)
         graph.graph.replay()
-        return graph.result
-
-    def _send(self, fed: Fed, given: torch.Tensor) -> None:
-        count = len(fed.rows)
-        lines = torch.empty(given.shape, dtype=torch.int32, pin_memory=True)
-        values = lines.numpy()
-        values[:, count:] = [[NO_ROW], [0], [-1], [0]]
-        values[ROW, :count], values[POSITION, :count] = fed.rows, fed.positions
-        values[TOKEN, :count] = -1 if fed.tokens is None else fed.tokens
-        values[INDEX, :count] = fed.indices
-        given.copy_(lines, non_blocking=True)
+        return tokens, graph.result
 
     def ask_for_kernels(self) -> None:
         """Those that are in no other step, for `compile_beside`."""
-        given = self.tables.new_empty(4, 1)
-        give(given, 0, 0, -1, 0)
-        found = look_up(given, self.tables, self.newest, self._storage.block_size)
-        remember(given, found.token_ids, self.newest)
+        found = self._found(1, self._rehearsed)
+        hand_over(found, found.token_ids, self._rehearsed, self.newest)
+        change_tables(self.newest.new_empty(2, 1), self.rows.tables)
 
     def ask_for_draws(self) -> None:
-        for size in (1, 4):  # lines of `given` begin at any address, or at multiples of 16
-            given = self.tables.new_empty(4, size)
-            logits = torch.empty(size, self._model.vocab_size, device=given.device)
-            self._draws.count_fed(given[ROW], given[INDEX], self.newest)
-            self._draws.draw(logits, given[ROW], given[INDEX], logits.double()[:, 0], self.newest)
+        found = self._found(1, self._rehearsed)
+        logits = torch.empty(1, self._model.vocab_size, device=self.newest.device)
+        self._draws.count_fed(found.rows, found.indices, found.token_ids)
+        self._draws.draw(logits, found.rows, found.indices, found.uniforms, self.newest)
 
     def captures(self) -> Iterator[Callable[[], object]]:
         """What is left to do until every size is captured, the smallest first; whatever is left of it happens when a
@@ -143,23 +132,17 @@ class DecodeGraphs:
 
     def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False) -> DecodeGraph:
         """`keeps_room`: for logits in float32, which the pool has from then on"""
-        device = self._storage.device
-        given = torch.zeros(4, size, dtype=torch.int32, device=device)
-        given[ROW] = NO_ROW  # a rehearsal with rows that only fill up changes nothing
-        given[TOKEN] = -1
-        uniforms = torch.zeros(size, dtype=torch.float64, device=device)
 
-        def step() -> torch.Tensor:
-            result = self._step(given, uniforms, kind)
+        def step(exchange: Exchange) -> torch.Tensor:
+            result = self._step(size, exchange, kind)
             if keeps_room:
-                torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=device)
+                torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=self._storage.device)
             return result
 
-        with torch.inference_mode():
-            step()
+        with torch.inference_mode(), recorded():
+            step(self._rehearsed)  # rows that only fill up change nothing
             torch.cuda.synchronize()
-            graph, result = self._recorded(step)
-        captured = DecodeGraph(graph, given, uniforms, result)
+            captured = DecodeGraph(*self._recorded(partial(step, self._letters.exchange)))
         self._captured[(size, kind)] = captured
         return captured
 
@@ -174,23 +157,27 @@ class DecodeGraphs:
                 graph.capture_end()
         return graph, result
 
-    def _step(self, given: torch.Tensor, uniforms: torch.Tensor, kind: Kind) -> torch.Tensor:
-        batch = self._batch(given)
+    def _step(self, size: int, exchange: Exchange, kind: Kind) -> torch.Tensor:
+        found = self._found(size, exchange)
         if kind == "draw":
-            self._draws.count_fed(given[ROW], given[INDEX], batch.token_ids)
-        hidden = self._model.forward(batch, self._storage)
+            self._draws.count_fed(found.rows, found.indices, found.token_ids)
+        hidden = self._model.forward(self._batch(found), self._storage)
         if kind == "hidden":
+            hand_over(found, None, exchange, self.newest)
             return hidden
         if kind == "draw":
             logits = self._model.logits(hidden)
-            return self._draws.draw(logits, given[ROW], given[INDEX], uniforms, self.newest)
-        drawn = best_tokens(self._model, hidden)
-        remember(given, drawn, self.newest)
+            drawn = self._draws.draw(logits, found.rows, found.indices, found.uniforms, self.newest)
+        else:
+            drawn = best_tokens(self._model, hidden)
+        hand_over(found, drawn, exchange, self.newest)
         return drawn
 
-    def _batch(self, given: torch.Tensor) -> ForwardBatch:
-        size = given.shape[1]
-        found = look_up(given, self.tables, self.newest, self._storage.block_size)
+    def _found(self, size: int, exchange: Exchange) -> Found:
+        return look_up(size, exchange, self.rows.tables, self.newest, self._storage.block_size)
+
+    def _batch(self, found: Found) -> ForwardBatch:
+        size = len(found.rows)
         return ForwardBatch(
             token_ids=found.token_ids,
             positions=found.positions,

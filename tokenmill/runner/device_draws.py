@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.ops.triton.draw import KNOBS, NUM_KNOBS, count_fed, draw_tokens, edit_logits
+from tokenmill.ops.triton.draw import draw_tokens
+from tokenmill.ops.triton.logit_edits import KNOBS, NUM_KNOBS, count_fed, edit_logits
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.rows import LEAST_TEMPERATURE
 from tokenmill.sampling.steps import steps_used

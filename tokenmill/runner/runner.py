@@ -29,7 +29,7 @@ from tokenmill.sampling.chosen import Chosen, HeadOutput, chosen_highest
 from tokenmill.sampling.draw import Drawn
 from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
-NOT_FINITE = "the model computed NaN or infinite values for this sequence"
+NOT_FINITE = "the model computed NaN or infinite values for this sequence (in float16: try --dtype bfloat16)"
 
 
 class RowSampler(Protocol):

@@ -3,6 +3,8 @@
 start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
 beside    kernels of decoding steps of every size are compiled while the first requests run
 idle      a graph of each size; long prompts, whose attention is a library that takes a second to load
+
+All but the graphs with one layer of each kind, which launch the same kernels and take the same memory as all layers.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import numpy as np
 import torch
 
 from tokenmill.kv.storage import KVStorage
+from tokenmill.models.excerpt import excerpt
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.triton.kernel import Compiling, compile_beside
+from tokenmill.ops.triton.wide_cuts import recorded
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
@@ -33,7 +37,7 @@ Chunk = tuple[int, int]  # first position and number of a row's tokens
 
 class WarmUp:
     def __init__(self, model: Model, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int) -> None:
-        self._model = model
+        self._model = excerpt(model)
         self._storage = storage
         self._graphs = graphs
         self._max_rows = max_rows
@@ -43,6 +47,7 @@ class WarmUp:
     @torch.inference_mode()
     def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
         """`meanwhile` is called while compilers work; then it is noted what they will be asked for next."""
+        self._load_products()
         self._compiling = compile_beside(*self._first_asks(token_budget))
         meanwhile()
         self._compiling.note(self._ask_for_rest)
@@ -82,22 +87,28 @@ class WarmUp:
         return self._batch([(1 if length > 1 else 0, length) for length in reversed(lengths)])
 
     def _first_asks(self, token_budget: int) -> Iterator[Callable[[], object]]:
-        """Kernels that take longest to compile come first. Each batch's are begun before the next is asked: the widest
-        one loads the library of large products besides."""
+        """Kernels that take longest to compile come first. Each batch's are begun before the next is asked."""
         few, fewer = FEW
-        for batch, size in (
-            (self._decoding, 1),
-            (self._prompt, few),
-            (self._widest, token_budget),
-            (self._prompt, fewer),
-            (self._decoding, self._max_rows),
-            *((self._prompt, length) for length in SOME),
-        ):
-            yield partial(self._ask_for, batch, size)
+        yield partial(self._ask_for_graph, 1)
+        yield partial(self._ask_for, self._prompt, few)
+        yield partial(self._ask_for, self._widest, token_budget)
+        yield partial(self._ask_for, self._prompt, fewer)
+        yield partial(self._ask_for_graph, self._max_rows)
+        for length in SOME:
+            yield partial(self._ask_for, self._prompt, length)
         yield self._graphs.ask_for_kernels
+
+    def _load_products(self) -> None:
+        """The library of large products takes a fifth of a second to load, in which Triton gets ready."""
+        any_matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=self._storage.device)
+        torch.mm(any_matrix, any_matrix)
 
     def _ask_for(self, batch: Callable[[int], ForwardBatch], size: int) -> None:
         self._compute(batch(size))
+
+    def _ask_for_graph(self, num_rows: int) -> None:
+        with recorded():
+            self._compute(self._decoding(num_rows))
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
@@ -105,7 +116,7 @@ class WarmUp:
         for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)]):
             self._compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
-            self._compute(self._decoding(size))
+            self._ask_for_graph(size)
 
     def _prompt(self, num_tokens: int) -> ForwardBatch:
         return self._batch([(0, min(num_tokens, self._max_context - 1))])

@@ -32,6 +32,10 @@ def _wrap(matrix: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
     return LinearWeight(matrix.shape[0], matrix.shape[1], matrix, bias)
 
 
+def pick_rows(tables: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return tables[:, numbers]
+
+
 def embed(token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return functional.embedding(token_ids, weight.packed)
 

@@ -18,7 +18,8 @@ from tokenmill.ops.triton.invariant_attention import invariant_attention
 from tokenmill.ops.triton.invariant_experts import invariant_experts
 from tokenmill.ops.triton.invariant_linear import invariant_linear
 from tokenmill.ops.triton.large_products import add_linear, gated_linear
-from tokenmill.ops.triton.linear import PackLinear, embed, linear
+from tokenmill.ops.triton.linear import PackLinear, linear
+from tokenmill.ops.triton.lookups import embed, pick_rows
 from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.place import place_qkv
 from tokenmill.ops.triton.rounded_stream import IN_HALVES, STREAMS
@@ -32,6 +33,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         REFERENCE_OPS,
         name="triton",
         plan_attention=plan_attention,
+        pick_rows=pick_rows,
         pack_linear=pack,
         pack_embedding=pack.embedding,
         pack_experts=pack.experts,

@@ -18,6 +18,8 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from inspect import getclosurevars
 from select import POLLIN, poll
 from typing import Any
 
@@ -92,10 +94,29 @@ def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: 
 
 
 def _compile(kernels: Sequence[Callable[[], Any]], first_number: int, taken: int, told: int) -> None:
+    beside = ThreadPoolExecutor(1)
     while place := os.read(taken, NUMBER_BYTES):
-        made = kernels[int.from_bytes(place)]()
-        driver.active.launcher_cls(made.src, made.metadata)
+        kernel = kernels[int.from_bytes(place)]
+        launcher = beside.submit(_build_launcher, kernel)
+        made = kernel()
+        wait((launcher,))
+        driver.active.launcher_cls(made.src, made.metadata)  # which is there, or else is built now
         os.write(told, (first_number + int.from_bytes(place)).to_bytes(NUMBER_BYTES))
+
+
+def _build_launcher(kernel: Any) -> None:
+    """The C compiler's part of a kernel, a third of a second, needs nothing but its signature: Triton's own function
+    that compiles it has that in `src`. Descriptors of tensors are another matter."""
+    source = getclosurevars(kernel.func).nonlocals["src"]
+    if not any(str(kind).startswith("tensordesc") for kind in source.signature.values()):
+        driver.active.launcher_cls(source, _Unknown())
+
+
+class _Unknown:
+    """What is known of a kernel before it is compiled; a launcher keeps it, and this one is given up."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _fork() -> int:

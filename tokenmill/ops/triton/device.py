@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+H200_PROCESSORS = 132  # on which it was measured how products are best cut
+
 
 @cache
 def has_fp8(device: torch.device) -> bool:
@@ -23,3 +25,11 @@ def has_fp8(device: torch.device) -> bool:
 @cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def has_gluon(device: torch.device) -> bool:
+    """As kernels for Hopper have it, which is since Triton 3.6"""
+    import triton  # which a start on a CPU does without, and may not even have
+
+    return is_hopper(device) and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel
-from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, room_for_splits, wait_for_previous
 from tokenmill.ops.triton.pairs import (
     REGISTERS,
     SMALLER,
@@ -187,10 +187,7 @@ def halves_product(
     cut = cut or cut_for(num_out, num_in)
     strips = cdiv(num_out, cut.strip)
     out = torch.empty(1, num_out, dtype=dtype, device=device)
-    parts = arrived = out
-    if cut.splits > 1:
-        parts = torch.empty(strips * cut.splits * cut.strip, dtype=torch.float32, device=device)
-        arrived = arrivals(device)
+    parts, arrived = room_for_splits(strips, cut.splits, cut.strip, out)
     _one_row[(strips, cut.splits)](
         *(row if isinstance(row, Halves) else (row.contiguous(), out)), words, scales,
         bias if bias is not None else out, out, parts, arrived, num_out, num_in,

@@ -24,6 +24,7 @@ from tokenmill.ops.triton.device import is_hopper
 from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.linear import linear
 from tokenmill.ops.triton.sizes import cdiv
+from tokenmill.ops.triton.wide_cuts import is_wide, wide_linear
 
 MIN_ADDED_ROWS, MIN_GATED_ROWS = 512, 768  # as measured on an H200
 ROWS, LINES, STRIDE = 128, 128, 64  # a tile: rows, lines of gate and as many of up; columns at a time
@@ -68,6 +69,8 @@ def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation) 
     is_whole = weight.columns % 8 == weight.rows % 16 == 0
     if len(x) >= MIN_GATED_ROWS and _is_plain(x, weight) and is_whole and is_hopper(x.device):
         return gated_product(x.contiguous(), weight.packed, activation)
+    if isinstance(weight.packed, torch.Tensor) and is_wide(x, weight.packed):
+        return wide_linear(x, weight.packed, weight.bias, activation=activation)
     return act_mul(linear(x, weight), activation)
 
 

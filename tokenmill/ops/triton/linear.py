@@ -27,13 +27,13 @@ from tokenmill.ops.triton.quantized import (
     is_of_one_form,
     joined,
     kept_words,
-    rows_of,
     to_fp8,
     to_int4,
     to_int8,
     word_linear,
 )
 from tokenmill.ops.triton.skinny import one_row_linear
+from tokenmill.ops.triton.wide_cuts import is_wide, wide_linear
 
 KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
 
@@ -118,12 +118,6 @@ def _whole(matrix: torch.Tensor) -> LinearWeight:
     return LinearWeight(*matrix.shape, matrix)
 
 
-def embed(token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    if isinstance(weight.packed, WordMatrix):
-        return rows_of(weight.packed, token_ids)
-    return functional.embedding(token_ids, weight.packed)
-
-
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     matrix = weight.packed
     if not len(x):  # a chunk of a prompt whose results nobody looks at
@@ -138,4 +132,6 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return one_row_linear(x, matrix, weight.bias)
     if cut := strips.cut_for(len(x), *matrix.shape, matrix.dtype):
         return strips.strip_linear(x, matrix, weight.bias, cut)
+    if is_wide(x, matrix):
+        return wide_linear(x, matrix, weight.bias)
     return functional.linear(x, matrix, weight.bias)

@@ -65,6 +65,18 @@ def arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
+def room_for_splits(
+    num_tiles: int, splits: int, tile_size: int, unused: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the splits of each tile leave their sums, float32, and counters of those that have; `unused` for both where
+    nothing is split"""
+    if splits == 1:
+        return unused, unused
+    assert num_tiles <= MAX_ARRIVALS
+    parts = torch.empty(num_tiles * splits * tile_size, dtype=torch.float32, device=unused.device)
+    return parts, arrivals(unused.device)
+
+
 @cache
 def launch_options() -> dict[str, Any]:
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps() else {"OVERLAPS": False}

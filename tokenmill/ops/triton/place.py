@@ -14,7 +14,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.triton.fp8_bits import as_cached, numbers_of
-from tokenmill.ops.triton.kernel import kernel
+from tokenmill.ops.triton.kernel import kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -56,7 +56,7 @@ def keep(vectors, numbers, scales, line, d, inside, DIM: tl.constexpr, LARGEST: 
     tl.store(numbers + line * DIM + d, as_cached(vectors, numbers.dtype.element_ty), mask=inside)
 
 
-@kernel
+@kernel_for_any("slots")
 def _place(
     qkv, queries, keys, values, key_scales, value_scales, slots, q_norm, k_norm, cos, sin, half, eps, qkv_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,

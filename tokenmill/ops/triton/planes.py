@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
-from tokenmill.ops.triton.overlap import arrivals, launch_options, let_next_begin, wait_for_previous
+from tokenmill.ops.triton.overlap import launch_options, let_next_begin, room_for_splits, wait_for_previous
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.strips import Cut, fetch_strip, join_splits, share_of_strip, splits_for
 
@@ -150,10 +150,7 @@ def two_planes_product(
     padded = max(8, next_power_of_2(num_rows))
     strips = cdiv(num_out, cut.strip)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
-    parts = arrived = out
-    if cut.splits > 1:
-        parts = torch.empty(strips * cut.splits * cut.strip * padded, dtype=torch.float32, device=device)
-        arrived = arrivals(device)
+    parts, arrived = room_for_splits(strips, cut.splits, cut.strip * padded, out)
     has_whole_shares = num_in % (cut.splits * cut.stride) == 0 and num_in // cut.splits >= cut.fetched
     _two_planes[(strips, cut.splits)](
         rows.planes, values, rows.scales, scales, bias if bias is not None else out, out, parts, arrived,

@@ -9,18 +9,17 @@ says which formats those are, and in what form).
 
 A few rows are multiplied in their own precision while the matrix streams through: fp8 by splitting the rows (see
 `planes`), the others by expanding the matrix on its way (see `strips`, and `halves` for a single row and 4 bits).
-Many rows: fp8 rounds the rows too and takes the fp8 matrix units; the other matrices are expanded in registers up to
-some hundred rows on Hopper (see `wide_strips`), and before the product where there are more.
+Many rows: fp8 rounds the rows too and takes the fp8 matrix units (dozens on Hopper by `wide_products`, others by
+cuBLAS); the other matrices are expanded in registers up to some hundred rows on Hopper (see `wide_strips`), and before
+the product where there are more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
-import triton
 from torch.nn import functional
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
@@ -28,10 +27,11 @@ from tokenmill.arch.word_forms import EXPANDED_BYTES, WordForm
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.triton import halves, planes, strips
-from tokenmill.ops.triton.device import is_hopper
+from tokenmill.ops.triton.device import has_gluon
 from tokenmill.ops.triton.halves import Halves
 from tokenmill.ops.triton.planes import FP8, Rounded
 from tokenmill.ops.triton.strips import expanding_strip_linear, words_cut_for
+from tokenmill.ops.triton.wide_cuts import is_wide, wide_linear
 from tokenmill.ops.triton.words import expand_words, packed_words, paired, unpacked_words, unpaired
 
 MAX_WIDE_ROWS, WIDE_SPAN = 512, 32  # of `wide_strips`
@@ -177,8 +177,11 @@ def rounded_product(rows: Rounded, matrix: Fp8Matrix, bias: torch.Tensor | None,
     """Rows as planes → [R, num_out]"""
     if rows.planes.shape[1] == 2:
         return planes.two_planes_product(rows, matrix.values, matrix.scales, bias, dtype)
+    plane = rows.planes.squeeze(1)
+    if is_wide(plane, matrix.values):
+        return wide_linear(plane, matrix.values, bias, row_scales=rows.scales, scales=matrix.scales, dtype=dtype)
     return torch._scaled_mm(
-        rows.planes.squeeze(1), matrix.values.t(), rows.scales, matrix.scales.unsqueeze(0), bias=bias, out_dtype=dtype
+        plane, matrix.values.t(), rows.scales, matrix.scales.unsqueeze(0), bias=bias, out_dtype=dtype
     )  # fmt: skip
 
 
@@ -220,13 +223,7 @@ def word_linear(x: torch.Tensor, matrix: WordMatrix, bias: torch.Tensor | None) 
 
 def _takes_wide_strips(x: torch.Tensor, matrix: WordMatrix) -> bool:
     is_between = strips.MAX_ROWS < len(x) <= MAX_WIDE_ROWS
-    return is_between and matrix.span == WIDE_SPAN and x.dtype != torch.float32 and can_widen(x.device)
-
-
-@cache
-def can_widen(device: torch.device) -> bool:
-    """Gluon is as the kernel has it since Triton 3.6."""
-    return is_hopper(device) and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    return is_between and matrix.span == WIDE_SPAN and x.dtype != torch.float32 and has_gluon(x.device)
 
 
 def expanded_lines(matrix: WordMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:

@@ -17,9 +17,10 @@ from tokenmill.ops.triton.activation import activate
 from tokenmill.ops.triton.halves import Halves, empty_halves, store_halves
 from tokenmill.ops.triton.kernel import kernel
 from tokenmill.ops.triton.overlap import launch_options, let_next_begin, wait_for_previous
-from tokenmill.ops.triton.planes import Rounded, empty_planes, store_rounded
+from tokenmill.ops.triton.planes import Rounded, empty_planes, rounded_rows, store_rounded
 from tokenmill.ops.triton.quantized import Fp8Matrix, WordMatrix, fp8_linear, halves_linear, has_halves, rounded_product
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
+from tokenmill.ops.triton.wide_cuts import is_wide, wide_linear
 
 HALVES = 0  # in the place of a number of planes
 
@@ -113,6 +114,8 @@ def normed_linear(stream: RoundedStream, weight: LinearWeight) -> torch.Tensor:
 
 
 def gated_linear(stream: RoundedStream, weight: LinearWeight, activation: Activation) -> RoundedGate:
+    if gated := _wide_gated(stream, weight, activation):
+        return gated
     gate_up = normed_linear(stream, weight)
     num_rows, inter = len(gate_up), gate_up.shape[1] // 2
     rows, num_planes = _empty(num_rows, inter, gate_up.device, in_halves=isinstance(stream.normed, Halves))
@@ -122,6 +125,16 @@ def gated_linear(stream: RoundedStream, weight: LinearWeight, activation: Activa
         gate_up, *rows, inter, activation, num_planes, block, num_warps=warps, **launch_options()
     )
     return RoundedGate(rows, gate_up.dtype)
+
+
+def _wide_gated(stream: RoundedStream, weight: LinearWeight, activation: Activation) -> RoundedGate | None:
+    """Dozens of rows: the product applies its gates itself."""
+    rows, matrix, dtype = stream.normed, weight.packed, stream.total.dtype
+    if isinstance(rows, Halves) or rows.planes.shape[1] != 1 or not is_wide(rows.planes[:, 0], matrix.values):
+        return None
+    options = {"activation": activation, "row_scales": rows.scales, "scales": matrix.scales, "dtype": dtype}
+    gated = wide_linear(rows.planes[:, 0], matrix.values, weight.bias, **options)
+    return RoundedGate(rounded_rows(gated), dtype)
 
 
 def any_linear(x: torch.Tensor | RoundedGate, weight: LinearWeight) -> torch.Tensor:

@@ -2,43 +2,80 @@
 
 `tables` int32 [groups, max_rows, max_blocks] and `newest` int64 [max_rows] (each row's last drawn token) stay on the
 device. A step says which rows it is about; a row of number NO_ROW only fills up the batch.
+
+Kernels read what the host sends, and write what it waits for, in the host's own memory: a copy before a graph and one
+behind it would take 10 us each, most of it until they begin. Both lie in a ring of PLACES, since the host is a step or
+two ahead; which place is a step's own the device counts by itself, so that a captured graph needs no arguments:
+
+    host     writes place k, launches; writes place k + 1, launches ...         reads place k of `drawn`
+    device   look_up: turn is k, reads place k ─► model ─► hand_over: writes place k, turn becomes k + 1
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.kernel import kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import launch_options, wait_for_previous
+from tokenmill.ops.triton.sizes import cdiv
 
 NO_ROW = -1
+PLACES = 16  # twice what a runner can launch before it reads: four graphs in each of two steps
+ROW, POSITION, TOKEN, INDEX, UNIFORM = range(5)  # words of a line; the last is a float64
+NUM_WORDS = tl.constexpr(8)  # 32 bytes: one read over the bus
+CHANGES = 256  # of a program
+
+
+class Exchange(NamedTuple):
+    """Between host and device; the first two in pinned memory where there is a device. A line that is sent: row,
+    position, token (-1: the row's newest), index, uniform."""
+
+    sent: torch.Tensor  # int32 [PLACES, max_rows, NUM_WORDS]
+    drawn: torch.Tensor  # int64 [PLACES, max_rows]
+    turn: torch.Tensor  # int32 [1]: the place of the step that begins next; on the device
 
 
 @dataclass(frozen=True)
 class Found:
+    rows: torch.Tensor  # int32 [R]
+    indices: torch.Tensor  # int32 [R]: how many output tokens each row has
+    uniforms: torch.Tensor  # float64 [R]
     token_ids: torch.Tensor  # int64 [R]
     positions: torch.Tensor  # int64 [R]
     contexts: torch.Tensor  # int32 [R], 0 where there is no row
     slots: torch.Tensor  # int64 [groups, R], in the null block where there is no row
     tables: torch.Tensor  # int32 [groups, R, max_blocks], filled as far as the context reaches
+    place: torch.Tensor  # int32 [1]
+
+
+@triton.jit
+def _word(words, number: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, NUM_WORDS) == number, words, 0), axis=0)
 
 
 @kernel_for_any("num_rows")
 def _look_up(
-    given, tables, newest, token_ids, positions, contexts, slots, step_tables, num_rows, max_rows, max_blocks,
-    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """given [3, R]: row, position, token (-1: the newest one of the row)"""
+    sent, turn, tables, newest, rows, indices, uniforms, token_ids, positions, contexts, slots, step_tables, own_place,
+    num_rows, max_rows, max_blocks, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
     line = tl.program_id(0)
-    row = tl.load(given + line)
-    position = tl.load(given + num_rows + line)
-    token = tl.load(given + 2 * num_rows + line)
+    place = tl.load(turn)
+    # Volatile: the host writes there from time to time.
+    words = tl.load(sent + (place * max_rows + line) * NUM_WORDS + tl.arange(0, NUM_WORDS), volatile=True)
+    row, position, token = _word(words, 0), _word(words, 1), _word(words, 2)
     is_row = row >= 0
     seat = tl.maximum(row, 0).to(tl.int64)
     token = tl.where(token >= 0, token.to(tl.int64), tl.load(newest + seat))
+    bits = (_word(words, 5).to(tl.int64) << 32) | (_word(words, 4).to(tl.int64) & 0xFFFFFFFF)
+    tl.store(own_place, place)
+    tl.store(rows + line, row)
+    tl.store(indices + line, _word(words, 3))
+    tl.store(uniforms + line, bits.to(tl.float64, bitcast=True))
     tl.store(token_ids + line, tl.where(is_row, tl.maximum(token, 0), 0))
     tl.store(positions + line, position.to(tl.int64))
     tl.store(contexts + line, tl.where(is_row, position + 1, 0))
@@ -55,45 +92,63 @@ def _look_up(
             tl.store(target + entries, tl.load(source + entries, mask=inside, other=0), mask=inside)
 
 
-@kernel_for_any("row", "position", "token", "index")
-def _give(given, row, position, token, index) -> None:
-    tl.store(given, row)
-    tl.store(given + 1, position)
-    tl.store(given + 2, token)
-    tl.store(given + 3, index)
-
-
 @kernel
-def _remember(given, drawn, newest, OVERLAPS: tl.constexpr) -> None:
+def _hand_over(
+    rows, drawn, place, newest, arrived, turn, max_rows, HAS_DRAWN: tl.constexpr, PLACES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
     wait_for_previous(OVERLAPS)
     line = tl.program_id(0)
-    row = tl.load(given + line)
-    tl.store(newest + row, tl.load(drawn + line), mask=row >= 0)
+    own = tl.load(place)
+    if HAS_DRAWN:
+        row, token = tl.load(rows + line), tl.load(drawn + line)
+        tl.store(newest + row, token, mask=row >= 0)
+        tl.store(arrived + own * max_rows + line, token)
+    if line == 0:
+        tl.store(turn, (own + 1) % PLACES)
 
 
-def look_up(given: torch.Tensor, tables: torch.Tensor, newest: torch.Tensor, block_size: int) -> Found:
-    """given int32 [3, R]: row, position, token (negative: the row's newest)"""
-    size, device = given.shape[1], given.device
+@kernel_for_any("num_changes")
+def _change(changes, tables, num_changes, CHANGES: tl.constexpr) -> None:
+    at = tl.program_id(0) * CHANGES + tl.arange(0, CHANGES)
+    inside = at < num_changes
+    entries = tl.load(changes + at, mask=inside, other=0, volatile=True)
+    blocks = tl.load(changes + num_changes + at, mask=inside, other=0, volatile=True)
+    tl.store(tables + entries, blocks.to(tl.int32), mask=inside)
+
+
+def look_up(size: int, exchange: Exchange, tables: torch.Tensor, newest: torch.Tensor, block_size: int) -> Found:
+    """Of the step whose turn it is, which has `size` lines"""
+    device = tables.device
     groups, max_rows, max_blocks = tables.shape
     found = Found(
+        rows=torch.empty(size, dtype=torch.int32, device=device),
+        indices=torch.empty(size, dtype=torch.int32, device=device),
+        uniforms=torch.empty(size, dtype=torch.float64, device=device),
         token_ids=torch.empty(size, dtype=torch.int64, device=device),
         positions=torch.empty(size, dtype=torch.int64, device=device),
         contexts=torch.empty(size, dtype=torch.int32, device=device),
         slots=torch.empty(groups, size, dtype=torch.int64, device=device),
         tables=torch.empty(groups, size, max_blocks, dtype=torch.int32, device=device),
+        place=torch.empty(1, dtype=torch.int32, device=device),
     )
     _look_up[(size,)](
-        given, tables, newest, found.token_ids, found.positions, found.contexts, found.slots, found.tables,
-        size, max_rows, max_blocks, groups, block_size, 256,
+        exchange.sent, exchange.turn, tables, newest, found.rows, found.indices, found.uniforms, found.token_ids,
+        found.positions, found.contexts, found.slots, found.tables, found.place, size, max_rows, max_blocks,
+        groups, block_size, 256, num_warps=1,
     )  # fmt: skip
     return found
 
 
-def give(given: torch.Tensor, row: int, position: int, token: int, index: int) -> None:
-    """The same as a copy into given int32 [4, 1], which would take longer to begin than a kernel does"""
-    _give[(1,)](given, row, position, token, index, num_warps=1)
+def hand_over(found: Found, drawn: torch.Tensor | None, exchange: Exchange, newest: torch.Tensor) -> None:
+    """Ends a step: drawn int64 [R], if it draws, becomes the newest token of each row, and goes to the host."""
+    _hand_over[found.rows.shape](
+        found.rows, found.token_ids if drawn is None else drawn, found.place, newest, exchange.drawn, exchange.turn,
+        exchange.drawn.shape[1], drawn is not None, PLACES, num_warps=1, **launch_options(),
+    )  # fmt: skip
 
 
-def remember(given: torch.Tensor, drawn: torch.Tensor, newest: torch.Tensor) -> None:
-    """drawn [R] becomes the newest token of each row."""
-    _remember[(drawn.shape[0],)](given, drawn, newest, num_warps=1, **launch_options())
+def change_tables(changes: torch.Tensor, tables: torch.Tensor) -> None:
+    """changes int64 [2, N]: entries of `tables`, counted through, and the blocks that are there from now on"""
+    num_changes = changes.shape[1]
+    _change[(cdiv(num_changes, CHANGES),)](changes, tables, num_changes, CHANGES, num_warps=4)

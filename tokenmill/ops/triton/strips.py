@@ -21,12 +21,11 @@ import triton.language as tl
 
 from tokenmill.ops.triton.kernel import Kernel, kernel_for_any
 from tokenmill.ops.triton.overlap import (
-    MAX_ARRIVALS,
-    arrivals,
     fetch_early,
     is_last_to_arrive,
     launch_options,
     let_next_begin,
+    room_for_splits,
     wait_for_previous,
 )
 from tokenmill.ops.triton.sizes import cdiv, next_power_of_2
@@ -271,11 +270,7 @@ def _launch(
     padded = max(min_rows, next_power_of_2(num_rows))
     strips = cdiv(num_out, cut.strip)
     out = x.new_empty(num_rows, num_out)
-    parts = arrived = out
-    if cut.splits > 1:
-        assert strips <= MAX_ARRIVALS
-        parts = torch.empty(strips * cut.splits * cut.strip * padded, dtype=torch.float32, device=x.device)
-        arrived = arrivals(x.device)
+    parts, arrived = room_for_splits(strips, cut.splits, cut.strip * padded, out)
     share, rest = divmod(weight.shape[1], cut.splits * cut.stride)
     has_whole_shares = not rest and share * cut.stride * weight.element_size() >= cut.fetched
     fetched = cut.fetched if has_whole_shares else 0

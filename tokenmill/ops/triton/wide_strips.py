@@ -20,25 +20,30 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.ops.triton.device import H200_PROCESSORS
+from tokenmill.ops.triton.gluon_parts import (
+    barrier,
+    copy_to_shared,
+    join_splits,
+    let_next_begin,
+    new_barriers,
+    store_lines,
+    wait_for_previous,
+)
 from tokenmill.ops.triton.kernel import kernel_for_any
-from tokenmill.ops.triton.overlap import MAX_ARRIVALS, arrivals, launch_options
+from tokenmill.ops.triton.overlap import launch_options, room_for_splits
 from tokenmill.ops.triton.sizes import cdiv
 
 SPAN = gl.constexpr(32)  # words, as in all matrices that come here
 COLUMNS = gl.constexpr(64)  # of a chunk: two values of each word of a span
 MAX_ROWS = 256
 TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Triton 3.6's names, and later ones'.
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -143,38 +148,15 @@ def _copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def _join_splits(sums, parts, arrived, splits, STRIP: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
-    """As in `strips`, with any number of splits"""
-    lines = gl.expand_dims(gl.arange(0, STRIP, layout=gl.SliceLayout(1, SUMS)), 1)
-    tile = lines * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), 0)
-    place = gl.program_id(0) + gl.program_id(2) * gl.num_programs(0)
-    first = parts + place.to(gl.int64) * splits * (STRIP * ROWS) + tile
-    gl.store(first + gl.program_id(1) * (STRIP * ROWS), sums)
-    barrier()
-    is_last = gl.atomic_add(arrived + place, 1, sem="acq_rel") == splits - 1
-    if is_last:
-        gl.store(arrived + place, 0)
-        sums = gl.zeros((STRIP, ROWS), gl.float32, layout=SUMS)
-        for split in range(splits):
-            sums += gl.load(first + split * (STRIP * ROWS), cache_modifier=".cg")
-    return sums, is_last
-
-
-@gluon.jit
 def _store(
     sums, bias, out, row, num_rows, num_out, HAS_BIAS: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr,
     SUMS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Neighbouring lines by one thread"""
     begin = gl.program_id(0) * STRIP
     if HAS_BIAS:
         ours = begin + gl.arange(0, STRIP, layout=gl.SliceLayout(1, SUMS))
         sums += gl.expand_dims(gl.load(bias + ours, mask=ours < num_out, other=0.0).to(gl.float32), 1)
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [STRIP // 8, 256 // STRIP], [1, WARPS], [0, 1])
-    lines = gl.expand_dims(begin + gl.arange(0, STRIP, layout=gl.SliceLayout(1, OUT)), 1)
-    rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
-    result = gl.convert_layout(sums.to(out.dtype.element_ty), OUT)
-    gl.store(out + rows.to(gl.int64) * num_out + lines, result, mask=(rows < num_rows) & (lines < num_out))
+    store_lines(sums, out, begin, row, num_rows, num_out, STRIP, ROWS, WARPS)
 
 
 @kernel_for_any("num_rows", "splits", jit=gluon.jit)
@@ -184,8 +166,7 @@ def _wide_strips(
     AHEAD: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Lines beyond the last are read as others; rows beyond the last are zeros, as the copying unit has it."""
-    if OVERLAPS:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    let_next_begin(OVERLAPS)
     EACH: gl.constexpr = 32 // BITS
     GROUPS: gl.constexpr = SPAN * EACH // GROUP
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -197,11 +178,7 @@ def _wide_strips(
     total, column = gl.maximum(high - low, 0) * EACH // COLUMNS, low * EACH
 
     tiles = gl.allocate_shared_memory(x.dtype, [RING, ROWS, COLUMNS], x.layout)
-    copied = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(copied.index(i), count=1)
-    fence_async_shared()
-    barrier()
+    copied = new_barriers(RING)
 
     lines = (gl.program_id(0) * STRIP + gl.arange(0, STRIP, layout=gl.SliceLayout(1, LEFT))) % num_out
     places = gl.arange(0, SPAN, layout=gl.SliceLayout(0, LEFT))
@@ -210,8 +187,7 @@ def _wide_strips(
     words, found = _span(matrix, scales + lines, first, num_out, GROUPS)
     if AHEAD == 2:
         words_next, found_next = _span(matrix, scales + lines, gl.minimum(first + SPAN, last), num_out, GROUPS)
-    if OVERLAPS:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    wait_for_previous(OVERLAPS)
 
     for i in gl.static_range(RING - 1):
         _copy_tile(x, tiles, copied, i, row, column, total, ROWS, RING)
@@ -238,7 +214,7 @@ def _wide_strips(
 
     is_last = splits == 1
     if splits > 1:
-        sums, is_last = _join_splits(sums, parts, arrived, splits, STRIP, ROWS, SUMS)
+        sums, is_last = join_splits(sums, parts, arrived, splits, STRIP, ROWS, SUMS)
     if is_last:
         _store(sums, bias, out, row, num_rows, num_out, HAS_BIAS, STRIP, ROWS, SUMS, WARPS)
 
@@ -255,7 +231,6 @@ class WideCut:
     ring: int = 6  # tiles of inputs
 
 
-PROCESSORS = 132
 # What 256 columns cost a program, in about microseconds, with one program on its multiprocessor, two, or three: as
 # measured on an H200.
 COSTS = {64: (1.5, 2.0, 2.6), 128: (1.5, 2.0), 256: (2.6,)}
@@ -264,9 +239,9 @@ BEGINNING, JOINING = 1.5, 1.5  # of a program, in such columns
 
 def _cost(cut: WideCut, num_rows: int, num_out: int, num_in: int) -> float:
     costs, programs = COSTS[cut.rows], cdiv(num_out, cut.strip) * cdiv(num_rows, cut.rows) * cut.splits
-    full, others = divmod(programs, PROCESSORS * len(costs))
+    full, others = divmod(programs, H200_PROCESSORS * len(costs))
     turns = cdiv(num_in, 256 * cut.splits) + BEGINNING + (JOINING if cut.splits > 1 else 0)
-    return turns * (full * costs[-1] + (costs[cdiv(others, PROCESSORS) - 1] if others else 0))
+    return turns * (full * costs[-1] + (costs[cdiv(others, H200_PROCESSORS) - 1] if others else 0))
 
 
 def cut_for(num_rows: int, num_out: int, num_in: int, bits: int) -> WideCut:
@@ -293,12 +268,7 @@ def wide_strip_linear(
     cut = cut or cut_for(num_rows, num_out, num_in, bits)
     strips, blocks = cdiv(num_out, cut.strip), cdiv(num_rows, cut.rows)
     out = x.new_empty(num_rows, num_out)
-    parts = arrived = out
-    if cut.splits > 1:
-        assert strips * blocks <= MAX_ARRIVALS
-        size = strips * blocks * cut.splits * cut.strip * cut.rows
-        parts = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = arrivals(x.device)
+    parts, arrived = room_for_splits(strips * blocks, cut.splits, cut.strip * cut.rows, out)
     inputs = TensorDescriptor.from_tensor(x, [cut.rows, 64], TILES)
     _wide_strips[(strips, cut.splits, blocks)](
         inputs, words, scales, bias if bias is not None else x, out, parts, arrived,

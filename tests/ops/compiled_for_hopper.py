@@ -1,0 +1,83 @@
+"""What compilers make of the kernels in Gluon for Hopper, on any machine. A program of its own: Gluon's builders
+complain at the end of a process that had them under pytest."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from triton import compile as compiled_for
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tokenmill.ops.triton.kernel import FUSED, Kernel
+from tokenmill.ops.triton.wide_cuts import cut_for as products_cut_for
+from tokenmill.ops.triton.wide_products import TILES, _wide_products
+from tokenmill.ops.triton.wide_strips import TILES as STRIP_TILES
+from tokenmill.ops.triton.wide_strips import _wide_strips
+from tokenmill.ops.triton.wide_strips import cut_for as strips_cut_for
+
+SHARED = 227 * 1024  # a program's at most on Hopper
+POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "arrived": "*i32"}
+NUMBERS = ("num_rows", "num_out", "num_in", "splits")
+
+
+def made(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    jitted, pointers = kernel._jitted, [name for name, kind in types.items() if kind.startswith("*")]
+    names = jitted.arg_names
+    source = GluonASTSource(
+        fn=jitted,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "num_out", "num_in")},
+    )
+    options = FUSED | {"num_warps": warps, "launch_pdl": True}
+    compiled = compiled_for(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= SHARED
+    return compiled
+
+
+def left_factors(compiled: Any, shape: str) -> list[str]:
+    """How each product's begins: registers in braces, or the address of a tile"""
+    return re.findall(rf"wgmma\.mma_async\S*{shape}\S* \{{[^}}]*\}}, (\S)", compiled.asm["ptx"])
+
+
+def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
+    cut = strips_cut_for(rows, 28672, 4096, bits)
+    inputs = f"tensordesc<bf16[{cut.rows},64],{STRIP_TILES!r}>"
+    types = {"x": inputs, "weight": "*i32", **POINTERS, "scales": scales} | dict.fromkeys(NUMBERS, "i32")
+    constants = {
+        "ROWS": cut.rows, "STRIP": cut.strip, "RING": cut.ring, "WARPS": cut.warps,
+        "AHEAD": cut.ahead, "HAS_BIAS": True, "GROUP": group, "BITS": bits, "OVERLAPS": True,
+    }  # fmt: skip
+    factors = left_factors(made(_wide_strips, types, constants, cut.warps), f"m64n{cut.rows}k16")
+    assert len(factors) == 32 // bits * 2 and set(factors) == {"{"}, "weights do not come from registers"
+
+
+def check_products(num_rows: int, element: str, columns: int, activation: str) -> None:
+    cut = products_cut_for(num_rows, 4096, 4096, 128 // columns, is_gated=bool(activation))
+    own = cut.lines // 2 if activation else cut.lines
+    tiles = TILES[128 // columns]
+    descriptors = {
+        "x": f"tensordesc<{element}[{cut.rows},{columns}],{tiles!r}>",
+        "matrix": f"tensordesc<{element}[{own},{columns}],{tiles!r}>",
+    }
+    scales = {"row_scales": "*fp32", "scales": "*fp32"}
+    constants = {
+        "ROWS": cut.rows, "LINES": cut.lines, "COLUMNS": columns, "RING": cut.ring, "WARPS": cut.warps,
+        "KIND": activation, "HAS_SCALES": columns == 128, "HAS_BIAS": True, "OVERLAPS": True,
+    }  # fmt: skip
+    types = descriptors | scales | POINTERS | dict.fromkeys(NUMBERS, "i32")
+    compiled = made(_wide_products, types, constants, cut.warps)
+    factors = left_factors(compiled, f"m64n{cut.rows}k{columns // 4}")
+    assert len(factors) == cut.lines // 64 * 4 and "{" not in factors, "the matrix does not come from its tiles"
+    asked_before = compiled.asm["ptx"].split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor")
+    assert asked_before == (cut.ring - 1) * cut.lines // own, "the matrix is not asked for early"
+
+
+if __name__ == "__main__":
+    check_strips(64, 8, 16, "*fp16")
+    check_strips(128, 4, 32, "*i32")
+    check_products(128, "bf16", 64, "silu")
+    check_products(64, "fp8e4nv", 128, "")
+    print("matrices enter the matrix units as they should")

@@ -17,7 +17,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.door import Door
-from tokenmill.server.heads import BoundedHeads
+from tokenmill.server.run import front_config
 
 
 @pytest.fixture(scope="session")
@@ -29,16 +29,7 @@ def serving() -> Iterator[Serving]:
         engine = FakeEngine()
         app = create_app(door or engine, config or ServerConfig(), Metrics(model=engine.info.name))
         listener = socket.create_server(("127.0.0.1", 0))
-        front = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=BoundedHeads,
-                lifespan="off",
-                log_config=None,
-                timeout_graceful_shutdown=1,
-                timeout_keep_alive=1,
-            )
-        )
+        front = uvicorn.Server(front_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not front.started:

@@ -20,6 +20,7 @@ from errno import EADDRNOTAVAIL
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
@@ -99,21 +100,23 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     listener = bind(config.host, config.port)
     door = Door()
     app = create_app(door, config, metrics, keys=keys)
-    front = Front(
-        uvicorn.Config(
-            app,
-            http=BoundedHeads,
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=FLUSH_S,
-        )
-    )
+    front = Front(front_config(app))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Life(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
+
+
+def front_config(app: FastAPI, flush_s: int = FLUSH_S) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHeads,
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=flush_s,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

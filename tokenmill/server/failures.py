@@ -28,6 +28,12 @@ class MissingKey(TokenmillError):
     http_status = 401
 
 
+class Unreadable(InvalidRequest):
+    """What came is not HTTP; nothing that follows on this connection can be understood."""
+
+    code = "unreadable_request"
+
+
 class HeadTooLarge(InvalidRequest):
     code = "head_too_large"
     http_status = 431

@@ -1,14 +1,15 @@
-"""The command line. This file knows the verbs by name only: `tokenmill --help` and `--version` import nothing else.
+"""The command line. This file knows the verbs by name only: `tokenmill --help` and `--version` import little else.
 
-    main ─► cli/dispatch: flags, TOML file, environment ─► `command` of the verb's module ─► exit code
+    main ─► cli/dispatch: flags, TOML file, environment ─► `command` of the verb's module ─► cli/endings: exit code
 
 Exit codes: 0 done, 1 failed (one clear line on stderr), 2 wrong usage (one line), 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
-import difflib
 import sys
+
+from tokenmill.cli.endings import ending
 
 # A verb is a file here with a function `command`; its line is what `--help` shows.
 VERBS = {
@@ -30,6 +31,12 @@ _MODULES = {"list": "listing", "rm": "remove"}  # where the verb would hide a bu
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    return ending(lambda: _obey(arguments))
+
+
+def _obey(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in VERBS:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -72,5 +79,7 @@ Every flag can also be set in a file (--config FILE.toml, or TOKENMILL_CONFIG) a
 def _unknown(verb: str) -> str:
     if verb.startswith("-"):
         return f"{verb} comes after a verb; see tokenmill --help"
+    import difflib
+
     near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
     return f"there is no verb {verb!r}" + (f"; did you mean {near[0]}?" if near else "; see tokenmill --help")

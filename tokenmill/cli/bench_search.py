@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from tokenmill.cli import load_flags
 from tokenmill.cli.amounts import Amount, AmountOrZero, Count
 from tokenmill.cli.bench_serve import ArrivalConfig
-from tokenmill.cli.dispatch import INTERRUPTED
+from tokenmill.cli.endings import INTERRUPTED
 from tokenmill.cli.load_flags import RunConfig, WorkloadConfig, closed_load, settings_of
 from tokenmill.cli.refusals import refuse_idle, require_folder
 from tokenmill.cli.tables import print_json_line, print_rich_table

@@ -1,13 +1,9 @@
-"""From a verb and its arguments to an exit code: flags are parsed by cyclopts, every failure becomes one line.
-
-`TOKENMILL_DEBUG=1` shows the traceback behind the line.
-"""
+"""From a verb and its arguments to an exit code: flags are parsed by cyclopts, what they get wrong becomes one line."""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -17,17 +13,16 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCl
 from cyclopts.config import Dict
 
 from tokenmill.cli.amounts import whole_numbers_only
+from tokenmill.cli.endings import fail
 from tokenmill.cli.settings import environment_settings, file_settings, is_setting
 from tokenmill.errors import InvalidConfig, TokenmillError
 
-INTERRUPTED = 130
-BROKEN_PIPE = 141
 CONFIGURED = ("run", "chat", "serve")
 EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
 
 
 def dispatch(verb: str, module: str, arguments: list[str]) -> int:
-    """Run a verb; whatever goes wrong is one line on stderr and an exit code."""
+    """Run a verb; wrong usage, and what it refuses or fails at by name, is one line on stderr and an exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
@@ -35,23 +30,13 @@ def dispatch(verb: str, module: str, arguments: list[str]) -> int:
         app = _app(verb, module, config_file)
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
-        return _fail(_one_line(_left_over(verb, problem.unused_tokens or [])), 2)
+        return fail(_left_over(verb, problem.unused_tokens or []), 2)
     except UnknownOptionError as problem:
-        return _fail(_one_line(_not_here(verb, problem)), 2)
+        return fail(_not_here(verb, problem), 2)
     except CycloptsError as problem:
-        return _fail(_one_line(str(problem)), 2)
+        return fail(str(problem), 2)
     except TokenmillError as problem:
-        return _fail(_one_line(str(problem)), problem.exit_code)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        return _reader_left()
-    except OSError as problem:
-        return _fail(
-            _one_line(f"{problem.strerror or problem}" + (f": {problem.filename}" if problem.filename else "")), 1
-        )
-    except Exception as problem:  # the last stop before the user: a bug is one line too
-        return _fail(_one_line(f"internal error: {type(problem).__name__}: {problem}"), 1)
+        return fail(str(problem), problem.exit_code)
 
 
 def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
@@ -102,13 +87,6 @@ def _source(values: dict[str, Any], name: str) -> Dict:
     return Dict(values, source=name, allow_unknown=True, use_commands_as_keys=False)
 
 
-def _fail(line: str, code: int) -> int:
-    if os.environ.get("TOKENMILL_DEBUG", "") not in ("", "0"):
-        traceback.print_exc()
-    print(f"tokenmill: {line}", file=sys.stderr)
-    return code
-
-
 def _left_over(verb: str, words: list[str]) -> str:
     shown = " ".join(words)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
@@ -121,13 +99,3 @@ def _not_here(verb: str, problem: UnknownOptionError) -> str:
     given = (problem.token.keyword or problem.token.value).partition("=")[0]
     option = given.removeprefix("--no-").removeprefix("--")
     return f"--{option} does nothing in {verb}: it is for other verbs" if is_setting(option) else str(problem)
-
-
-def _reader_left() -> int:
-    """`tokenmill run … | head -1`: nobody reads on, which is no error of ours. Nothing more may be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

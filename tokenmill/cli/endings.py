@@ -1,0 +1,55 @@
+"""How a command ends: its exit code, and one line on stderr where something went wrong.
+
+`TOKENMILL_DEBUG=1` shows the traceback behind the line. This file imports little, so that Ctrl-C while all else
+is still being imported ends here too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def ending(command: Callable[[], int]) -> int:
+    """The command's exit code, or that of what stopped it."""
+    try:
+        code = command()
+        _flush()  # here it can be told what is wrong with the output, when the interpreter ends it can't
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `tokenmill run … | head -1`: nobody reads on, which is no error of ours
+        _forget_output()
+        return BROKEN_PIPE
+    except OSError as problem:
+        code = fail(f"{problem.strerror or problem}" + (f": {problem.filename}" if problem.filename else ""), 1)
+        _forget_output()
+        return code
+    except Exception as problem:  # the last stop before the user: a bug is one line too
+        return fail(f"internal error: {type(problem).__name__}: {problem}", 1)
+
+
+def fail(text: str, code: int) -> int:
+    if os.environ.get("TOKENMILL_DEBUG", "") not in ("", "0"):
+        import traceback
+
+        traceback.print_exc()
+    print(f"tokenmill: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed by whoever started us
+        sys.stdout.flush()
+
+
+def _forget_output() -> None:
+    """What can't be written would be tried again, and complained about, when the interpreter ends."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

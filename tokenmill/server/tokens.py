@@ -12,7 +12,7 @@ from tokenmill.engine.status import ModelInfo
 from tokenmill.server.desk import Desk, json_response
 from tokenmill.server.door import Engine
 from tokenmill.server.fields import Fields, refuse
-from tokenmill.server.openai import examples
+from tokenmill.server.openai import answers, described
 from tokenmill.server.openai.messages import num_characters, parse_messages
 from tokenmill.server.openai.parse import require_model, template_args
 from tokenmill.types import ChatRequest
@@ -23,14 +23,14 @@ MAX_DETOKENIZED = 1_000_000
 def tokens_router(desk: Desk) -> APIRouter:
     router = APIRouter(tags=["Tokens"])
 
-    @router.post("/tokenize", response_model=None, openapi_extra=examples.TOKENIZE)
+    @router.post("/tokenize", response_model=None, responses=answers.TOKENIZED, openapi_extra=described.TOKENIZE)
     async def tokenize(request: Request) -> Response:
         fields = Fields(await desk.read(request))
         engine = desk.door.engine
         require_model(fields, desk.info, desk.config, is_required=False)
         return json_response(tokenized(fields, engine, desk.info))
 
-    @router.post("/detokenize", response_model=None, openapi_extra=examples.DETOKENIZE)
+    @router.post("/detokenize", response_model=None, responses=answers.DETOKENIZED, openapi_extra=described.DETOKENIZE)
     async def detokenize(request: Request) -> Response:
         fields = Fields(await desk.read(request))
         engine = desk.door.engine

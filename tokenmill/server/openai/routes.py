@@ -13,7 +13,7 @@ from tokenmill.server.desk import Desk, json_response
 from tokenmill.server.door import Engine
 from tokenmill.server.fields import shown
 from tokenmill.server.native import Job
-from tokenmill.server.openai import examples
+from tokenmill.server.openai import answers, described
 from tokenmill.server.openai.embeddings import EmbeddingRendering
 from tokenmill.server.openai.parse import CompletionCall, parse_chat, parse_completion, parse_embedding
 from tokenmill.server.openai.render import ChatRendering, CompletionRendering
@@ -24,23 +24,23 @@ EMBEDDINGS_IN_FLIGHT = 32  # a batch of thousands shares the queue with others
 def openai_router(desk: Desk) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
-    @router.post("/chat/completions", response_model=None, openapi_extra=examples.CHAT)
+    @router.post("/chat/completions", response_model=None, responses=answers.CHAT, openapi_extra=described.CHAT)
     async def chat_completions(request: Request) -> Response:
         return await desk.answer(request, chat_job)
 
-    @router.post("/completions", response_model=None, openapi_extra=examples.COMPLETION)
+    @router.post("/completions", response_model=None, responses=answers.COMPLETION, openapi_extra=described.COMPLETION)
     async def completions(request: Request) -> Response:
         return await desk.answer(request, completion_job)
 
-    @router.post("/embeddings", response_model=None, openapi_extra=examples.EMBEDDING)
+    @router.post("/embeddings", response_model=None, responses=answers.EMBEDDINGS, openapi_extra=described.EMBEDDING)
     async def embeddings(request: Request) -> Response:
         return await desk.answer(request, embedding_job)
 
-    @router.get("/models", response_model=None)
+    @router.get("/models", response_model=None, responses=answers.MODELS)
     async def models(request: Request) -> Response:
         return json_response({"object": "list", "data": [model_card(desk.info)]})
 
-    @router.get("/models/{model_id:path}", response_model=None)
+    @router.get("/models/{model_id:path}", response_model=None, responses=answers.MODEL)
     async def model(request: Request, model_id: str) -> Response:
         info = desk.info
         if model_id != info.name and not desk.config.any_model_name:

@@ -17,6 +17,7 @@ import pytest
 
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.engine import async_engine
 from tokenmill.engine.child import CoreChild
 from tokenmill.engine.link import CoreLink
 from tokenmill.engine.outlet import Outlet
@@ -161,6 +162,22 @@ def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> N
             assert await text_of(engine, story(SamplingParams(temperature=0, max_tokens=20))) == before
 
     run(scenario())
+
+
+def test_a_core_that_keeps_dying_is_given_up_and_that_is_said(
+    stories_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_engine, "MAX_RESTARTS", 0)
+
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=False) as engine:
+            os.kill(engine.core.pid, signal.SIGKILL)
+            await until(lambda: "died 1 times" in engine.health().detail)
+            with pytest.raises(EngineDead, match="died 1 times"):
+                engine.submit(story(LONG))
+
+    run(scenario())
+    assert "SIGKILL" in caplog.text and "not started again" in caplog.text and "starting it again" not in caplog.text
 
 
 def test_a_core_ends_with_its_front(stories_dir: Path) -> None:

@@ -1,4 +1,5 @@
-"""An engine whose front was killed while it was answering ends by itself: nobody reads what it says any more."""
+"""An engine whose front was killed while it was answering ends by itself: nobody reads what it says any more. It takes
+the folder of their sockets with it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ def test_an_engine_without_a_front_ends(stories_dir: Path, is_answering: bool) -
     with real_server(stories_dir, dtype="float32") as process:
         process.wait_for("ready", 120)
         (engine,) = process.children()
+        folder = Path(Path(f"/proc/{engine}/cmdline").read_text().split("\0")[-3])
+        assert (folder / "to-core").is_socket()
         asked = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True, "n": 4}
         if is_answering:
             with process.http.stream("POST", "/v1/completions", json=asked) as reply:
@@ -28,4 +31,4 @@ def test_an_engine_without_a_front_ends(stories_dir: Path, is_answering: bool) -
         deadline = time.monotonic() + 20
         while is_alive(engine) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not is_alive(engine)
+        assert not is_alive(engine) and not folder.exists()

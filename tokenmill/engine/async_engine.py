@@ -234,15 +234,20 @@ class AsyncEngine:
             self._health = Health("dead", failure.message)
         elif self._health.state != "draining":
             self._health = Health("dead", failure.message)
-            log.error("%s; starting it again", failure.message)
-            self._restart = asyncio.create_task(self._restart_core())
+            self._restart = asyncio.create_task(self._restart_core(failure.message))
 
-    async def _restart_core(self) -> None:
+    async def _restart_core(self, why: str) -> None:
         now = time.monotonic()
         self._deaths = [died for died in self._deaths if now - died < RESTART_WINDOW_S] + [now]
         if len(self._deaths) > MAX_RESTARTS:
             self._health = Health("dead", f"the engine died {len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s")
+            log.error(
+                "%s; %s: it is not started again. Stop this server, mend what ended it, start anew",
+                why,
+                self._health.detail,
+            )
             return
+        log.error("%s; starting it again", why)
         link, self._link = self._link, None
         if link is not None:
             await link.close()

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 
 EXIT_PATIENCE_S = 3.0
+LEAVE = signal.SIGUSR1  # what a parent says to a child that does not read its mail; SIGTERM comes from others too
 LONGEST_PLACE = 70  # bytes: the folder's own name and the socket's take 29 more
 
 
@@ -39,12 +40,12 @@ class CoreChild:
 
     def end(self) -> None:
         """It was told to stop: wait a moment, ask, then insist."""
-        for insist in (self._process.terminate, self._process.kill):
+        for insist in (LEAVE, signal.SIGKILL):
             try:
                 self._process.wait(timeout=EXIT_PATIENCE_S)
                 break
             except subprocess.TimeoutExpired:
-                insist()
+                self._process.send_signal(insist)
         self._process.wait()
         self._folder.cleanup()
 

@@ -2,8 +2,9 @@
 
     front: ProcessLink ══(two zmq pipes, msgpack)══ child: `python -m tokenmill.engine.process FOLDER PARENT`
 
-Nothing is pickled. The child ends when it is told to, when its parent is gone, and on SIGTERM; the front learns of a
-child's death from its exit, not from silence.
+Nothing is pickled. The child ends when its parent tells it to, or is gone; not on SIGTERM, which a service manager
+sends to all processes of a service: the front then finishes what runs, and needs its core for that. The front learns
+of a child's death from its exit, not from silence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ import msgspec
 import zmq
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.child import CoreChild
+from tokenmill.engine.child import LEAVE, CoreChild
 from tokenmill.engine.link import Receive
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
@@ -154,13 +156,16 @@ def from_core(folder: str) -> str:
 
 def main() -> int:
     folder, parent_pid = sys.argv[1], int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(LEAVE, lambda *_: sys.exit(0))
     mailbox = SocketMailbox(folder, parent_pid)
     try:
         return _serve(mailbox)
     finally:
         mailbox.close()
+        if os.getppid() != parent_pid:  # it was killed, so nobody else clears this away
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(mailbox: SocketMailbox) -> int:

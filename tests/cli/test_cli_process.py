@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import SOON_S
 
 from tokenmill.cli import doctor
 from tokenmill.ops.cpu import is_available
@@ -60,10 +61,8 @@ def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> 
 def test_help_and_version_import_nothing_heavy(environment: dict[str, str], arguments: list[str]) -> None:
     code = "import sys; from tokenmill.cli import main; rc = main(sys.argv[1:]); "
     code += "assert not {'torch', 'cyclopts', 'rich', 'numpy'} & set(sys.modules); sys.exit(rc)"
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 2  # well under half a second on an idle machine
     assert "tokenmill" in done.stdout
 
 
@@ -126,7 +125,7 @@ def test_failures_are_one_line_and_exit_1(environment: dict[str, str], arguments
 def test_an_unreachable_model_fails_quickly(environment: dict[str, str]) -> None:
     started = time.monotonic()
     one_line(real(environment, "pull", "acme/none"), 1, "can't be reached")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < SOON_S
 
 
 # ── run ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,9 +2,10 @@
 (margin above 0.3) our most likely token must be its own. `tests/goldens/record_llama_cpp.py` made the recordings.
 
 llama.cpp rounds activations to 8 bits, which moves its margins by up to 0.5, so we compare three times. With
-recordings of llama.cpp on the same weights expanded to float32 we run as by default, and with its ordinary recordings
-the torch reference is given its own rounding: in both we must agree wherever it is sure. Native kernels round to 8 bits
-in their own order, where a position in a hundred may fall on the other side.
+recordings of llama.cpp on the same weights expanded to float32 we run as by default, and must agree wherever it is
+sure. With its ordinary recordings the torch reference is given its own rounding: what lies between two steps of 8 bits
+falls to either side with the last bit of a sum, which is another one on another processor (none of 558 on Intel's Ice
+Lake, 2 on AMD's Zen 4). Native kernels round to 8 bits in their own order, where a position in a hundred may.
 """
 
 from __future__ import annotations
@@ -52,14 +53,17 @@ def sure_but_missed(llm: LLM, recording: str, capsys: pytest.CaptureFixture[str]
     return missed
 
 
+def require_few_missed(missed: list[tuple[str, float, TokenInfo]], at_most: int) -> None:
+    assert len(missed) <= at_most, missed
+    assert all(margin < 2 * SURE for _, margin, _ in missed), missed
+
+
 @pytest.mark.parametrize("name", ["smollm2", slow("gemma3"), slow("qwen-coder")])
 def test_top_token_agrees_with_llama_cpp_as_it_comes(
     name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = LLM(str(fetched_model(shared_dir, name)), max_context=512, num_blocks=600, activation_bits="8")
-    missed = sure_but_missed(llm, name, capsys)
-    assert len(missed) <= 5, missed
-    assert all(margin < 2 * SURE for _, margin, _ in missed), missed
+    require_few_missed(sure_but_missed(llm, name, capsys), at_most=5)
 
 
 @pytest.mark.parametrize("name", ["smollm2", slow("gemma3"), slow("tinyllama")])
@@ -104,7 +108,7 @@ def test_top_token_agrees_with_llama_cpps_own_rounding(
     monkeypatch.setattr(linear, "multiply", lambda x, matrix, bias=None: exact(rounded(x), matrix, bias))
     path = fetched_model(shared_dir, name)
     llm = LLM(str(path), max_context=512, num_blocks=600, backend="reference", dtype="float32")
-    assert not sure_but_missed(llm, name, capsys)
+    require_few_missed(sure_but_missed(llm, name, capsys), at_most=3)
 
 
 def test_prompt_ids_equal_llama_cpps(smollm2_path: Path) -> None:

@@ -24,7 +24,7 @@ from tokenmill.types import PromptRequest
 NUM_REQUESTS = 200
 REQUESTS_OF = {"reference": 80, "cpu": NUM_REQUESTS}
 PREEMPTIONS_OF = {"reference": 6, "cpu": 24}  # at least, where the pool is too small
-TOLERANCE = {"reference": 1e-5, "cpu": 0.0}
+TOLERANCE = {"reference": 5e-5, "cpu": 0.0}  # torch adds up in another order for other shapes, and on other CPUs
 SETTINGS: dict[str, dict[str, Any]] = {
     "all at once": {},
     "one token at a time": {"token_budget": 16, "max_running": 16},

@@ -60,6 +60,10 @@ class ServerProcess:
             assert time.monotonic() < deadline, f"still {seen} after {within_s} s"
             time.sleep(0.02)
 
+    def make_ready(self) -> None:
+        """For a scripted engine that was started `unready`; once it is loading, as it listens to signals then."""
+        self.child.send_signal(signal.SIGUSR1)
+
     def terminate(self) -> None:
         self.child.send_signal(signal.SIGTERM)
 
@@ -99,6 +103,12 @@ def running(command: list[str], port: int) -> Iterator[ServerProcess]:
         process.close()
 
 
+async def told_to_be_ready() -> None:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
+    await told.wait()
+
+
 def main(port: int, words: list[str]) -> int:
     from fake_engine import FakeEngine
 
@@ -108,7 +118,8 @@ def main(port: int, words: list[str]) -> int:
     from tokenmill.server.run import serve
 
     async def start() -> FakeEngine:
-        await asyncio.sleep(60 if "never-ready" in words else 0.3)
+        if "unready" in words:
+            await told_to_be_ready()
         if "damaged" in words:
             raise DamagedFile("model.gguf is truncated", hint="pull it again")
         return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)

@@ -11,6 +11,7 @@ import orjson
 import pytest
 from fake_engine import STORY
 from loopback import RunningServer
+from patience import SOON_S
 
 CHAT, COMPLETION, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 GOOD: dict[str, dict[str, Any]] = {
@@ -239,11 +240,11 @@ def require_error_body(reply: httpx.Response) -> dict[str, Any]:
 
 def test_every_wrong_body_is_refused_by_name(server: RunningServer) -> None:
     count, slowest = 0, 0.0
-    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}, timeout=5) as client:
+    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}, timeout=SOON_S) as client:
         for path, body, blamed in cases():
-            started = time.perf_counter()
+            started = time.process_time()  # client and server are one process
             reply = client.post(path, content=body)
-            slowest = max(slowest, time.perf_counter() - started)
+            slowest = max(slowest, time.process_time() - started)
             where = f"{path} {body[:120]!r} → {reply.status_code} {reply.text[:300]}"
             assert 400 <= reply.status_code < 500, where
             error = require_error_body(reply)

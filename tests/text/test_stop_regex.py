@@ -131,11 +131,11 @@ def test_what_is_given_up_makes_way_for_what_begins_later(pattern: str) -> None:
     ],
 )
 def test_what_can_t_be_followed_is_refused(pattern: str, word: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(InvalidRequest, match=re.escape(word)) as refused:
         stop_patterns((pattern,))
     assert refused.value.param == "stop_regex"
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_patterns_have_one_budget_together() -> None:

@@ -30,6 +30,7 @@ class BoundedHeads(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._in_head, self._head_bytes = True, 0
+        self._has_begun = False  # a head, or the next one behind a request that is being answered
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
         self._patience: asyncio.TimerHandle | None = None
         self._limit_waiting()
@@ -74,10 +75,14 @@ class BoundedHeads(HttpToolsProtocol):
             self._patience.cancel()
             self._patience = None
 
+    def on_message_begin(self) -> None:
+        self._has_begun = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_head = False
+        self._in_head = self._has_begun = False
         self._stop_clock()
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
@@ -93,6 +98,9 @@ class BoundedHeads(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
+        if self._has_begun:  # not idle: the beginning came while the answer was under way
+            self._unset_keepalive_if_required()
+            self._limit_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()

@@ -110,23 +110,29 @@ async def told_to_be_ready() -> None:
 
 
 def main(port: int, words: list[str]) -> int:
-    from fake_engine import FakeEngine
+    from fake_engine import STORY, FakeEngine
 
     from tokenmill.config.server import ServerConfig
     from tokenmill.errors import DamagedFile, TokenmillError
+    from tokenmill.observe.log import configure_logging
     from tokenmill.observe.metrics import Metrics
-    from tokenmill.server.run import serve
+    from tokenmill.server import run
+
+    run.FLUSH_S = 1
+    configure_logging()
 
     async def start() -> FakeEngine:
         if "unready" in words:
             await told_to_be_ready()
         if "damaged" in words:
             raise DamagedFile("model.gguf is truncated", hint="pull it again")
+        if "talkative" in words:
+            return FakeEngine(answer=STORY * 100)
         return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)
 
     config = ServerConfig(port=port, drain_timeout_s=0.5 if "impatient" in words else 20)
     try:
-        return serve(start, config, Metrics())
+        return run.serve(start, config, Metrics())
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code

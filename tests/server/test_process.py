@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -82,6 +82,19 @@ def test_second_sigterm_ends_at_once() -> None:
         process.terminate()
         assert process.wait() == 1
         assert isinstance(reply.exception(), httpx.TransportError)
+
+
+def test_clients_that_do_not_read_are_hung_up_on() -> None:
+    with fake_server("talkative", "impatient") as process, ExitStack() as clients:
+        process.wait_for("ready", 20)
+        for _ in range(3):
+            reply = process.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "n": 64})
+            clients.enter_context(reply)  # its head is read, the other 25 MB are not
+        process.terminate()
+        assert process.wait(20) == 0
+        output = process.output()
+        assert "3 clients did not take their answers" in output and output.count(" path=/v1/chat/completions ") == 3
+        assert "Traceback" not in output and " error " not in output
 
 
 def test_sigterm_while_loading() -> None:

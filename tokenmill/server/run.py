@@ -37,6 +37,7 @@ from tokenmill.server.heads import BoundedHeads
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
+HUNG_UP_S = 2  # until those notice
 FORCED_CLOSE_S = 1.0
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
 EXIT_FORCED = 1
@@ -100,12 +101,12 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     listener = bind(config.host, config.port)
     door = Door()
     app = create_app(door, config, metrics, keys=keys)
-    front = Front(front_config(app))
+    front = Front(front_config(app, FLUSH_S))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Life(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
 
 
-def front_config(app: FastAPI, flush_s: int = FLUSH_S) -> uvicorn.Config:
+def front_config(app: FastAPI, flush_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHeads,
@@ -115,7 +116,7 @@ def front_config(app: FastAPI, flush_s: int = FLUSH_S) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=flush_s,
+        timeout_graceful_shutdown=flush_s + HUNG_UP_S,
     )
 
 
@@ -137,11 +138,25 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Front(uvicorn.Server):
-    """uvicorn, with the signals left to us."""
+    """uvicorn, with the signals left to us, and an end for clients that do not read: uvicorn would cancel their tasks,
+    with a traceback for each of them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        flush_s = (self.config.timeout_graceful_shutdown or 0) - HUNG_UP_S
+        hanging_up = asyncio.get_running_loop().call_later(flush_s, self._hang_up)
+        await super().shutdown(sockets)
+        hanging_up.cancel()
+
+    def _hang_up(self) -> None:
+        late = list(self.server_state.connections)
+        if late:
+            log.warning("%d clients did not take their answers within %d s and are hung up on", len(late), FLUSH_S)
+        for connection in late:
+            connection.transport.abort()
 
 
 class Life:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -118,6 +119,21 @@ def test_a_busy_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert run_server(EngineConfig(), ServerConfig(port=taken.getsockname()[1])) == 1
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and "cannot listen" in shown[0] and "--port" in shown[0]
+
+
+def test_a_server_takes_more_connections_than_a_shell_s_limit() -> None:
+    from tokenmill.server.run import MAX_DESCRIPTORS, allow_many_connections
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == resource.RLIM_INFINITY or hard > 256
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        allow_many_connections()
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised[0] == (MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS))
+    assert raised[1] == hard
 
 
 def test_an_open_address_without_key_is_wrong_usage(

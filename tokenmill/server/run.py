@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -41,6 +42,7 @@ HUNG_UP_S = 2  # until those notice
 FORCED_CLOSE_S = 1.0
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
 EXIT_FORCED = 1
+MAX_DESCRIPTORS = 65_536
 
 StartEngine = Callable[[], Awaitable[Engine]]
 MakePlan = Callable[[], list[str]]  # what the settings will take, in lines
@@ -102,8 +104,19 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     door = Door()
     app = create_app(door, config, metrics, keys=keys)
     front = Front(front_config(app, FLUSH_S))
+    allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Life(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
+
+
+def allow_many_connections() -> None:
+    """Each client takes a descriptor, and shells give a process 1,024; who comes later would be cut off, not told to
+    try again. What the system allows is never widened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system that counts in another way
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def front_config(app: FastAPI, flush_s: int) -> uvicorn.Config:

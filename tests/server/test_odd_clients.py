@@ -11,9 +11,10 @@ import orjson
 import pytest
 from fake_engine import STORY
 from loopback import RunningServer
+from patience import SOON_S
 from test_operation import eventually
 
-from tokenmill.server import heads
+from tokenmill.server import heads, limits
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
 JAVA = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
@@ -103,6 +104,27 @@ def test_the_rest_of_a_refused_body_is_not_waited_for(server: RunningServer, mon
         monkeypatch.setattr(heads, "HEAD_TIMEOUT_S", 0.05)
         connection.sendall(b"x")
         read_until(connection, b"")
+
+
+def test_all_bodies_together_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_UNDER_WAY_BYTES", 200_000)
+    large, small = {"prompt": "Hi", "more": "x" * 100_000}, {"prompt": "Hi"}
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 400000\r\n\r\n"
+    assert server.post("/tokenize", large).status_code == 200
+    with connection_to(server) as connection:
+        connection.sendall(head + b" " * 150_000)
+        assert eventually(lambda: server.post("/tokenize", large).status_code == 429, SOON_S)
+        refused = server.post("/tokenize", large)
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded" and refused.headers["retry-after"] == "2"
+        assert server.post("/tokenize", small).status_code == 200
+    assert eventually(lambda: server.post("/tokenize", large).status_code == 200, SOON_S)
+
+
+def test_who_asks_before_sending_too_much_is_told_so(server: RunningServer) -> None:
+    with connection_to(server) as connection:
+        head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+        connection.sendall(f"{head}Content-Length: {1 << 30}\r\n\r\n".encode())
+        assert read_until(connection, b"body_too_large").startswith(b"HTTP/1.1 413")
 
 
 def test_http_1_0_gets_no_chunks(server: RunningServer) -> None:

@@ -23,6 +23,7 @@ from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
 from tokenmill.server.desk import Desk
 from tokenmill.server.door import Door, Engine
 from tokenmill.server.failures import RefusedByRouting
+from tokenmill.server.limits import Bodies
 from tokenmill.server.openai.errors import error_response
 from tokenmill.server.openai.routes import openai_router
 from tokenmill.server.reception import Reception
@@ -35,7 +36,7 @@ def create_app(
     """`engine` may be a `Door` that opens later, once the model is loaded. `keys`: by default those in `config`."""
     door = engine if isinstance(engine, Door) else Door(engine)
     accounting = Accounting(metrics, door)
-    desk = Desk(door, config)
+    desk = Desk(door, config, Bodies(config))
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     app = FastAPI(
         title="Tokenmill",

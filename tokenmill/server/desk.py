@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.status import ModelInfo
 from tokenmill.server.door import Door
-from tokenmill.server.limits import read_json
+from tokenmill.server.limits import Bodies
 from tokenmill.server.native import Job, Reply, Run
 from tokenmill.server.record import Record
 
@@ -26,6 +26,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 class Desk:
     door: Door
     config: ServerConfig
+    bodies: Bodies
 
     @property
     def info(self) -> ModelInfo:
@@ -33,7 +34,7 @@ class Desk:
 
     async def read(self, request: Request) -> dict[str, Any]:
         """The body; a wrong one is refused even while the model loads."""
-        return await read_json(request, self.config)
+        return await self.bodies.read_json(request)
 
     async def answer(self, request: Request, make_job: Callable[[dict[str, Any], Desk], Job]) -> Response:
         """A generation from body to reply; `make_job` is the dialect's."""

@@ -11,17 +11,67 @@ from starlette.requests import ClientDisconnect, Request
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.lengths import longest_prompt
 from tokenmill.engine.status import ModelInfo
+from tokenmill.errors import Overloaded, TokenmillError
 from tokenmill.params import SamplingParams
 from tokenmill.server.failures import BodyTooLarge, BodyTooSlow, WrongContentType
 from tokenmill.server.fields import parse_object
 
 DISCARD_BYTES = 64 * 1024 * 1024  # read and thrown away after a refusal, so that the client gets to see it
 DISCARD_S = 2.0
+MAX_UNDER_WAY_BYTES = 256 * 1024 * 1024  # of all bodies that are being received
+SMALL_BYTES = 64 * 1024  # a body of this size always finds room
 
 
-async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
-    require_json(request)
-    return parse_object(await read_body(request, config))
+class Bodies:
+    """All the bodies that are being received; together they are bounded too, as a slow client may hold one for long."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._num_under_way = 0  # bytes
+
+    async def read_json(self, request: Request) -> dict[str, Any]:
+        require_json(request)
+        return parse_object(await self.read(request))
+
+    async def read(self, request: Request) -> bytes:
+        timeout_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read_bounded(request)
+        except TimeoutError:
+            raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
+
+    async def _read_bounded(self, request: Request) -> bytes:
+        chunks, size = [], 0
+        announced = request.headers.get("content-length", "")
+        refusal = self._refusal(int(announced)) if announced.isdigit() else None
+        if refusal is not None and "expect" in request.headers:  # it waits for a word before it sends anything
+            raise refusal
+        stream = request.stream()
+        try:
+            async for chunk in stream:
+                size += len(chunk)
+                self._num_under_way += len(chunk)
+                refusal = refusal or self._refusal(size)
+                if refusal is not None:
+                    break
+                chunks.append(chunk)
+        finally:
+            self._num_under_way -= size
+        if refusal is not None:
+            chunks.clear()
+            await _discard(stream)
+            raise refusal
+        return b"".join(chunks)
+
+    def _refusal(self, size: int) -> TokenmillError | None:
+        """Why a body of this size, as far as it is known, is not taken."""
+        most = self._config.max_body_bytes
+        if size > most:
+            return BodyTooLarge(f"the body is larger than {most} bytes", hint="--max-body-bytes sets the limit")
+        if size > SMALL_BYTES and self._num_under_way > MAX_UNDER_WAY_BYTES:
+            return Overloaded("too many large bodies are being sent at the same time", retry_after_s=2.0)
+        return None
 
 
 def require_json(request: Request) -> None:
@@ -35,31 +85,6 @@ def require_json(request: Request) -> None:
         raise WrongContentType(
             f"content encoding {encoding[:60]!r} is not supported", hint="send the body uncompressed"
         )
-
-
-async def read_body(request: Request, config: ServerConfig) -> bytes:
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
-            return await _read_bounded(request, config.max_body_bytes)
-    except TimeoutError:
-        raise BodyTooSlow(f"the body did not arrive within {config.body_timeout_s:g} s") from None
-
-
-async def _read_bounded(request: Request, max_bytes: int) -> bytes:
-    chunks, size = [], 0
-    announced = request.headers.get("content-length", "")
-    stream = request.stream()
-    is_refused = announced.isdigit() and int(announced) > max_bytes
-    async for chunk in stream:
-        size += len(chunk)
-        is_refused = is_refused or size > max_bytes
-        if is_refused:
-            break
-        chunks.append(chunk)
-    if is_refused:
-        await _discard(stream)
-        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes", hint="--max-body-bytes sets the limit")
-    return b"".join(chunks)
 
 
 async def _discard(stream: Any) -> None:

@@ -32,8 +32,7 @@ FAILURES = {
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
     503: "Loading, stopping or starting again; try again after `Retry-After` seconds.",
 }
-READING = (400, 404, 408, 413, 415, 503)
-GENERATING = (*READING, 429)
+READING = (400, 404, 408, 413, 415, 429, 503)
 
 
 def answers(schema: Schema, failures: tuple[int, ...] = (), stream: str | None = None) -> Responses:
@@ -61,12 +60,12 @@ CARD = having(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, 
 
 CHAT = answers(
     having(object={"const": "chat.completion"}, choices=many(CHAT_CHOICE), **ENVELOPE),
-    GENERATING,
+    READING,
     "Done. With `stream`: `data:` lines, each a chat.completion.chunk, the last one `[DONE]`.",
 )
 COMPLETION = answers(
     having(object={"const": "text_completion"}, choices=many(TEXT_CHOICE), **ENVELOPE),
-    GENERATING,
+    READING,
     "Done. With `stream`: `data:` lines, each a text_completion, the last one `[DONE]`.",
 )
 EMBEDDINGS = answers(
@@ -76,7 +75,7 @@ EMBEDDINGS = answers(
         model=TEXT,
         usage=having(prompt_tokens=COUNT, total_tokens=COUNT),
     ),
-    GENERATING,
+    READING,
 )
 MODELS = answers(having(object={"const": "list"}, data=many(CARD)), (503,))
 MODEL = answers(CARD, (404, 503))

@@ -54,8 +54,8 @@ class Decoder {
 
   int add_rope(RopeTable table);
   void add_layer(Layer layer);
-  void set_embedding(Linear embedding) { embedding_ = std::move(embedding); }
-  void set_head(Linear head) { head_ = std::move(head); }
+  void set_embedding(Linear embedding);
+  void set_head(Linear head);
   void set_final_norm(Vector weight) { final_norm_ = std::move(weight); }
   void set_cache(int layer, const PagedCache& cache, int num_blocks);
 

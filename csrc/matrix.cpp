@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "pages.h"
@@ -170,7 +171,7 @@ size_t source_row_bytes(Kind kind, int cols) {
 
 Matrix matrix_layout(Kind kind, int rows, int cols) {
   const int step = !is_quantised(kind) ? 1 : has_supers(kind) ? kBlock * kSuper : kBlock;
-  if (rows <= 0 || cols <= 0 || cols % step != 0)
+  if (rows <= 0 || rows > std::numeric_limits<int>::max() - kPanel || cols <= 0 || cols % step != 0)
     throw std::invalid_argument("a matrix of this kind needs columns in multiples of " + std::to_string(step) +
                                 ", not " + std::to_string(rows) + " x " + std::to_string(cols));
   Matrix m;

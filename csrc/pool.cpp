@@ -2,6 +2,8 @@
 // write one word and then read the other's, both sequentially consistent, so at least one of them sees the other.
 #include "pool.h"
 
+#include <stdexcept>
+
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 #endif
@@ -72,11 +74,20 @@ bool Seat::pull_to(int core) {
   return moved;
 }
 
-Pool::Pool(int threads) : seats_(static_cast<size_t>(threads)) {
-  for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { worker(t); });
+Pool::Pool(int threads) {
+  if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
+  seats_ = std::vector<Seat>(static_cast<size_t>(threads));
+  try {
+    for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { worker(t); });
+  } catch (...) {  // the system gives no more threads
+    dismiss();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { dismiss(); }
+
+void Pool::dismiss() {
   stop_.store(true);
   epoch_.fetch_add(1);
   wake_all(epoch_);
@@ -84,6 +95,7 @@ Pool::~Pool() {
 }
 
 void Pool::publish(int pieces, Call call, const void* context) {
+  if (static_cast<uint64_t>(pieces) > kMask) throw std::invalid_argument("this is more pieces than threads can share");
   call_ = call;
   context_ = context;
   seats_[0].begin();

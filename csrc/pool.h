@@ -72,6 +72,7 @@ class Pool {
  private:
   using Call = void (*)(const void*, int piece, int thread);
 
+  void dismiss();  // ends the workers
   void publish(int pieces, Call call, const void* context);
   void work_until_done(uint32_t pieces);
   void wait_for_workers(uint32_t pieces);

@@ -1,6 +1,7 @@
 #include "step_rows.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 
 namespace tokenmill {
@@ -16,11 +17,14 @@ const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<in
   logit_rows_.clear();
   context_lens_.clear();
   query_starts_.assign(1, 0);
+  const int64_t longest = std::min<int64_t>(static_cast<int64_t>(tables.blocks) * tables.block_size,
+                                            std::numeric_limits<int32_t>::max());
   for (size_t i = 0; i < rows.size(); ++i) {
-    const int64_t count = static_cast<int64_t>(tokens[i].size()), end = starts[i] + count;
+    const int64_t count = static_cast<int64_t>(tokens[i].size());
     if (rows[i] < 0 || rows[i] >= static_cast<int64_t>(tables.rows) || starts[i] < 0 || wanted[i] < 0 ||
-        wanted[i] > count || end > static_cast<int64_t>(tables.blocks) * tables.block_size)
+        wanted[i] > count || starts[i] > longest - count)
       throw std::invalid_argument("a row has no table, or not room for all its tokens there");
+    const int64_t end = starts[i] + count;
     token_ids_.insert(token_ids_.end(), tokens[i].begin(), tokens[i].end());
     for (int64_t position = starts[i]; position < end; ++position) positions_.push_back(position);
     const int64_t all = static_cast<int64_t>(token_ids_.size());

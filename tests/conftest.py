@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,19 @@ from real_models import fetched_model
 from tokenmill.weights import packed_cache
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--native", type=Path, help="compiled kernels to be tested instead of those that are installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path: Path | None = config.getoption("native")
+    if path is not None:
+        spec = spec_from_file_location("tokenmill.ops.cpu._native", path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
 
 
 @pytest.fixture(scope="session", autouse=True)

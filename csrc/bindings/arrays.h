@@ -1,5 +1,6 @@
 // What the bindings share: memory comes as arrays of any library (DLPack); every size is checked in them or in
-// Decoder::check before a pointer is used. Long calls release the interpreter lock.
+// Decoder::check before a pointer is used. Long calls release the interpreter lock. Arrays that are written to are never
+// converted (`noconvert`): what is written to a copy would be lost.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

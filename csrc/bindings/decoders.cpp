@@ -22,9 +22,8 @@ Store store_of(const AnyArray& array) {
   throw std::invalid_argument("the KV cache must be float32, float16, bfloat16 or int8");
 }
 
-using Scales = std::optional<Array<float, 3>>;
-
 void bind_cache(HeldDecoder& decoder, int layer, AnyArray keys, AnyArray values, Scales key_scales, Scales value_scales) {
+  const Turn turn(decoder);
   if (keys.ndim() != 4 || values.ndim() != 4 || store_of(keys) != store_of(values))
     throw std::invalid_argument("keys and values must be [blocks, kv heads, block size, head dim] of one type");
   for (size_t i = 0; i < 4; ++i)
@@ -45,6 +44,9 @@ void bind_cache(HeldDecoder& decoder, int layer, AnyArray keys, AnyArray values,
   cache.block_size = static_cast<int>(keys.shape(2));
   cache.head_dim = static_cast<int>(keys.shape(3));
   decoder.set_cache(layer, cache, static_cast<int>(keys.shape(0)));
+  decoder.caches.resize(static_cast<size_t>(decoder.num_layers()));
+  decoder.caches[static_cast<size_t>(layer)] = {std::move(keys), std::move(values), std::move(key_scales),
+                                                std::move(value_scales)};
 }
 
 void add_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm, std::optional<FloatVector> attn_post_norm,
@@ -99,7 +101,6 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
   decoder
       .def("__init__", [](HeldDecoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
                           int threads, float fine_above, const std::string& isa) {
-        if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
         if (!(fine_above >= 0)) throw std::invalid_argument("fine_above must not be negative");
         new (self) HeldDecoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, fine_above,
                                kernels_or_best(isa));
@@ -123,8 +124,8 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("set_final_norm", [](HeldDecoder& self, FloatVector weight) {
         self.set_final_norm(vector_of(weight, static_cast<size_t>(self.hidden()), "final_norm"));
       }, "weight"_a)
-      .def("bind_cache", &bind_cache, "layer"_a, "keys"_a, "values"_a, "key_scales"_a.none() = nb::none(),
-           "value_scales"_a.none() = nb::none())
+      .def("bind_cache", &bind_cache, "layer"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
+           "key_scales"_a.none().noconvert() = nb::none(), "value_scales"_a.none().noconvert() = nb::none())
       .def_ro("kernel_s", &HeldDecoder::kernel_s)
       .def_prop_ro("weight_bytes", &HeldDecoder::weight_bytes)
       .def_prop_ro("instruction_set", [](const HeldDecoder& d) { return std::string(d.kernels().name); });

@@ -1,5 +1,6 @@
 // Drawing tokens, with a step before it or from logits that are there: tokenmill/sampling/native_draws.py.
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "bindings/held_decoder.h"
@@ -18,6 +19,11 @@ struct Draws {
     if (temperatures.size() != count || top_ks.size() != count || top_ps.size() != count || min_ps.size() != count ||
         uniforms.size() != count || takes_best.size() != count)
       throw std::invalid_argument("the knobs are not as many as the lines");
+    const auto is_share = [](double x) { return x >= 0.0 && x <= 1.0; };
+    for (size_t i = 0; i < count; ++i)
+      if (!(temperatures[i] >= 0.0f && std::isfinite(temperatures[i])) || !is_share(top_ps[i]) || !is_share(min_ps[i]) ||
+          !is_share(uniforms[i]))
+        throw std::invalid_argument("a knob is outside its range");
   }
   DrawKnobs knobs(size_t i) const {
     return {temperatures[i], top_ks[i], top_ps[i], min_ps[i], uniforms[i], takes_best[i]};
@@ -49,6 +55,7 @@ Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
                   const Numbers& wanted, const Tables& tables, int block_size, const std::vector<float>& temperatures,
                   const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
                   const std::vector<double>& uniforms, const std::vector<bool>& takes_best) {
+  const Turn turn(decoder);
   const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
   const size_t count = static_cast<size_t>(batch.wanted), vocab = static_cast<size_t>(decoder.vocab());
   const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
@@ -86,7 +93,7 @@ void softmax_rows(Array<const float, 2> logits, Array<float, 2> out, const std::
 }  // namespace
 
 void bind_draws(nb::module_& m, nb::class_<HeldDecoder>& decoder) {
-  m.def("softmax_rows", &softmax_rows, "logits"_a, "out"_a, "isa"_a = "");
+  m.def("softmax_rows", &softmax_rows, "logits"_a, "out"_a.noconvert(), "isa"_a = "");
   m.def("draw_rows", &draw_rows, "logits"_a, "lines"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a,
         "uniforms"_a, "takes_best"_a, "isa"_a = "");
   decoder.def("draw_next", &draw_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,

@@ -1,6 +1,8 @@
 // A decoder as Python holds it, and who adds its calls to it.
 #pragma once
+#include <atomic>
 #include <chrono>
+#include <stdexcept>
 #include <vector>
 
 #include "bindings/arrays.h"
@@ -11,15 +13,25 @@ namespace tokenmill {
 using Numbers = std::vector<int64_t>;
 using Tables = Array<const int32_t, 3>;
 
+using Scales = std::optional<Array<float, 3>>;
+
+// The cache of a layer, which lives as long as the decoder may use it.
+struct HeldCache {
+  AnyArray keys, values;
+  Scales key_scales, value_scales;
+};
+
 // A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.
 class HeldDecoder : public Decoder {
  public:
   using Decoder::Decoder;
+  std::vector<HeldCache> caches;  // of the layers
   StepRows rows;
   std::vector<float> states;  // [wanted][hidden]
   std::vector<float> logit_lines;  // [wanted][vocab]
   std::vector<DrawRoom> draw_rooms;  // one a thread
   double kernel_s = 0.0;
+  std::atomic<bool> is_busy = false;
 
   template <class Work>
   void timed(const Work& work) {
@@ -27,6 +39,20 @@ class HeldDecoder : public Decoder {
     work();
     kernel_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
+};
+
+// A step's memory is the decoder's own, and other Python threads run meanwhile: a second call has to be refused.
+class Turn {
+ public:
+  explicit Turn(HeldDecoder& decoder) : is_busy_(decoder.is_busy) {
+    if (is_busy_.exchange(true)) throw std::runtime_error("this model computes already: one thread at a time may use it");
+  }
+  ~Turn() { is_busy_.store(false); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  std::atomic<bool>& is_busy_;
 };
 
 // The rows of a step as they are planned, laid out for the decoder.

@@ -1,4 +1,5 @@
 // Packed matrices as Python holds them.
+#include <algorithm>
 #include <stdexcept>
 
 #include "bindings/arrays.h"
@@ -37,11 +38,9 @@ Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_
   if (source.shape(0) != static_cast<size_t>(rows) || source.shape(1) != source_row_bytes(kind, cols))
     throw std::invalid_argument("the bytes given are not " + std::to_string(rows) + " rows of " +
                                 std::to_string(source_row_bytes(kind, cols)) + " bytes");
-  if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
   const Matrix m = to ? matrix_in(kind, rows, cols, *to) : empty_matrix(kind, rows, cols);
   nb::gil_scoped_release free;
-  if (m.num_bytes() < kWorthThreads) threads = 1;
-  Pool pool(threads);
+  Pool pool(m.num_bytes() < kWorthThreads ? std::min(threads, 1) : threads);
   pool.run(m.panels, [&](int panel, int) { pack_panels(m, panel, panel + 1, source.data(), source.shape(1)); });
   return m;
 }
@@ -69,12 +68,13 @@ Linear linear_of(const Matrix& w, const std::optional<FloatVector>& bias) {
 
 void bind_matrices(nb::module_& m) {
   m.def("source_row_bytes", [](const std::string& kind, int cols) { return source_row_bytes(kind_from_name(kind), cols); });
-  m.def("embed_rows", &embed_rows, "matrix"_a, "ids"_a, "scale"_a, "out"_a, "isa"_a = "");
+  m.def("embed_rows", &embed_rows, "matrix"_a, "ids"_a, "scale"_a, "out"_a.noconvert(), "isa"_a = "");
   nb::class_<Matrix>(m, "Matrix")
       .def_ro("rows", &Matrix::rows)
       .def_ro("cols", &Matrix::cols)
       .def_prop_ro("num_bytes", &Matrix::num_bytes);
-  m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a, "threads"_a = 1, "to"_a.none() = nb::none());
+  m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a, "threads"_a = 1,
+        "to"_a.none().noconvert() = nb::none());
   m.def("matrix_over", &matrix_over, "kind"_a, "rows"_a, "cols"_a, "packed"_a);
   m.def("packed_bytes", [](const std::string& kind, int rows, int cols) {
     return matrix_layout(kind_from_name(kind), rows, cols).num_bytes();

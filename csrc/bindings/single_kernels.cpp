@@ -1,4 +1,5 @@
 // Single kernels, for tests and benchmarks.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
@@ -28,6 +29,11 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
   // Best and median seconds of `repeats` products by fresh copies of `w` as long as there are some (cold memory).
   std::vector<double> time_linear(const std::vector<const Matrix*>& ws, int rows, int repeats) {
+    const auto is_other = [&](const Matrix* w) {
+      return w->kind != ws[0]->kind || w->rows != ws[0]->rows || w->cols != ws[0]->cols;
+    };
+    if (ws.empty() || rows < 1 || std::any_of(ws.begin(), ws.end(), is_other))
+      throw std::invalid_argument("products are timed with matrices of one shape, and with rows");
     nb::gil_scoped_release free;
     std::vector<float> x(static_cast<size_t>(rows) * ws[0]->cols, 0.5f), out(static_cast<size_t>(rows) * ws[0]->rows);
     for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i * 2654435761u >> 16) % 2001) / 1000.0f - 1.0f;
@@ -88,7 +94,7 @@ class Bench {  // a matrix product with its own pool, without a model around it
 void bind_single_kernels(nb::module_& m) {
   nb::class_<Bench>(m, "Bench")
       .def(nb::init<int, const std::string&, float>(), "threads"_a, "isa"_a = "", "fine_above"_a = kNever)
-      .def("linear", &Bench::linear, "matrix"_a, "bias"_a.none(), "x"_a, "out"_a)
+      .def("linear", &Bench::linear, "matrix"_a, "bias"_a.none(), "x"_a, "out"_a.noconvert())
       .def("time_linear", &Bench::time_linear, "matrices"_a, "rows"_a, "repeats"_a)
       .def("time_read", &Bench::time_read, "num_bytes"_a, "repeats"_a)
       .def_prop_ro("rescues", &Bench::rescues);

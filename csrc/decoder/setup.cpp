@@ -13,6 +13,8 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("the batch is inconsistent: ") + what);
 }
 
+bool fits(const Linear& l, int64_t rows, int64_t cols) { return l.w.rows == rows && l.w.cols == cols; }
+
 }  // namespace
 
 Decoder::Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
@@ -32,15 +34,17 @@ int Decoder::add_rope(RopeTable table) {
 void Decoder::add_layer(Layer layer) {
   const AttentionTask& task = layer.attention;
   const int dim = task.cache.head_dim;
-  const auto fits = [](const Linear& l, int rows, int cols) { return l.w.rows == rows && l.w.cols == cols; };
+  const int64_t width = static_cast<int64_t>(task.heads) * dim, kv_width = static_cast<int64_t>(task.cache.kv_heads) * dim;
   bool good = task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= 256;
-  good = good && fits(layer.q, task.heads * dim, hidden_) && fits(layer.k, task.cache.kv_heads * dim, hidden_) &&
-         fits(layer.v, task.cache.kv_heads * dim, hidden_) && fits(layer.o, hidden_, task.heads * dim);
+  good = good && fits(layer.q, width, hidden_) && fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_) &&
+         fits(layer.o, hidden_, width);
   good = good && layer.rope < static_cast<int>(ropes_.size()) &&
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= dim);
   const auto mlp_fits = [&](const Mlp& m) { return m.gate.w.cols == hidden_ && m.down.w.rows == hidden_; };
   good = good && layer.mlp.has_value() != layer.moe.has_value() && (!layer.mlp || mlp_fits(*layer.mlp));
-  if (layer.moe) good = good && std::all_of(layer.moe->experts.begin(), layer.moe->experts.end(), mlp_fits);
+  if (layer.moe)
+    good = good && layer.moe->router.w.cols == hidden_ && (!layer.moe->shared || mlp_fits(*layer.moe->shared)) &&
+           std::all_of(layer.moe->experts.begin(), layer.moe->experts.end(), mlp_fits);
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
@@ -50,12 +54,23 @@ void Decoder::add_layer(Layer layer) {
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
 }
 
+void Decoder::set_embedding(Linear embedding) {
+  if (!fits(embedding, vocab_, hidden_)) throw std::invalid_argument("the embedding is not [vocab, hidden]");
+  embedding_ = std::move(embedding);
+}
+
+void Decoder::set_head(Linear head) {
+  if (!fits(head, vocab_, hidden_)) throw std::invalid_argument("the head is not [vocab, hidden]");
+  head_ = std::move(head);
+}
+
 void Decoder::set_cache(int layer, const PagedCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
   const PagedCache& own = to.attention.cache;
   if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim)
     throw std::invalid_argument("the cache has other heads than the layer");
-  if (cache.block_size % 16 != 0) throw std::invalid_argument("KV blocks must hold a multiple of 16 tokens");
+  if (cache.block_size <= 0 || cache.block_size % 16 != 0)
+    throw std::invalid_argument("KV blocks must hold a multiple of 16 tokens");
   if (cache.store == Store::I8 && cache.head_dim % 4 != 0)
     throw std::invalid_argument("heads in an int8 KV cache must be a multiple of 4 numbers");
   to.attention.cache = cache;
@@ -77,31 +92,36 @@ size_t Decoder::weight_bytes() const {
 }
 
 void Decoder::check(const BatchView& batch) const {
+  if (layers_.empty() || embedding_.w.data == nullptr || final_norm_.empty())
+    throw std::invalid_argument("a decoder computes once it has layers, an embedding and a final norm");
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.rows] == batch.tokens, "query_starts");
   for (int t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < vocab_, "a token id is outside the vocabulary");
     require(batch.positions[t] >= 0, "a position is negative");
     for (const RopeTable& rope : ropes_) require(batch.positions[t] < rope.positions, "a position is past the context");
   }
+  require(batch.wanted <= batch.tokens, "more tokens are wanted than there are");
   for (int i = 0; i < batch.wanted; ++i)
     require(batch.logit_rows[i] >= 0 && batch.logit_rows[i] < batch.tokens, "logit_rows");
-  std::vector<bool> seen(batch.groups.size(), false);
+  std::vector<const Layer*> checked(batch.groups.size(), nullptr);  // the layer whose cache the group was compared with
   for (const Layer& layer : layers_) {
     require(layer.group >= 0 && layer.group < static_cast<int>(batch.groups.size()), "a KV group is missing");
     require(layer.attention.cache.keys != nullptr, "no cache is bound");
-    if (seen[static_cast<size_t>(layer.group)]) continue;
-    seen[static_cast<size_t>(layer.group)] = true;
-    const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];
     const int block_size = layer.attention.cache.block_size;
+    const Layer*& before = checked[static_cast<size_t>(layer.group)];
+    if (before && before->num_blocks == layer.num_blocks && before->attention.cache.block_size == block_size) continue;
+    before = &layer;
+    const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];
     const int64_t slots = static_cast<int64_t>(layer.num_blocks) * block_size;
     for (int t = 0; t < batch.tokens; ++t) require(group.slots[t] >= 0 && group.slots[t] < slots, "a slot");
     for (int r = 0; r < batch.rows; ++r) {
       const int queries = batch.query_starts[r + 1] - batch.query_starts[r];
-      require(queries >= 0 && batch.context_lens[r] >= queries, "a context is shorter than its queries");
-      const int blocks = (batch.context_lens[r] + block_size - 1) / block_size;
+      require(queries > 0, "a row without tokens");
+      require(batch.context_lens[r] >= queries, "a context is shorter than its queries");
+      const int64_t blocks = (int64_t{batch.context_lens[r]} + block_size - 1) / block_size;
       require(blocks <= group.max_blocks, "a block table is too short");
       const int32_t* table = group.block_tables + static_cast<size_t>(r) * group.max_blocks;
-      for (int b = 0; b < blocks; ++b) require(table[b] >= 0 && table[b] < layer.num_blocks, "a block id");
+      for (int64_t b = 0; b < blocks; ++b) require(table[b] >= 0 && table[b] < layer.num_blocks, "a block id");
     }
   }
 }

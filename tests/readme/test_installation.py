@@ -1,11 +1,12 @@
 """What an installation is made of: pins that every machine can meet, the Pythons that are promised, a Makefile that
-follows modules that move."""
+follows modules that move, a source archive with all that its build reads."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_a_module_that_moves_is_installed_anew(tmp_path: Path) -> None:
     assert "pip install" not in would_run(tmp_path)
     (package / "params.py").rename(package / "knobs.py")
     assert "pip install" in would_run(tmp_path)
+
+
+def test_the_source_archive_has_what_its_build_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = pytest.importorskip("scikit_build_core.build")
+    monkeypatch.chdir(ROOT)
+    with tarfile.open(tmp_path / build.build_sdist(str(tmp_path))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    compiled = set(re.findall(r"csrc/[\w./]+\.cpp", (ROOT / "CMakeLists.txt").read_text()))
+    kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert compiled <= kept <= packed
+    assert {"LICENSE", "README.md", "tokenmill/py.typed", "tokenmill/store/catalog.toml"} <= packed
+    assert not [name for name in packed if name.startswith(("tests/", ".ci/")) or name.endswith(".so")]
 
 
 def would_run(folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from tokenmill.cli import main, session
@@ -19,17 +19,28 @@ from tokenmill.params import SamplingParams
 from tokenmill.types import Event, Usage
 
 
+class ScriptedEvents(Iterator[Event]):
+    def __init__(self, events: Generator[Event, None, None]) -> None:
+        self._events, self.close = events, events.close
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def stop(self) -> None:
+        """The next event is never far."""
+
+
 class ScriptedModel:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[Event]:
-        return self._answer({"raw": prompt}, prompt, params)
+    def stream(self, prompt: str, params: SamplingParams) -> ScriptedEvents:
+        return ScriptedEvents(self._answer({"raw": prompt}, prompt, params))
 
-    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[Event]:
-        return self._answer({"messages": messages}, messages[-1]["content"], params)
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> ScriptedEvents:
+        return ScriptedEvents(self._answer({"messages": messages}, messages[-1]["content"], params))
 
-    def _answer(self, asked: dict[str, Any], prompt: str, params: SamplingParams) -> Iterator[Event]:
+    def _answer(self, asked: dict[str, Any], prompt: str, params: SamplingParams) -> Generator[Event, None, None]:
         if "fail" in prompt:
             raise RequestFailed("the answer could not be computed")
         if "bug" in prompt:

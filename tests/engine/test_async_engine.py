@@ -238,3 +238,16 @@ def test_what_a_core_says_last_is_heard_before_its_end(
 
     run(scenario())
     assert "safetensors" in heard[0].message, heard
+
+
+def test_a_core_that_still_loads_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during a start: it reads no messages before it is loaded."""
+    monkeypatch.setattr("tokenmill.engine.child.EXIT_PATIENCE_S", 3600.0)
+
+    async def scenario() -> None:
+        loading = CoreChild(program=("-c", "import time; time.sleep(3600)"))
+        link = ProcessLink(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, loading)
+        await link.start(lambda message: None)
+        await link.close()
+
+    run(scenario())

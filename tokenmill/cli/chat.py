@@ -78,12 +78,14 @@ class Conversation:
                 print(f"! {' '.join(str(problem).split())}", file=sys.stderr)
 
     def answer(self, text: str) -> None:
-        """One turn. A turn that could not be answered is not remembered."""
+        """One turn. A turn that could not be answered, or was stopped before a word was said, is not remembered."""
         asked = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         answer = session.write_answer(self.llm.stream_chat([*first, *asked], self.sampling.params()))
         if answer.was_stopped:
             print("(stopped)", file=sys.stderr)
+            if not answer.text:
+                return
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def obey(self, line: str) -> bool:

@@ -15,16 +15,29 @@ from tokenmill.cli.screen import PullScreen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.child import CoreChild
+from tokenmill.engine.stream import EventStream
 from tokenmill.params import SamplingParams
 from tokenmill.store import ResolvedModel, resolve_model
 from tokenmill.types import ChatRequest, Event, Message, PromptRequest
 
 
+class Events(Protocol):
+    """An answer as it comes."""
+
+    def __iter__(self) -> Iterator[Event]: ...
+    def __next__(self) -> Event: ...
+
+    def stop(self) -> None:
+        """No more is wanted: whoever waits for the next event finds the end. A signal handler may call it."""
+
+    def close(self) -> None: ...
+
+
 class Model(Protocol):
     """What is asked of an open model."""
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[Event]: ...
-    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[Event]: ...
+    def stream(self, prompt: str, params: SamplingParams) -> Events: ...
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Events: ...
     def close(self) -> None: ...
 
 
@@ -48,23 +61,37 @@ class ServedModel:
         self._runner = asyncio.Runner()
         self._engine = self._runner.run(AsyncEngine.start(config, child=child))
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[Event]:
+    def stream(self, prompt: str, params: SamplingParams) -> ServedEvents:
         return self._events(PromptRequest(prompt=prompt, params=params))
 
-    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Iterator[Event]:
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> ServedEvents:
         return self._events(ChatRequest(messages=[Message(**message) for message in messages], params=params))
 
     def close(self) -> None:
         self._runner.run(self._engine.close())
         self._runner.close()
 
-    def _events(self, asked: PromptRequest | ChatRequest) -> Iterator[Event]:
-        stream = self._engine.submit(asked)
-        try:
-            while (event := self._runner.run(following(stream))) is not None:
-                yield event
-        finally:
-            self._runner.run(stream.aclose())
+    def _events(self, asked: PromptRequest | ChatRequest) -> ServedEvents:
+        return ServedEvents(self._runner, self._engine.submit(asked))
+
+
+class ServedEvents(Iterator[Event]):
+    """The loop runs while the next event is waited for, and not otherwise."""
+
+    def __init__(self, runner: asyncio.Runner, stream: EventStream) -> None:
+        self._runner, self._stream = runner, stream
+
+    def __next__(self) -> Event:
+        event = self._runner.run(following(self._stream))
+        if event is None:
+            raise StopIteration
+        return event
+
+    def stop(self) -> None:
+        self._runner.get_loop().call_soon_threadsafe(self._stream.stop)
+
+    def close(self) -> None:
+        self._runner.run(self._stream.aclose())
 
 
 async def following(stream: AsyncIterator[Event]) -> Event | None:
@@ -75,19 +102,21 @@ async def following(stream: AsyncIterator[Event]) -> Event | None:
 class Stop:
     """Whether Ctrl-C was pressed during an answer. The second time interrupts for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events) -> None:
         self.asked = False
+        self._events = events
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        self._events.stop()
 
 
 @contextmanager
-def stoppable() -> Generator[Stop, None, None]:
-    """Inside, Ctrl-C lets the step under way finish and then ends the answer, so that the engine stays whole."""
-    stop = Stop()
+def stoppable(events: Events) -> Generator[Stop, None, None]:
+    """Inside, Ctrl-C ends the answer, also while a long prompt is read and nothing has come of it; the engine stays."""
+    stop = Stop(events)
     before = signal.signal(signal.SIGINT, stop.ask)
     try:
         yield stop
@@ -104,23 +133,21 @@ class Answer:
         self.was_stopped = False
 
 
-def write_answer(events: Iterator[Event], out: TextIO = sys.stdout) -> Answer:
+def write_answer(events: Events, out: TextIO = sys.stdout) -> Answer:
     """Write the text as it comes; end with a line break; free the sequence when it is stopped early."""
     answer = Answer()
     try:
-        with stoppable() as stop:
+        with stoppable(events) as stop:
             for event in events:
                 answer.text += event.text
                 answer.last = event
                 out.write(event.text)
                 out.flush()
                 if stop.asked:
-                    answer.was_stopped = True
                     break
+            answer.was_stopped = stop.asked
     finally:
-        close = getattr(events, "close", None)
-        if close is not None:
-            close()
+        events.close()
     if not answer.text.endswith("\n"):
         out.write("\n")
         out.flush()

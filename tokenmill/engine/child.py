@@ -38,8 +38,10 @@ class CoreChild:
         """How it ended, in words."""
         return describe_exit(self._process.wait())
 
-    def end(self) -> None:
-        """It was told to stop: wait a moment, ask, then insist."""
+    def end(self, *, hears: bool = True) -> None:
+        """It was told to stop: wait a moment, ask, then insist. One that still loads does not hear: ask at once."""
+        if not hears:
+            self._process.send_signal(LEAVE)
         for insist in (LEAVE, signal.SIGKILL):
             try:
                 self._process.wait(timeout=EXIT_PATIENCE_S)

@@ -73,7 +73,7 @@ class ProcessLink:
         if self._child is not None:
             with contextlib.suppress(zmq.ZMQError):
                 self.send(Shutdown())
-            await asyncio.to_thread(self._child.end)
+            await asyncio.to_thread(self._child.end, hears=self._num_heard > 0)
         if self._watching is not None:
             asyncio.get_running_loop().remove_reader(self._inbox.fileno())
             self._watching.cancel()

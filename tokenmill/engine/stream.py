@@ -109,6 +109,11 @@ class EventStream(AsyncIterator[Event]):
             raise StopAsyncIteration
         return event
 
+    def stop(self) -> None:
+        """Abort what is not finished; whoever waits for the next event finds the end."""
+        self._on_leave(self._arrivals)
+        self._arrivals.end()
+
     async def aclose(self) -> None:
         self._on_leave(self._arrivals)
 

@@ -1,0 +1,59 @@
+"""Ctrl-C while nothing of an answer has come yet: a long prompt is being read."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokenmill.cli.chat import Conversation
+from tokenmill.cli.session import ServedEvents, write_answer
+from tokenmill.config.sampling import SamplingConfig
+from tokenmill.engine.stream import Arrivals, EventStream
+from tokenmill.types import Event
+
+
+@pytest.fixture
+def left() -> list[Arrivals]:
+    return []
+
+
+def unanswered(runner: asyncio.Runner, left: list[Arrivals], *said: str) -> ServedEvents:
+    """An answer of which nothing more will come; Ctrl-C is pressed as soon as it is waited for."""
+    outlet: Any = SimpleNamespace(request_id="r")
+    arrivals = Arrivals(outlet)
+    for text in said:
+        arrivals.put(Event(request_id="r", text=text))
+    loop = runner.get_loop()
+    loop.call_soon(os.kill, os.getpid(), signal.SIGINT)
+    return ServedEvents(runner, EventStream(arrivals, left.append, loop))
+
+
+def test_ctrl_c_ends_an_answer_that_has_not_begun(left: list[Arrivals]) -> None:
+    out = io.StringIO()
+    with asyncio.Runner() as runner:
+        answer = write_answer(unanswered(runner, left), out)
+    assert answer.was_stopped and answer.last is None and out.getvalue() == "\n"
+    assert left  # the engine was told
+
+
+def test_what_was_said_before_ctrl_c_is_kept(left: list[Arrivals]) -> None:
+    out = io.StringIO()
+    with asyncio.Runner() as runner:
+        answer = write_answer(unanswered(runner, left, "The capital"), out)
+    assert answer.was_stopped and answer.text == "The capital" and out.getvalue() == "The capital\n"
+
+
+def test_a_turn_stopped_before_a_word_is_not_remembered(
+    left: list[Arrivals], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with asyncio.Runner() as runner:
+        model: Any = SimpleNamespace(stream_chat=lambda messages, params: unanswered(runner, left))
+        conversation = Conversation(model, SamplingConfig(), None)
+        conversation.answer("a very long question")
+    assert conversation.messages == [] and "(stopped)" in capsys.readouterr().err

@@ -113,11 +113,13 @@ class Run:
         )
 
     async def accept(self) -> None:
-        """Hands the requests to the engine; if one is refused none of them runs."""
+        """Hands the requests to the engine; if one is refused none of them runs. Each is tokenised here, so others
+        get their turn between two of them."""
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             for request in self._requests[: self._job.max_in_flight]:
                 self._submit(request)
+                await asyncio.sleep(0)
             undo.pop_all()
 
     def _submit(self, request: NativeRequest) -> AsyncIterator[Event]:

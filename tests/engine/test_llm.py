@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,21 @@ def test_each_reader_gets_what_is_its_own(stories: LLM) -> None:
     assert len(stories.embed("a cat")[0].embedding) > 1
     assert [text + "".join(e.text for e in rest) for text, rest in zip(texts, streams, strict=True)] == alone[:2]
     assert not stories.core.has_work
+
+
+def test_threads_take_turns(stories: LLM) -> None:
+    """Whole answers and streams at once; two steps of one core at the same time would end the process."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    prompts = [f"{name} went to the park" for name in ("Tom", "Lily", "Ben", "Anna", "Max", "Mia")]
+    alone = [stories.generate(prompt, params)[0].outputs[0].text for prompt in prompts]
+
+    def ask(number: int) -> str:
+        if number % 2:
+            return "".join(event.text for event in stories.stream(prompts[number], params))
+        return stories.generate(prompts[number], params)[0].outputs[0].text
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        assert list(threads.map(ask, range(len(prompts)))) == alone
 
 
 def test_a_call_that_breaks_off_leaves_nothing_behind(stories: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

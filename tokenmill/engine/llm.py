@@ -6,6 +6,7 @@ The same core as in serving, in this process, stepped by whoever waits for the a
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ class LLM:
         print(answers[0].outputs[0].text)
 
     The model is a short name, the path of a GGUF file or model directory, or a Hugging Face id; it is
-    fetched if need be.
+    fetched if need be. Threads may share an `LLM`: their calls take turns, streams step by step.
     """
 
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
@@ -66,6 +67,7 @@ class LLM:
             import_meta_kernels()
         self._core.use_spare_time()  # compilers that work beside the first requests
         self._intake = self._front.intake(self._core.info.max_context)
+        self._turn = threading.RLock()  # whoever computes has it, or two threads would step the same core at once
         self._outlets: dict[str, Outlet] = {}  # of requests that run
         self._kept: dict[str, list[Arrived]] = {}  # by stream: what has come for it and was not taken yet
 
@@ -129,8 +131,9 @@ class LLM:
                 raise arrived
             vectors[request_id] = arrived.embedding or []
 
-        requests = [self._taken(one) for one in asked]  # all are checked before any is run
-        self._run_until_done(deque(zip(asked, requests, strict=True)), take)
+        with self._turn:
+            requests = [self._taken(one) for one in asked]  # all are checked before any is run
+            self._run_until_done(deque(zip(asked, requests, strict=True)), take)
         return [EmbeddingOutput(r.request_id, r.prompt_token_ids, vectors[r.request_id]) for r in requests]
 
     # ── answers as they come ───────────────────────────────────────────────────────────────────────────
@@ -151,12 +154,17 @@ class LLM:
 
     def close(self) -> None:
         """End whatever still runs. The model itself goes when nobody refers to this object any more."""
-        for request_id in list(self._outlets):
-            self._abort(request_id)
+        with self._turn:
+            for request_id in list(self._outlets):
+                self._abort(request_id)
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _answer(self, asked: Sequence[ChatRequest | PromptRequest], *, progress: bool) -> list[RequestOutput]:
+        with self._turn:
+            return self._answer_now(asked, progress)
+
+    def _answer_now(self, asked: Sequence[ChatRequest | PromptRequest], progress: bool) -> list[RequestOutput]:
         requests = [self._taken(one) for one in asked]  # all are checked before any is run
         answers = {
             request.request_id: empty_output(request, prompt_text(one), one.params.n)
@@ -208,20 +216,28 @@ class LLM:
             self._add(*waiting.popleft())
 
     def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
-        request = self._submit(asked)
-        kept = self._kept[request.request_id] = []
+        with self._turn:
+            request = self._submit(asked)
+            kept = self._kept[request.request_id] = []
         try:
             while kept or request.request_id in self._outlets:
                 if not kept:
-                    for output in self._core.step():
-                        self._arrived(output, mine=())
+                    self._bring_some(request.request_id)
                     continue
                 if isinstance(first := kept.pop(0), TokenmillError):
                     raise first
                 yield first
         finally:
-            del self._kept[request.request_id]
-            self._abort(request.request_id)
+            with self._turn:
+                del self._kept[request.request_id]
+                self._abort(request.request_id)
+
+    def _bring_some(self, request_id: str) -> None:
+        """One step, unless another thread's has brought something, or the end, while this one waited for its turn."""
+        with self._turn:
+            if not self._kept[request_id] and request_id in self._outlets:
+                for output in self._core.step():
+                    self._arrived(output, mine=())
 
     def _taken(self, asked: ClientRequest) -> Request:
         request = self._intake.take(asked)

@@ -20,6 +20,7 @@ from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConf
 from tokenmill.engine import async_engine
 from tokenmill.engine.child import CoreChild
 from tokenmill.engine.link import CoreLink
+from tokenmill.engine.messages import Abort
 from tokenmill.engine.outlet import Outlet
 from tokenmill.engine.process import ProcessLink
 from tokenmill.errors import Draining, EngineDead, InvalidRequest, RequestFailed, TokenmillError
@@ -251,3 +252,18 @@ def test_a_core_that_still_loads_is_not_waited_for(tmp_path: Path, monkeypatch: 
         await link.close()
 
     run(scenario())
+
+
+def test_a_program_ends_that_never_closed_its_engine(tmp_path: Path) -> None:
+    """An exception on the way, or a forgotten `close`: the loop's end is the core's."""
+    core = CoreChild(program=("-c", "import time; time.sleep(3600)"))
+    link = ProcessLink(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, core)
+
+    async def scenario() -> None:
+        await link.start(lambda message: None)
+        await asyncio.sleep(0)  # its end is being watched now
+
+    asyncio.run(scenario())
+    assert core.wait() == "signal SIGKILL" and not Path(core.folder).exists()
+    link.send(Abort("a request of a task that ended with the loop"))
+    asyncio.run(link.close())  # later than never

@@ -66,7 +66,8 @@ class ProcessLink:
 
     def send(self, message: ToCore) -> None:
         # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
-        self._outbox.send(_encoder.encode(message), zmq.DONTWAIT)
+        if not self._context.closed:  # tasks that are cancelled beside `_watch` at a loop's end still give requests up
+            self._outbox.send(_encoder.encode(message), zmq.DONTWAIT)
 
     async def close(self) -> None:
         self._is_closing = True
@@ -74,13 +75,17 @@ class ProcessLink:
             with contextlib.suppress(zmq.ZMQError):
                 self.send(Shutdown())
             await asyncio.to_thread(self._child.end, hears=self._num_heard > 0)
-        if self._watching is not None:
-            asyncio.get_running_loop().remove_reader(self._inbox.fileno())
+        if self._watching is not None and not self._watching.done():
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        self._outbox.close(linger=0)
-        self._inbox.close(linger=0)
-        self._context.term()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        if not self._context.closed:
+            asyncio.get_running_loop().remove_reader(self._inbox.fileno())
+            self._outbox.close(linger=0)
+            self._inbox.close(linger=0)
+            self._context.term()
 
     def _hear(self, receive: Receive) -> None:
         """All that lies in the pipe. (zmq's own sockets for asyncio take twice as long, for every step of the core.)"""
@@ -95,7 +100,13 @@ class ProcessLink:
     async def _watch(self, receive: Receive) -> None:
         """The child's end is told after its last words, which may still lie in the pipe: they say why."""
         assert self._child is not None
-        ending = await asyncio.to_thread(self._child.wait)
+        try:
+            ending = await asyncio.to_thread(self._child.wait)
+        except asyncio.CancelledError:
+            if not self._is_closing:  # the loop ends unclosed; it would wait for that thread as long as the child lives
+                self._child.discard()
+                self._close_pipes()
+            raise
         num_before = -1
         while not self._is_closing and num_before < self._num_heard:
             num_before = self._num_heard

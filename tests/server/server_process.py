@@ -127,7 +127,7 @@ def main(port: int, words: list[str]) -> int:
         if "damaged" in words:
             raise DamagedFile("model.gguf is truncated", hint="pull it again")
         if "talkative" in words:
-            return FakeEngine(answer=STORY * 100)
+            return FakeEngine(answer=STORY * 60)
         return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)
 
     config = ServerConfig(port=port, drain_timeout_s=0.5 if "impatient" in words else 20)

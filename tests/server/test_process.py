@@ -90,7 +90,7 @@ def test_clients_that_do_not_read_are_hung_up_on() -> None:
         process.wait_for("ready", 20)
         for _ in range(3):
             reply = process.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "n": 64})
-            clients.enter_context(reply)  # its head is read, the other 25 MB are not
+            clients.enter_context(reply)  # its head is read, the other 15 MB are not
         process.terminate()
         assert process.wait(20) == 0
         output = process.output()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
 
 from tokenmill.cli.flags import flag_name
-from tokenmill.cli.screen import count, size
+from tokenmill.cli.screen import PullScreen, count, size
 from tokenmill.cli.settings import SECTIONS, environment_settings
 from tokenmill.cli.show import command
 from tokenmill.config.sampling import SamplingConfig
@@ -63,3 +65,23 @@ def test_sampling_flags_are_sampling_params() -> None:
 def test_numbers_for_people() -> None:
     assert [size(n) for n in (0, 999, 98_362_432, 5e12)] == ["0 B", "999 B", "98.4 MB", "5.0 TB"]
     assert [count(n) for n in (7, 134_515_008, 8.03e9)] == ["7", "134.5 M", "8.0 B"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_of_a_pull_is_one_line_on_a_small_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for file in ("SmolLM2-135M-Instruct.Q4_1.gguf (from PyPI)", "Llama-3.1-405B-Instruct-Q4_K_M-00004-of-00011.gguf"):
+        with PullScreen() as screen:
+            screen.begin(file, 98_362_432, 0)
+            screen.advance(98_362_432)
+            screen.end()
+    shown = [line for line in terminal.getvalue().splitlines() if "MB" in line]
+    assert shown and all("98.4/98.4 MB" in line or "0.0/98.4 MB" in line for line in shown), shown
+    assert any("-of-00011.gguf" in line for line in shown)

@@ -18,8 +18,8 @@ from patience import SOON_S
 sys.path.insert(0, str(Path(__file__).parent))
 from loopback_hub import FakeHub
 
-from tokenmill.errors import PullFailed, UnknownModel
-from tokenmill.store import Silent, Store, resolve_model
+from tokenmill.errors import InvalidConfig, PullFailed, UnknownModel
+from tokenmill.store import HubModel, Silent, Store, parse_name, pull, resolve_model
 from tokenmill.store import download as download_room
 from tokenmill.store import wheel as wheel_room
 
@@ -233,6 +233,27 @@ def test_remove_frees_only_what_no_other_model_uses(hub: FakeHub, store: Store) 
     assert _nothing_installed(store)
     with pytest.raises(UnknownModel):
         store.remove(REPO)
+
+
+def test_what_is_not_the_store_s_own_stays(hub: FakeHub, store: Store) -> None:
+    resolve_model(REPO, store=store)
+    (store.root / "blobs" / "a folder of someone").mkdir()
+    (store.root / "blobs" / "notes.txt").write_text("mine")
+    assert store.remove(REPO) == len(GGUF)
+    assert {path.name for path in (store.root / "blobs").iterdir()} == {"a folder of someone", "notes.txt"}
+
+
+def test_a_model_that_is_here_is_pulled_from_a_store_that_can_t_be_written(
+    hub: FakeHub, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_model(REPO, store=store)
+
+    def refuse(self: Store) -> None:
+        raise InvalidConfig("the model store can't be written")
+
+    monkeypatch.setattr(Store, "prepare", refuse)
+    model = parse_name(REPO)
+    assert isinstance(model, HubModel) and pull(model, store, Silent()).name == REPO
 
 
 def test_a_blob_cut_short_is_pulled_again(hub: FakeHub, store: Store) -> None:

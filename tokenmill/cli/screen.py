@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+NUMBERS_WIDTH = 48  # characters of a terminal for how much, how fast, how long, and some of a bar
+
 
 class PullScreen:
     """A bar per file on a terminal, plain lines elsewhere. Use as a context: the bar is taken down at its end."""
@@ -34,7 +36,9 @@ class PullScreen:
 
     def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None:
         if sys.stderr.isatty():
-            self._task = self._shown().add_task(file, total=total_bytes, completed=done_bytes)
+            bar = self._shown()
+            name = shortened(file, bar.console.width - NUMBERS_WIDTH)
+            self._task = bar.add_task(name, total=total_bytes, completed=done_bytes)
         else:
             resumed = f", from {size(done_bytes)} on" if done_bytes else ""
             print(f"pulling {file} ({size(total_bytes or 0)}{resumed})", file=sys.stderr)
@@ -53,10 +57,17 @@ class PullScreen:
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
             from rich.progress import TransferSpeedColumn as Speed
 
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+            name = TextColumn("{task.description}", markup=False)
+            columns = (name, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
         return self._bar
+
+
+def shortened(name: str, width: int) -> str:
+    """A name in so many characters; its end, which may say which part of a model it is, stays."""
+    width = max(width, 16)
+    return name if len(name) <= width else f"{name[: width // 2]}…{name[len(name) - (width - width // 2 - 1) :]}"
 
 
 def size(num_bytes: float) -> str:

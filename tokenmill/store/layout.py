@@ -189,7 +189,7 @@ class Store:
         used = {file.sha256 for manifest in manifests if manifest for file in manifest.files}
         freed = 0
         for blob in (self.root / "blobs").iterdir():
-            if blob.name not in used:
+            if _SHA256.fullmatch(blob.name) and blob.name not in used:  # what is not ours stays
                 freed += blob.stat().st_size
                 blob.unlink()
         return freed

@@ -26,6 +26,8 @@ Source = Callable[[], Fetched]
 
 def pull(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> Manifest:
     """The installed model, downloaded now if it was not there."""
+    if (installed := store.get(model.name)) is not None:  # also in a store that only others may change
+        return installed
     with _only_one(store, model.name, progress):
         if (installed := store.get(model.name)) is not None:
             return installed

@@ -1,18 +1,24 @@
-"""A request with many prompts takes its turn with all others while it is tokenised."""
+"""Large requests and large answers take their turn with all others: many prompts while they are tokenised, many
+logprobs while they are written."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from fake_engine import INFO, FakeEngine
+from loopback import RunningServer
 
 from tokenmill.errors import ContextLengthExceeded
-from tokenmill.server.native import Job, Run
+from tokenmill.server import native
+from tokenmill.server.native import Choice, Job, Run
+from tokenmill.server.openai import routes
 from tokenmill.server.openai.render import CompletionRendering
 from tokenmill.server.record import Record
-from tokenmill.types import PromptRequest
+from tokenmill.types import PromptRequest, Usage
 
 RENDERING = CompletionRendering(
     INFO, num_choices=1, include_usage=False, echoes=None, wants_logprobs=False, wants_prompt_logprobs=False
@@ -53,3 +59,26 @@ def test_one_prompt_too_many_ends_all() -> None:
     with pytest.raises(ContextLengthExceeded):
         asyncio.run(turns_during_accept(run_of(engine, ["Hi"] * 9 + ["x" * 1000])))
     assert engine.running == {} and len(engine.aborted) == 9
+
+
+@pytest.mark.parametrize(("most", "is_elsewhere"), [(5, True), (500, False)])
+def test_many_logprobs_are_written_in_a_thread(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, most: int, is_elsewhere: bool
+) -> None:
+    threads: list[int] = []
+
+    class Watched(CompletionRendering):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            threads.append(threading.get_ident())
+
+        def whole(self, choices: list[Choice], usage: Usage) -> bytes:
+            threads.append(threading.get_ident())
+            return super().whole(choices, usage)
+
+    monkeypatch.setattr(native, "MANY_LOGPROBS", most)
+    monkeypatch.setattr(routes, "CompletionRendering", Watched)
+    asked = {"model": "fake/tiny", "prompt": "Hi", "logprobs": 2, "max_tokens": 10}
+    assert len(server.post("/v1/completions", asked).json()["choices"][0]["logprobs"]["tokens"]) == 10
+    made, written = threads
+    assert (made != written) is is_elsewhere

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -28,6 +29,7 @@ from tokenmill.server.record import Record
 from tokenmill.types import Event, TokenInfo, Usage
 
 log = get_log("server")
+MANY_LOGPROBS = 500  # take some tens of milliseconds
 SSE_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
 
 
@@ -45,6 +47,11 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens that have them, each perhaps with its alternatives."""
+        return len(self.logprobs or ()) + len(self.prompt_logprobs or ())
 
     def add(self, event: Event) -> None:
         if event.text:
@@ -248,8 +255,14 @@ class Reply(Response):
             choices[index].add(event)
         for place, choice in enumerate(choices):  # a prompt's logprobs come once, with its first choice
             choice.prompt_logprobs = choices[place - place % self._job.num_choices].prompt_logprobs
-        body = self._job.rendering.whole(choices, self._run.usage)
+        body = await self._rendered(choices)
         await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _rendered(self, choices: list[Choice]) -> bytes:
+        """The logprobs of a hundred long answers take seconds to write: in a thread, so that others go on meanwhile."""
+        is_long = sum(choice.num_logprobs for choice in choices) > MANY_LOGPROBS
+        render = partial(self._job.rendering.whole, choices, self._run.usage)
+        return await asyncio.to_thread(render) if is_long else render()
 
     async def _stream(self, send: Send) -> None:
         """Headers wait for the first event, so that a failure before it still has its own status."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 
+import tokenmill
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import async_engine
-from tokenmill.engine.child import CoreChild
+from tokenmill.engine.child import CoreChild, own_python
 from tokenmill.engine.link import CoreLink
 from tokenmill.engine.messages import Abort
 from tokenmill.engine.outlet import Outlet
@@ -267,3 +269,14 @@ def test_a_program_ends_that_never_closed_its_engine(tmp_path: Path) -> None:
     assert core.wait() == "signal SIGKILL" and not Path(core.folder).exists()
     link.send(Abort("a request of a task that ended with the loop"))
     asyncio.run(link.close())  # later than never
+
+
+def test_a_core_imports_nothing_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "zmq.py").write_text("raise SystemExit(3)")
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # which may name the folder one stands in
+    monkeypatch.chdir(tmp_path)
+    core = CoreChild(program=("-c", "import zmq"))
+    assert core.wait() == "exit code 0"
+    core.end()
+    monkeypatch.chdir(Path(tokenmill.__file__).parents[1])  # `python -m tokenmill` in a source tree
+    assert own_python() == [sys.executable]

@@ -25,7 +25,7 @@ class CoreChild:
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=socket_place(tempfile.gettempdir()))
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._process = subprocess.Popen(
-            [sys.executable, *program, self._folder.name, str(os.getpid())],
+            [*own_python(), *program, self._folder.name, str(os.getpid())],
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
@@ -56,6 +56,19 @@ class CoreChild:
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
+
+
+def own_python() -> list[str]:
+    """Python for parts of this package. It imports nothing from the folder that the user stands in, which may be that
+    of a model from anywhere, unless the package itself is found there."""
+    root = os.path.realpath(__file__)
+    for _ in ("child.py", "engine", "tokenmill"):
+        root = os.path.dirname(root)
+    try:
+        stands_there = os.getcwd() == root
+    except OSError:  # the folder is gone
+        stands_there = False
+    return [sys.executable] if stands_there else [sys.executable, "-P"]
 
 
 def socket_place(usual: str) -> str:

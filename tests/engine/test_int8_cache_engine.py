@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_same_tokens_always import TOLERANCE, make_asks, run_together
+from test_same_tokens_always import make_asks, run_together
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
@@ -20,6 +20,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small chunks, shared blocks": {"token_budget": 37, "max_running": 23},
     "a pool that is far too small": {"num_blocks": 24, "max_running": 32, "token_budget": 48, "speculate": "ngram"},
 }
+# Torch's sums differ in the last bit between shapes, on some processors, and a number between two steps of 8 bits then
+# falls to the other side (0.0004 was seen).
+TOLERANCE = {"reference": 5e-3, "cpu": 0.0}
 NATIVE = pytest.param("cpu", marks=pytest.mark.skipif(not is_available()[0], reason=is_available()[1]))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmill.bench.compare import Engine, engines
+from tokenmill.bench.compare import ComparedEngine, engines
 from tokenmill.bench.measures import spread
 
 
@@ -34,13 +34,13 @@ def busy_loop(is_apart: bool) -> Iterator[None]:
         process.wait()
 
 
-def decode_speed(engine: Engine, asked: dict[str, int]) -> float:
+def decode_speed(engine: ComparedEngine, asked: dict[str, int]) -> float:
     found = engine.measure(asked)["decode_tok_s"]
     assert found is not None
     return found
 
 
-def kept_shares(engine: Engine, shape: dict[str, int], rounds: int, is_apart: bool) -> list[float]:
+def kept_shares(engine: ComparedEngine, shape: dict[str, int], rounds: int, is_apart: bool) -> list[float]:
     shares = []
     for number in range(rounds):
         alone = decode_speed(engine, {**shape, "seed": 2 * number})

@@ -101,7 +101,7 @@ def print_price(model: str, context: int, keep: int, num_tokens: int) -> None:
     """A step that computes a window anew takes many times as long as one that draws a token."""
     llm = LLM(model, max_context=context, context_shift=True, context_keep=keep, threads=1)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1)
-    llm.core.add(llm.front.intake(context).take(PromptRequest(prompt="Once upon a time", params=params)))
+    llm.core.add(llm.frontend.input_processor(context).take(PromptRequest(prompt="Once upon a time", params=params)))
     steps: list[float] = []
     while llm.core.has_work:
         began = time.perf_counter()
@@ -130,11 +130,11 @@ def main() -> int:
     if asked.price:
         print_price(asked.model, asked.context, asked.keep, asked.price)
         return 0
-    front = LLM(asked.model, max_context=asked.context, threads=1).front
+    frontend = LLM(asked.model, max_context=asked.context, threads=1).frontend
     text = asked.text.read_text(encoding="utf-8") if asked.text else reference_text()
-    assert front.tokenizer is not None
-    tokens = front.tokenizer.encode(text, add_special_tokens=True)[: asked.tokens]
-    path, context, keep = front.model_path, asked.context, asked.keep
+    assert frontend.tokenizer is not None
+    tokens = frontend.tokenizer.encode(text, add_special_tokens=True)[: asked.tokens]
+    path, context, keep = frontend.model_path, asked.context, asked.keep
     ways: dict[str, Callable[[], Logprobs]] = {
         "shifted": lambda: shifted_logprobs(asked.model, context, keep, tokens),
         "shifted-0": lambda: shifted_logprobs(asked.model, context, 0, tokens),

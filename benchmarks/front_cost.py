@@ -106,7 +106,7 @@ def measure(streams: int, num_tokens: int, arguments: list[str]) -> dict[str, An
         with ThreadPoolExecutor(streams) as pool:
             together = list(pool.map(lambda one: streamed(client, one), asked))
         after = (cpu_s(server.pid), cpu_s(engine), busy_s(client), time.perf_counter())
-    front, engine_cpu, busy, wall = (b - a for a, b in zip(before, after, strict=True))
+    frontend, engine_cpu, busy, wall = (b - a for a, b in zip(before, after, strict=True))
     return {
         "benchmark": "front_cost",
         "model": model,
@@ -114,12 +114,12 @@ def measure(streams: int, num_tokens: int, arguments: list[str]) -> dict[str, An
         "tokens_per_stream": num_tokens,
         "equal_to_single_runs": sum(alone[n % len(TOPICS)] == text for n, text in enumerate(together)),
         "wall_s": round(wall, 3),
-        "front_cpu_s": round(front, 3),
+        "front_cpu_s": round(frontend, 3),
         "engine_busy_s": round(busy, 3),
         "engine_cpu_s": round(engine_cpu, 3),
-        "front_to_busy": round(front / busy, 4),
-        "front_to_engine_cpu": round(front / engine_cpu, 4),
-        "front_us_per_token": round(front / (streams * num_tokens) * 1e6, 1),
+        "front_to_busy": round(frontend / busy, 4),
+        "front_to_engine_cpu": round(frontend / engine_cpu, 4),
+        "front_us_per_token": round(frontend / (streams * num_tokens) * 1e6, 1),
     }
 
 

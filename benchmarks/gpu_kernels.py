@@ -19,8 +19,8 @@ import triton
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tokenmill.ops.triton import chunk_attention as chunk
-from tokenmill.ops.triton import decode_attention as decode
+from tokenmill.ops.triton.attention.plan import decode
+from tokenmill.ops.triton.attention.plan import prefill as chunk
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 
@@ -126,13 +126,13 @@ def bench_chunk() -> None:
                 m=queries, t=tile, w=warps, g=stages, c=caches, q=q, o=out, tb=tables, s=starts, cx=contexts
             ) -> None:  # type: ignore[no-untyped-def]
                 for cache in c:
-                    chunk.chunk_attention(
+                    chunk.prefill_attention(
                         q, cache, tb, s, cx, range(len(cx)), len(q), args, o, queries_tile=m, tile=t, warps=w, stages=g
                     )
 
             try:
                 work()
-                chunk.chunk_attention(
+                chunk.prefill_attention(
                     q,
                     caches[0],
                     tables,

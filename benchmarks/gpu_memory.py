@@ -94,7 +94,7 @@ def measured(config: EngineConfig, spec: Any, step_bytes: int) -> dict[str, int]
     core = build.assemble(config, model, storage)
     found["rows"] = meter.more()
     runner: Any = core.runner
-    runner.compile_first(config.scheduler.num_tokens, meanwhile=list)
+    runner.compile_first(config.scheduler.num_tokens, while_compiling=list)
     torch.cuda.reset_peak_memory_stats()
     runner.run_widest_step(config.scheduler.num_tokens)
     found["step"] = torch.cuda.max_memory_allocated() - meter.seen

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.spec import ModelSpec, MoeSpec
-from tokenmill.bench.engine_steps import Run, drive, random_requests
+from tokenmill.bench.engine_steps import StepRun, drive, random_requests
 
 READ_TB_S = 4.38  # what an H200 reads
 NUM_IN, NUM_OUT, ROUNDS = 128, 256, 3
@@ -49,8 +49,8 @@ def whole_request_s(llm: LLM, count: int, num_out: int, seed: int) -> float:
     return time.perf_counter() - began
 
 
-def step_by_step(llm: LLM, seed: int) -> Run:
-    requests = random_requests([NUM_IN], [NUM_OUT], llm.front.spec.vocab_size, seed=seed, name="alone")
+def step_by_step(llm: LLM, seed: int) -> StepRun:
+    requests = random_requests([NUM_IN], [NUM_OUT], llm.frontend.spec.vocab_size, seed=seed, name="alone")
     return drive(llm.core, requests)
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     runs = [step_by_step(llm, seed) for seed in range(ROUNDS)]
     first = median(run.first_token_s[0] for run in runs)
     decoding = median((run.elapsed_s - run.first_token_s[0]) / (NUM_OUT - 1) for run in runs)
-    floor = active_bytes(llm.front.spec) / (READ_TB_S * 1e12)
+    floor = active_bytes(llm.frontend.spec) / (READ_TB_S * 1e12)
     whole_request_s(llm, 256, 8, seed=100)
     many = whole_request_s(llm, 256, 128, seed=101)
     figures = {

@@ -22,7 +22,7 @@ import torch
 from gpu_kernels import DIM, HEADS, paged
 
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.decode_attention import decode_attention
+from tokenmill.ops.triton.attention.decode import decode_attention
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # qkv, o, gate and up, down
 LAYERS = 8

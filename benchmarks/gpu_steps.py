@@ -24,12 +24,13 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
-from tokenmill.ops.triton import linear, planes, quantized, strips
+from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.seats import PLACES
-from tokenmill.ops.triton.strips import Cut
-from tokenmill.runner.decode_graphs import DecodeGraphs, Fed
-from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.ops.triton.gemm import linear, splitk
+from tokenmill.ops.triton.gemm.splitk import SplitKConfig
+from tokenmill.ops.triton.quant import gemm_fp8_split, quantized
+from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs
+from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.weights.dummy import dummy_weights
 
 MAX_ROWS, BLOCK, MAX_CONTEXT = 1024, 16, 8192
@@ -42,7 +43,7 @@ class Steps:
         model = Decoder(spec, Loader(weights, build_ops(quantization), dtype, device), MAX_CONTEXT)
         blocks_a_row = -(-context // BLOCK)
         self.storage = KVStorage(KVLayout.from_spec(spec), 1 + most_rows * blocks_a_row, BLOCK, dtype, device)
-        draws = DeviceDraws(spec.vocab_size, MAX_ROWS, device)
+        draws = DeviceSampler(spec.vocab_size, MAX_ROWS, device)
         self.graphs = DecodeGraphs(model, self.storage, draws, MAX_ROWS, MAX_CONTEXT // BLOCK + 1, MAX_CONTEXT)
         ids = torch.arange(1, 1 + most_rows * blocks_a_row, device=device, dtype=torch.int32)
         self.graphs.rows.tables[:, :most_rows, :blocks_a_row] = ids.view(most_rows, blocks_a_row)
@@ -53,8 +54,8 @@ class Steps:
         self.graphs._captured.clear()
         self.graphs._pool = torch.cuda.graph_pool_handle()
         rows = list(range(num_rows))
-        for _ in range(PLACES):  # whose turn it may be when graphs are replayed by hand
-            self.graphs.start(Fed(rows, [self.context - 1] * num_rows, [5] * num_rows, [0] * num_rows), "best")
+        for _ in range(RING_SIZE):  # whose turn it may be when graphs are replayed by hand
+            self.graphs.start(DecodeInputs(rows, [self.context - 1] * num_rows, [5] * num_rows, [0] * num_rows), "best")
         (captured,) = self.graphs._captured.values()
         graph = captured.graph
         times = []
@@ -69,7 +70,7 @@ class Steps:
         return sorted(times)[repeats // 2]
 
 
-def cuts(quantization: str, num_rows: int) -> Iterator[Cut]:
+def cuts(quantization: str, num_rows: int) -> Iterator[SplitKConfig]:
     strides, stages = {
         "none": ((128,), (4,)),
         "fp8": ((128, 256), (4, 6)),
@@ -78,17 +79,17 @@ def cuts(quantization: str, num_rows: int) -> Iterator[Cut]:
     }[quantization]
     for stride, splits, stage, fetched in product(strides, (1, 2, 4, 8, 16), stages, (0, 256, 512)):
         if stride * stage <= 1024:
-            yield Cut(64, stride, splits, stage, fetched)
+            yield SplitKConfig(64, stride, splits, stage, fetched)
 
 
 def tune(steps: Steps, quantization: str, num_rows: int) -> None:
-    chosen: dict[tuple[int, ...], Cut] = {}
-    tuned = {"none": (strips, "cut_for"), "fp8": (planes, "cut_for")}
+    chosen: dict[tuple[int, ...], SplitKConfig] = {}
+    tuned = {"none": (splitk, "cut_for"), "fp8": (gemm_fp8_split, "cut_for")}
     holder, name = tuned.get(quantization, (quantized, "words_cut_for"))
     usual = getattr(holder, name)
     met: dict[tuple[int, ...], None] = {}
 
-    def cut_for(rows: int, *shape: int) -> Cut | None:
+    def cut_for(rows: int, *shape: int) -> SplitKConfig | None:
         met[shape[:2]] = None
         return chosen.get(shape[:2]) or usual(rows, *shape)
 
@@ -126,5 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert linear.strips is strips, "the products look their cuts up where they are changed here"
+    assert linear.strips is splitk, "the products look their cuts up where they are changed here"
     main()

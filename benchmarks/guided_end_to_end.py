@@ -31,7 +31,7 @@ from tokenmill.params import Guided
 def enforceable(path: Path, llm: LLM, num_schemas: int) -> list[dict[str, Any]]:
     """The first schemas of the file that are not refused."""
     found: list[dict[str, Any]] = []
-    vocabulary = vocabulary_of(llm.front.model_path, llm.front.spec)
+    vocabulary = vocabulary_of(llm.frontend.model_path, llm.frontend.spec)
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             schema = json.loads(line)["schema"]
@@ -47,9 +47,9 @@ def enforceable(path: Path, llm: LLM, num_schemas: int) -> list[dict[str, Any]]:
 
 def closing_tokens(llm: LLM) -> list[int]:
     """Those that end a string, a list or an object, and nothing else."""
-    tokenizer = llm.front.tokenizer
+    tokenizer = llm.frontend.tokenizer
     assert tokenizer is not None
-    texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(llm.front.spec.vocab_size)}
+    texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(llm.frontend.spec.vocab_size)}
     return [token_id for token_id, raw in texts.items() if raw.strip() in (b'"', b"]", b"}")]
 
 

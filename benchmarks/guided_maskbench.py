@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenmill.arch.read import read_spec
 from tokenmill.engine.build import vocabulary_of
-from tokenmill.engine.front import tokenizer_of
+from tokenmill.engine.frontend import tokenizer_of
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.compile import Compiled, compile_grammar
 from tokenmill.guided.vocabulary import Vocabulary

@@ -32,8 +32,8 @@ WAYS: dict[str, dict[str, str]] = {
 
 def perplexity(model: str, way: str, text: str, context: int, threads: int) -> float:
     llm = LLM(model, max_context=context + 16, threads=threads, **WAYS[way])  # type: ignore[arg-type]
-    assert llm.front.tokenizer is not None
-    tokens = llm.front.tokenizer.encode(text, add_special_tokens=True)
+    assert llm.frontend.tokenizer is not None
+    tokens = llm.frontend.tokenizer.encode(text, add_special_tokens=True)
     prompts = [tokens[first : first + context] for first in range(0, len(tokens) - 1, context)]
     answers = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
     logprobs = [one.logprob for answer in answers for one in answer.prompt_logprobs or [] if one is not None]

@@ -46,8 +46,8 @@ class Measured(NamedTuple):
 
 
 def run(llm: LLM, asked: Asked) -> Measured:
-    intake = llm.front.intake(llm.core.info.max_context)
-    requests = [intake.take(one) for one in asked]
+    input_processor = llm.frontend.input_processor(llm.core.info.max_context)
+    requests = [input_processor.take(one) for one in asked]
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     before, began = llm.core.stats(), time.perf_counter()
     for request in requests:

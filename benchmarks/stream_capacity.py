@@ -31,17 +31,17 @@ from tokenmill.config.by_name import engine_config
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.child import CoreChild
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.front import load_front
+from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.loop import run_loop
-from tokenmill.engine.process import ProcessLink, SocketMailbox
+from tokenmill.engine.process_core_client import ProcessCoreClient, SocketMailbox
 from tokenmill.engine.status import CoreInfo
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache
 from tokenmill.observe.metrics import Metrics
 from tokenmill.scheduler import Scheduler
-from tokenmill.server.door import Engine
+from tokenmill.server.gate import ServedEngine
 from tokenmill.server.run import serve
 from tokenmill.types import RowResult, StepPlan, StepResult
 
@@ -87,12 +87,12 @@ def run_core(step_s: float, token_id: int, folder: str, parent_pid: int) -> int:
 def run_front(model: str, port: int, step_s: float) -> int:
     config = engine_config(model, {})
 
-    async def start_engine() -> Engine:
-        front = load_front(config)
-        assert front.tokenizer is not None
-        (token_id,) = front.tokenizer.encode(WORD, add_special_tokens=False)
-        child = CoreChild([__file__, "core", str(step_s), str(token_id)])
-        engine = AsyncEngine(front, lambda: ProcessLink(config, front.model_path, child))
+    async def start_engine() -> ServedEngine:
+        frontend = load_frontend(config)
+        assert frontend.tokenizer is not None
+        (token_id,) = frontend.tokenizer.encode(WORD, add_special_tokens=False)
+        child = CoreProcess([__file__, "core", str(step_s), str(token_id)])
+        engine = AsyncEngine(frontend, lambda: ProcessCoreClient(config, frontend.model_path, child))
         await engine.open()
         return engine
 
@@ -104,17 +104,17 @@ def serving(model: str, step_s: float) -> Iterator[tuple[int, int]]:
     """Process id and port of a front that answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, __file__, "front", model, str(port), str(step_s)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as front:
+    command = [sys.executable, __file__, "frontend", model, str(port), str(step_s)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as frontend:
         try:
             while not answers(port):
-                if front.poll() is not None:
-                    raise SystemExit(f"the server ended with exit code {front.returncode}")
+                if frontend.poll() is not None:
+                    raise SystemExit(f"the server ended with exit code {frontend.returncode}")
                 time.sleep(0.05)
-            yield front.pid, port
+            yield frontend.pid, port
         finally:
-            front.send_signal(signal.SIGTERM)
-            front.wait(60)
+            frontend.send_signal(signal.SIGTERM)
+            frontend.wait(60)
 
 
 def answers(port: int) -> bool:
@@ -163,8 +163,8 @@ class Streams:
 
 def request(number: int, num_tokens: int) -> bytes:
     words = f"Story {number}. " + "Once upon a time a miller lived beside a quiet river. " * 10
-    knobs = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    body = json.dumps({"messages": [{"role": "user", "content": words}], **knobs}).encode()
+    params = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    body = json.dumps({"messages": [{"role": "user", "content": words}], **params}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: "
     return f"{head}{len(body)}\r\n\r\n".encode() + body
 
@@ -192,7 +192,7 @@ def snapshot(pids: dict[str, int], streams: Streams) -> dict[str, float]:
 
 def measure(model: str, num_streams: int, num_tokens: int, step_s: float) -> dict[str, Any]:
     with serving(model, step_s) as (pid, port):
-        pids = {"front": pid, "core": child_of(pid)}
+        pids = {"frontend": pid, "core": child_of(pid)}
         requests_cost(pids, port, 2)  # a warm-up
         asking = requests_cost(pids, port, max(16, num_streams))
         spent = streaming_cost(pids, Streams(port, num_streams, num_tokens), num_streams)
@@ -253,6 +253,6 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["core"]:
         sys.exit(run_core(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])))
-    if sys.argv[1:2] == ["front"]:
+    if sys.argv[1:2] == ["frontend"]:
         sys.exit(run_front(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
     sys.exit(main())

@@ -108,7 +108,7 @@ struct Best {
 
 // How a token is drawn: logits over the temperature (0: as they are), the `top_k` highest of them (0: all), then of the
 // probabilities what top-p (1: all) and then min-p (0: all) leave, and in that the token at `uniform`, in [0, 1).
-struct DrawKnobs {
+struct DrawParams {
   float temperature = 0.0f;
   int64_t top_k = 0;
   double top_p = 1.0, min_p = 0.0, uniform = 0.0;
@@ -162,7 +162,7 @@ struct Kernels {
   // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them
   void (*take_best)(const float* x, int size, int place, Best&);
   void (*softmax_row)(const float* x, int size, float* out);  // zeros where the highest is no finite number
-  int (*draw_token)(const float* logits, int size, const DrawKnobs&, DrawRoom&);  // -1 where it is none
+  int (*draw_token)(const float* logits, int size, const DrawParams&, DrawRoom&);  // -1 where it is none
 };
 
 inline constexpr int kTilesPerCall = 24;  // most row tiles in one call of `linear`

@@ -76,8 +76,8 @@ class ContextShift(msgspec.Struct, frozen=True):
     drop: int
 
 
-class SpelledKnobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The knobs that users write as text, as the token ids that the core needs."""
+class TokenizedParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that users write as text, as the token ids that the core needs."""
 
     dry_break_ids: list[int] = []  # tokens that hold a DRY sequence breaker
     dry_breakers: list[list[int]] = []  # tokens that spell one together
@@ -101,13 +101,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     pooling: Pooling | None = None
     shift: ContextShift | None = None  # None: the context is the end
-    spelled: SpelledKnobs = SpelledKnobs()
+    tokenized: TokenizedParams = TokenizedParams()
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TableUpdate(msgspec.Struct, frozen=True):
+class BlockTableUpdate(msgspec.Struct, frozen=True):
     """Entries [start, start + len(blocks)) of a row's block table in one KV group become `blocks`."""
 
     group: int
@@ -115,7 +115,7 @@ class TableUpdate(msgspec.Struct, frozen=True):
     blocks: list[int]
 
 
-class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence takes a permanent row in the runner (also on return from preemption)."""
 
     row: int
@@ -125,7 +125,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int]  # non-empty when forked or resumed
     stop_token_ids: list[int]  # what min_tokens must hold back (eos and stop ids)
     pooling: Pooling | None = None
-    spelled: SpelledKnobs = SpelledKnobs()
+    tokenized: TokenizedParams = TokenizedParams()
     mirostat_mu: float | None = None  # what the row's last draw left (None: it has drawn nothing yet)
 
 
@@ -145,7 +145,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     start: int
     token_ids: list[int]
-    table_updates: list[TableUpdate] = []
+    table_updates: list[BlockTableUpdate] = []
     sample: bool = False  # the last fed token is the sequence's last: draw the next one
     num_drafts: int = 0  # the last so many of `token_ids` are guesses: draw after each, as far as they were right
     output_index: int = 0  # how many output tokens precede the one drawn (position in the seed's stream)
@@ -160,7 +160,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    new_rows: list[NewRow] = []
+    new_rows: list[RowInit] = []
     freed_rows: list[int] = []  # applied before new_rows
     copies: list[tuple[int, int]] = []  # (from block, to block), before anything is written
     rows: list[RowPlan] = []

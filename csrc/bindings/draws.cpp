@@ -18,14 +18,14 @@ struct Draws {
   void check(size_t count) const {
     if (temperatures.size() != count || top_ks.size() != count || top_ps.size() != count || min_ps.size() != count ||
         uniforms.size() != count || takes_best.size() != count)
-      throw std::invalid_argument("the knobs are not as many as the lines");
+      throw std::invalid_argument("the parameters are not as many as the lines");
     const auto is_share = [](double x) { return x >= 0.0 && x <= 1.0; };
     for (size_t i = 0; i < count; ++i)
       if (!(temperatures[i] >= 0.0f && std::isfinite(temperatures[i])) || !is_share(top_ps[i]) || !is_share(min_ps[i]) ||
           !is_share(uniforms[i]))
-        throw std::invalid_argument("a knob is outside its range");
+        throw std::invalid_argument("a parameter is outside its range");
   }
-  DrawKnobs knobs(size_t i) const {
+  DrawParams parameters(size_t i) const {
     return {temperatures[i], top_ks[i], top_ps[i], min_ps[i], uniforms[i], takes_best[i]};
   }
 };
@@ -44,7 +44,7 @@ Numbers draw_rows(Array<const float, 2> logits, const Numbers& lines, const std:
   nb::gil_scoped_release free;
   for (size_t i = 0; i < lines.size(); ++i)
     tokens[i] = kernels.draw_token(logits.data() + static_cast<size_t>(lines[i]) * logits.shape(1),
-                                   static_cast<int>(logits.shape(1)), draws.knobs(i), room);
+                                   static_cast<int>(logits.shape(1)), draws.parameters(i), room);
   return tokens;
 }
 
@@ -73,7 +73,7 @@ Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
     decoder.pool().run(lines, [&](int line, int thread) {
       const size_t at = static_cast<size_t>(line);
       drawn[first + at] =
-          kernels.draw_token(decoder.logit_lines.data() + at * vocab, static_cast<int>(vocab), draws.knobs(first + at),
+          kernels.draw_token(decoder.logit_lines.data() + at * vocab, static_cast<int>(vocab), draws.parameters(first + at),
                              decoder.draw_rooms[static_cast<size_t>(thread)]);
     });
   }

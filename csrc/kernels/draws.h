@@ -207,18 +207,18 @@ inline int draw_row(const float* probs, int size, double top_p, double min_p, do
   return found.tokens[static_cast<size_t>(at)];
 }
 
-inline int draw_token(const float* x, int size, const DrawKnobs& knobs, DrawRoom& room) {
+inline int draw_token(const float* x, int size, const DrawParams& parameters, DrawRoom& room) {
   Best best;
   take_best(x, size, 0, best);
   if (best.has_nan || !std::isfinite(best.value)) return -1;
-  if (knobs.takes_best) return best.place;
-  const Scale scale{best.value, knobs.temperature};
-  const bool is_part = scale_highest(x, size, knobs.top_k, scale, room);
+  if (parameters.takes_best) return best.place;
+  const Scale scale{best.value, parameters.temperature};
+  const bool is_part = scale_highest(x, size, parameters.top_k, scale, room);
   if (!is_part) scale_all(x, size, scale, room.logits);
   float* probs = room.logits.data();
   const int count = static_cast<int>(room.logits.size());
   softmax(probs, count, scale(best.value));
-  const int at = draw_row(probs, count, knobs.top_p, knobs.min_p, knobs.uniform);
+  const int at = draw_row(probs, count, parameters.top_p, parameters.min_p, parameters.uniform);
   return is_part ? room.tokens[static_cast<size_t>(at)] : at;
 }
 

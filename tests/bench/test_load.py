@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tokenmill.bench.client import Connection
-from tokenmill.bench.dialects import DIALECTS, Ask
+from tokenmill.bench.dialects import DIALECTS, RequestSpec
 from tokenmill.bench.inbox import Inbox
 from tokenmill.bench.lag import ClientTooSlow, Lag
 from tokenmill.bench.lengths import Lengths
-from tokenmill.bench.load import ClosedLoop, OpenLoop, Run, Target, run_load
+from tokenmill.bench.load import ClosedLoop, LoadRun, OpenLoop, Target, run_load
 from tokenmill.bench.measures import percentile
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.totals import in_flight, totals
 from tokenmill.bench.workloads import Session, Workload, plain
 from tokenmill.cli import main
@@ -31,13 +31,13 @@ def short(count: int) -> list[Session]:
     return list(islice(Workload(input_len=Lengths(4, 4), output_len=Lengths(8, 8)).sessions(), count))
 
 
-def emitted(record: Record, began: float) -> list[float]:
+def emitted(record: BenchRecord, began: float) -> list[float]:
     """When the stub wrote each piece, since the run began."""
     assert record.texts is not None
     return [float(text) - began for text in record.texts]
 
 
-def check_schedule(run: Run, ttft: float, itl: float) -> None:
+def check_schedule(run: LoadRun, ttft: float, itl: float) -> None:
     """What the client saw against what the server wrote, and against the schedule, within the client's own lag. One
     that holds things back would be tens of milliseconds late; a shared machine is late by a few, now and then."""
     assert run.lag is not None and all(record.is_ok for record in run.records)
@@ -122,10 +122,10 @@ def test_a_request_without_an_answer_times_out(stub: Start) -> None:
 # ── the parser, fed every possible way ─────────────────────────────────────────────────────────────────
 
 
-def parse(data: bytes, sizes: list[int], *, ends: bool = False, dialect: str = "openai-chat") -> Record:
-    async def feed() -> Record:
+def parse(data: bytes, sizes: list[int], *, ends: bool = False, dialect: str = "openai-chat") -> BenchRecord:
+    async def feed() -> BenchRecord:
         loop = asyncio.get_running_loop()
-        connection, record = Connection(DIALECTS[dialect], time.perf_counter(), Inbox(loop)), Record()
+        connection, record = Connection(DIALECTS[dialect], time.perf_counter(), Inbox(loop)), BenchRecord()
         connection._record, connection._done = record, loop.create_future()
         place = 0
         for size in sizes:
@@ -186,9 +186,9 @@ def test_an_answer_that_breaks_off_anywhere_ends_its_request_and_no_other() -> N
     counted = OK + b"Content-Length: %d\r\n\r\n" % len(half) + half
     assert parse(counted, [len(counted)]).error == "bad_reply"
 
-    async def out_of_time() -> Record:
+    async def out_of_time() -> BenchRecord:
         loop = asyncio.get_running_loop()
-        connection, record = Connection(DIALECTS["openai-chat"], time.perf_counter(), Inbox(loop)), Record()
+        connection, record = Connection(DIALECTS["openai-chat"], time.perf_counter(), Inbox(loop)), BenchRecord()
         connection._record, connection._done = record, loop.create_future()
         connection.data_received(CHUNKED[:200])
         await asyncio.sleep(0)
@@ -227,5 +227,5 @@ def test_bodies_name_what_is_asked() -> None:
     for dialect in DIALECTS.values():
         body = json.dumps(dialect.body(ask, "m"))
         assert "one two" in body and "9" in body
-    ids = Ask(({"role": "user", "content": ""},), 5, prompt_ids=(1, 2, 3))
+    ids = RequestSpec(({"role": "user", "content": ""},), 5, prompt_ids=(1, 2, 3))
     assert DIALECTS["openai-completions"].body(ids, "m")["prompt"] == [1, 2, 3]

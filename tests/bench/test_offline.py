@@ -109,7 +109,7 @@ def test_steps_are_told_apart_and_the_model_is_put_back(config_file: Path) -> No
 def test_nothing_is_measured_before_everything_is_prepared(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's graphs are captured when there is time: not in the steps that are measured."""
     left = [True, True, True, False]
-    monkeypatch.setattr(EngineCore, "use_spare_time", lambda core: left.pop(0))
+    monkeypatch.setattr(EngineCore, "run_idle_task", lambda core: left.pop(0))
     open_measured(EngineConfig(ModelConfig(str(config_file), load_format="dummy")))
     assert not left
 
@@ -130,9 +130,9 @@ def test_weights_that_a_gpu_quantises_count_as_many_bytes_as_it_reads(
     for quantization in ("none", "fp8", "int4"):
         llm.config = replace(llm.config, model=replace(llm.config.model, quantization=quantization))
         found[quantization] = offline.stored_weights(llm, object())
-    wide = replace(llm.front.spec, hidden_size=256)
+    wide = replace(llm.frontend.spec, hidden_size=256)
     assert [dtype for _, dtype in found.values()] == ["float32", "fp8", "int4"]
-    assert found["fp8"][0] == gpu_weight_parts(llm.front.spec, 2, "fp8")
+    assert found["fp8"][0] == gpu_weight_parts(llm.frontend.spec, 2, "fp8")
     assert gpu_weight_parts(wide, 2, "fp8").rest < 0.6 * gpu_weight_parts(wide, 2).rest
 
 

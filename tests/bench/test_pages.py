@@ -9,8 +9,8 @@ import pytest
 from browser import look_at
 
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.bench.records import Record
 from tokenmill.bench.report import ReportRun, html_report
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import SearchSettings, Trial, search
 from tokenmill.bench.search_report import html_search
 from tokenmill.bench.totals import totals
@@ -23,10 +23,10 @@ MIN_PICTURE_BYTES = 20_000  # an empty page of this size compresses to 6 kB
 
 
 def run_page() -> str:
-    def record(n: int) -> Record:
+    def record(n: int) -> BenchRecord:
         sent, step = n * 0.05, 0.01 + 0.0001 * (n % 17)
         times = [sent + 0.1 + 0.002 * (n % 9) + k * step for k in range(20)]
-        return Record(sent_s=sent, scheduled_s=sent, times_s=times, end_s=times[-1], status=200, output_tokens=20)
+        return BenchRecord(sent_s=sent, scheduled_s=sent, times_s=times, end_s=times[-1], status=200, output_tokens=20)
 
     records = [record(n) for n in range(200)]
     return html_report([ReportRun(name, totals(records), records) for name in ("first <run>", "second")])

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.bench.edge import belief_of
-from tokenmill.bench.records import Record
+from tokenmill.bench.capacity_belief import belief_of
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import (
     SearchSettings,
     Trial,
@@ -163,9 +163,9 @@ def test_a_search_that_is_terminated_prints_its_verdict(stub: Callable[..., str]
     assert found["was_cut_short"] and found["best"] >= 2 and len(found["trials"]) >= len(seen) - 1
 
 
-def record(sent: float, ttft: float, tpot: float = 0.01, error: str | None = None) -> Record:
+def record(sent: float, ttft: float, tpot: float = 0.01, error: str | None = None) -> BenchRecord:
     times = [sent + ttft + n * tpot for n in range(4)]
-    return Record(sent_s=sent, times_s=times, end_s=times[-1], output_tokens=4, error=error)
+    return BenchRecord(sent_s=sent, times_s=times, end_s=times[-1], output_tokens=4, error=error)
 
 
 def test_a_growing_queue_fails_even_within_the_limits() -> None:
@@ -186,7 +186,7 @@ def test_limits_and_failures_are_named() -> None:
     assert judge(2, records, parse_limits("tpot_p50=100ms"), rates).passed
     failed = [*records, record(30, 0.1, error="http_503")]
     assert "http_503" in judge(2, failed, parse_limits("ttft_p95=1s"), rates).reason
-    one_piece = [Record(times_s=[0.1], end_s=0.1)] * 9
+    one_piece = [BenchRecord(times_s=[0.1], end_s=0.1)] * 9
     with pytest.raises(InvalidConfig, match=r"tpot has no values.*more tokens"):
         judge(2, one_piece, parse_limits("ttft_p95=1s,tpot_p95=100ms"), rates)
     with pytest.raises(InvalidConfig, match=r"no request came.*--trial-s"):

@@ -20,9 +20,9 @@ import pytest
 
 from tokenmill.bench.lag import Interval
 from tokenmill.bench.lengths import Lengths
-from tokenmill.bench.load import OpenLoop, Run, Target, run_load
+from tokenmill.bench.load import LoadRun, OpenLoop, Target, run_load
 from tokenmill.bench.measures import percentile
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.totals import in_flight
 from tokenmill.bench.workloads import Workload
 
@@ -51,7 +51,7 @@ def p99_ms(seconds: list[float]) -> float:
     return 1e3 * percentile(np.abs(seconds), 99)
 
 
-def errors(run: Run, stolen: list[Interval]) -> Errors:
+def errors(run: LoadRun, stolen: list[Interval]) -> Errors:
     assert run.lag is not None
     ttft, itl, late, stub_late, left_out = [], [], [], [], 0
     for record in run.records:
@@ -73,7 +73,7 @@ def meets(start: float, end: float, stolen: list[Interval]) -> bool:
     return any(start < until and since < end for since, until in stolen)
 
 
-def written_s(record: Record, run: Run) -> list[float]:
+def written_s(record: BenchRecord, run: LoadRun) -> list[float]:
     assert record.texts is not None
     return [float(text) - run.began for text in record.texts]
 

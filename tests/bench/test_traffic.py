@@ -1,4 +1,4 @@
-"""Arrivals, traces and prompts."""
+"""ArrivalProcess, traces and prompts."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenmill.bench.arrivals import Arrivals
+from tokenmill.bench.arrivals import ArrivalProcess
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.traces import TraceScale, read_trace
 from tokenmill.bench.workloads import Workload, trace_session
 from tokenmill.errors import InvalidConfig
 
 
-def gaps(arrivals: Arrivals, count: int = 20_000) -> np.ndarray:
+def gaps(arrivals: ArrivalProcess, count: int = 20_000) -> np.ndarray:
     return np.diff(np.fromiter(islice(arrivals.times(3), count), dtype=float))
 
 
 def test_processes_have_their_mean_and_their_spread() -> None:
     for arrivals, variation in (
-        (Arrivals(50, "constant"), 0.0),
-        (Arrivals(50, "poisson"), 1.0),
-        (Arrivals(50, "gamma", burstiness=0.25), 2.0),
+        (ArrivalProcess(50, "constant"), 0.0),
+        (ArrivalProcess(50, "poisson"), 1.0),
+        (ArrivalProcess(50, "gamma", burstiness=0.25), 2.0),
     ):
         found = gaps(arrivals)
         assert found.mean() == pytest.approx(1 / 50, rel=0.03)
         assert found.std() / found.mean() == pytest.approx(variation, abs=0.08)
-    assert list(islice(Arrivals(5).times(1), 9)) == list(islice(Arrivals(5).times(1), 9))
+    assert list(islice(ArrivalProcess(5).times(1), 9)) == list(islice(ArrivalProcess(5).times(1), 9))
 
 
 def test_a_ramp_grows() -> None:
-    times = list(islice(Arrivals(10, "ramp", rate_end=100, duration_s=10).times(0), 550))
+    times = list(islice(ArrivalProcess(10, "ramp", rate_end=100, duration_s=10).times(0), 550))
     assert sum(t < 1 for t in times) < 25 < 60 < sum(9 <= t < 10 for t in times)
     with pytest.raises(InvalidConfig):
-        Arrivals(10, "ramp")
+        ArrivalProcess(10, "ramp")
 
 
 def test_azure_trace(shared_dir: Path) -> None:
@@ -86,7 +86,7 @@ def test_prompts_have_the_length_asked_for(kind: str) -> None:
 
 
 def test_words_are_single_tokens(smollm2_path: Path) -> None:
-    from tokenmill.engine.front import tokenizer_of
+    from tokenmill.engine.frontend import tokenizer_of
 
     tokenizer = tokenizer_of(smollm2_path)
     assert tokenizer is not None

@@ -7,7 +7,7 @@ import pytest
 
 from tokenmill.arch.cost import decode_flops, prefill_flops
 from tokenmill.arch.read import read_spec
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.utilisation import utilisation
 from tokenmill.errors import InvalidConfig
 
@@ -20,7 +20,7 @@ def test_one_request_alone_is_what_the_roofline_says(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
     times = [n * 0.005 for n in range(1000)]
-    record = Record(times_s=times, end_s=5.0, output_tokens=1000, input_tokens=10, status=200)
+    record = BenchRecord(times_s=times, end_s=5.0, output_tokens=1000, input_tokens=10, status=200)
     found = utilisation([record], file, "H200")
     spec = read_spec(file)
     assert found["mbu"] == pytest.approx(15.01e9 / 0.005 / 4.8e12, rel=0.01)

@@ -13,14 +13,14 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from pydantic import TypeAdapter, with_config
 from wire_servers import SERVERS, WORDS, wire_server
 
-from tokenmill.bench.dialects import DIALECTS, Ask
+from tokenmill.bench.dialects import DIALECTS, RequestSpec
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.load import ClosedLoop, Target, run_load
 from tokenmill.bench.result import without_key
 from tokenmill.bench.workloads import Workload
 
 SCHEMA = {"type": "object"}
-ASK = Ask(({"role": "user", "content": "Hi"},), 8, schema=SCHEMA)
+ASK = RequestSpec(({"role": "user", "content": "Hi"},), 8, schema=SCHEMA)
 
 
 @pytest.mark.parametrize("maker", SERVERS)

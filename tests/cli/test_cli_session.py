@@ -14,19 +14,19 @@ import pytest
 from tokenmill.cli.chat import Conversation
 from tokenmill.cli.session import ServedEvents, write_answer
 from tokenmill.config.sampling import SamplingConfig
-from tokenmill.engine.stream import Arrivals, EventStream
+from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.types import Event
 
 
 @pytest.fixture
-def left() -> list[Arrivals]:
+def left() -> list[EventBuffer]:
     return []
 
 
-def unanswered(runner: asyncio.Runner, left: list[Arrivals], *said: str) -> ServedEvents:
+def unanswered(runner: asyncio.Runner, left: list[EventBuffer], *said: str) -> ServedEvents:
     """An answer of which nothing more will come; Ctrl-C is pressed as soon as it is waited for."""
     outlet: Any = SimpleNamespace(request_id="r")
-    arrivals = Arrivals(outlet)
+    arrivals = EventBuffer(outlet)
     for text in said:
         arrivals.put(Event(request_id="r", text=text))
     loop = runner.get_loop()
@@ -34,7 +34,7 @@ def unanswered(runner: asyncio.Runner, left: list[Arrivals], *said: str) -> Serv
     return ServedEvents(runner, EventStream(arrivals, left.append, loop))
 
 
-def test_ctrl_c_ends_an_answer_that_has_not_begun(left: list[Arrivals]) -> None:
+def test_ctrl_c_ends_an_answer_that_has_not_begun(left: list[EventBuffer]) -> None:
     out = io.StringIO()
     with asyncio.Runner() as runner:
         answer = write_answer(unanswered(runner, left), out)
@@ -42,7 +42,7 @@ def test_ctrl_c_ends_an_answer_that_has_not_begun(left: list[Arrivals]) -> None:
     assert left  # the engine was told
 
 
-def test_what_was_said_before_ctrl_c_is_kept(left: list[Arrivals]) -> None:
+def test_what_was_said_before_ctrl_c_is_kept(left: list[EventBuffer]) -> None:
     out = io.StringIO()
     with asyncio.Runner() as runner:
         answer = write_answer(unanswered(runner, left, "The capital"), out)
@@ -50,7 +50,7 @@ def test_what_was_said_before_ctrl_c_is_kept(left: list[Arrivals]) -> None:
 
 
 def test_a_turn_stopped_before_a_word_is_not_remembered(
-    left: list[Arrivals], capsys: pytest.CaptureFixture[str]
+    left: list[EventBuffer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with asyncio.Runner() as runner:
         model: Any = SimpleNamespace(stream_chat=lambda messages, params: unanswered(runner, left))

@@ -12,8 +12,8 @@ import pytest
 from test_cli_failures import engines_of, wait_for_no_engine
 from test_cli_process import environment, one_line, real
 
-from tokenmill.cli.ahead import core_ahead, take_core
-from tokenmill.engine.torch_import import libraries_ahead, uncollected
+from tokenmill.cli.prestart import prestart_core, take_core
+from tokenmill.engine.startup.torch_import import gc_paused, preload_libraries
 from tokenmill.ops.cpu.availability import is_available, load_library
 
 __all__ = ["environment"]
@@ -51,13 +51,13 @@ def test_a_core_that_nobody_takes_is_ended(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("verb", "arguments"), [("list", []), ("run", ["--help"]), ("serve", ["-h"])])
 def test_no_core_where_none_is_wanted(verb: str, arguments: list[str]) -> None:
-    with core_ahead(verb, arguments):
+    with prestart_core(verb, arguments):
         assert take_core() is None
 
 
 def test_the_core_is_taken_once(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_HOME", environment["TOKENMILL_HOME"])
-    with core_ahead("run", ["hi"]):
+    with prestart_core("run", ["hi"]):
         child = take_core()
         assert child is not None
         assert take_core() is None
@@ -82,13 +82,13 @@ def test_libraries_are_loaded_or_not_without_a_fuss(tmp_path: Path) -> None:
     assert not load_library(str(broken))
     assert not load_library(str(tmp_path / "none.so"))
     assert load_library(next(iter(sorted(Path(sys.modules["_struct"].__file__ or "").parent.glob("*.so")))).as_posix())
-    with libraries_ahead():
+    with preload_libraries():
         pass
 
 
 def test_collecting_goes_on_after_an_import() -> None:
     assert gc.isenabled()
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), gc_paused():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
@@ -96,7 +96,7 @@ def test_collecting_goes_on_after_an_import() -> None:
 
 def test_torch_without_meta_kernels_computes_and_gets_them_when_asked(environment: dict[str, str]) -> None:
     code = f"""
-from tokenmill.engine.torch_import import import_meta_kernels, without_meta_kernels
+from tokenmill.engine.startup.torch_import import import_meta_kernels, without_meta_kernels
 with without_meta_kernels():
     import torch
 assert not {{"torch._decomp", "torch._meta_registrations"}} & set(sys.modules)

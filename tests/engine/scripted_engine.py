@@ -9,10 +9,10 @@ import torch
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import assemble
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.intake import Intake
+from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.runner.scripted import ContextModel
+from tokenmill.testing.scripted_models import ContextModel
 from tokenmill.text.bytes import byte_tokenizer
 from tokenmill.types import PromptRequest, SequenceOutput
 
@@ -34,8 +34,8 @@ def scripted_core(model: Model | None = None, *, num_blocks: int = 65, prefix_ca
     return assemble(config, model, storage)
 
 
-def byte_intake() -> Intake:
-    return Intake(tokenizer=byte_tokenizer(), vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=(257,))
+def byte_intake() -> InputProcessor:
+    return InputProcessor(tokenizer=byte_tokenizer(), vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=(257,))
 
 
 def run(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[SequenceOutput]]:

@@ -20,11 +20,11 @@ import tokenmill
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import async_engine
-from tokenmill.engine.child import CoreChild, own_python
-from tokenmill.engine.link import CoreLink
+from tokenmill.engine.core_client import CoreClient
+from tokenmill.engine.core_process import CoreProcess, own_python
 from tokenmill.engine.messages import Abort
-from tokenmill.engine.outlet import Outlet
-from tokenmill.engine.process import ProcessLink
+from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.engine.process_core_client import ProcessCoreClient
 from tokenmill.errors import Draining, EngineDead, InvalidRequest, RequestFailed, TokenmillError
 from tokenmill.types import Event, PromptRequest, SequenceOutput
 
@@ -76,14 +76,14 @@ def test_many_at_once_answer_as_one_alone(stories_dir: Path, in_process: bool) -
 
 
 def test_a_mistake_in_one_answer_s_text_ends_that_one_alone(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Outlet.push
+    push = OutputProcessor.push
 
-    def pushed(outlet: Outlet, output: SequenceOutput) -> list[Event]:
+    def pushed(outlet: OutputProcessor, output: SequenceOutput) -> list[Event]:
         if outlet.request_id == "unlucky":
             raise ValueError("a mistake")
         return push(outlet, output)
 
-    monkeypatch.setattr(Outlet, "push", pushed)
+    monkeypatch.setattr(OutputProcessor, "push", pushed)
 
     async def scenario() -> None:
         async with running(stories_dir, in_process=True) as engine:
@@ -150,7 +150,7 @@ def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> N
             await anext(stream)
             make_link, tries = engine._make_link, iter([OSError(errno.ENOMEM, "no memory"), None])
 
-            def made() -> CoreLink:
+            def made() -> CoreClient:
                 if (problem := next(tries)) is not None:  # the first time there is nothing to start one with
                     raise problem
                 return make_link()
@@ -231,8 +231,8 @@ def test_what_a_core_says_last_is_heard_before_its_end(
     heard: list[Any] = []
 
     async def scenario() -> None:
-        child = CoreChild()
-        link = ProcessLink(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, child)
+        child = CoreProcess()
+        link = ProcessCoreClient(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, child)
         await link.start(heard.append)
         await asyncio.sleep(0.1)
         child.wait()  # the loop stands still meanwhile
@@ -245,11 +245,11 @@ def test_what_a_core_says_last_is_heard_before_its_end(
 
 def test_a_core_that_still_loads_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a start: it reads no messages before it is loaded."""
-    monkeypatch.setattr("tokenmill.engine.child.EXIT_PATIENCE_S", 3600.0)
+    monkeypatch.setattr("tokenmill.engine.core_process.EXIT_TIMEOUT_S", 3600.0)
 
     async def scenario() -> None:
-        loading = CoreChild(program=("-c", "import time; time.sleep(3600)"))
-        link = ProcessLink(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, loading)
+        loading = CoreProcess(program=("-c", "import time; time.sleep(3600)"))
+        link = ProcessCoreClient(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, loading)
         await link.start(lambda message: None)
         await link.close()
 
@@ -258,8 +258,8 @@ def test_a_core_that_still_loads_is_not_waited_for(tmp_path: Path, monkeypatch: 
 
 def test_a_program_ends_that_never_closed_its_engine(tmp_path: Path) -> None:
     """An exception on the way, or a forgotten `close`: the loop's end is the core's."""
-    core = CoreChild(program=("-c", "import time; time.sleep(3600)"))
-    link = ProcessLink(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, core)
+    core = CoreProcess(program=("-c", "import time; time.sleep(3600)"))
+    link = ProcessCoreClient(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, core)
 
     async def scenario() -> None:
         await link.start(lambda message: None)
@@ -275,7 +275,7 @@ def test_a_core_imports_nothing_from_where_the_user_stands(tmp_path: Path, monke
     (tmp_path / "zmq.py").write_text("raise SystemExit(3)")
     monkeypatch.delenv("PYTHONPATH", raising=False)  # which may name the folder one stands in
     monkeypatch.chdir(tmp_path)
-    core = CoreChild(program=("-c", "import zmq"))
+    core = CoreProcess(program=("-c", "import zmq"))
     assert core.wait() == "exit code 0"
     core.end()
     monkeypatch.chdir(Path(tokenmill.__file__).parents[1])  # `python -m tokenmill` in a source tree

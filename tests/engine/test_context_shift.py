@@ -35,7 +35,7 @@ def in_sight(tokens: list[int], keep: int = KEEP) -> list[int]:
     return tokens
 
 
-def knobs(max_tokens: int = 100, **settings: Any) -> SamplingParams:
+def params(max_tokens: int = 100, **settings: Any) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, "context_shift": True, **settings}
     )
@@ -52,7 +52,7 @@ def test_each_token_is_what_its_window_would_bring_as_a_prompt(
     backend: str, prompt_len: int, stories_dir: Path
 ) -> None:
     llm, prompt = opened(stories_dir, backend), prompt_of(prompt_len)
-    (answer,) = llm.generate([prompt], knobs(), progress=False)
+    (answer,) = llm.generate([prompt], params(), progress=False)
     tokens = answer.outputs[0].token_ids
     assert len(tokens) == 100 and answer.outputs[0].finish_reason == "length"
     befores = [in_sight(prompt + tokens[:count]) for count in range(100)]
@@ -67,9 +67,9 @@ def test_each_token_is_what_its_window_would_bring_as_a_prompt(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prompt_logprobs_and_drawn_ones_agree_across_shifts(backend: str, stories_dir: Path) -> None:
     llm, prompt = opened(stories_dir, backend), prompt_of(20)
-    (drawn,) = llm.generate([prompt], knobs(logprobs=0), progress=False)
+    (drawn,) = llm.generate([prompt], params(logprobs=0), progress=False)
     whole = prompt + drawn.outputs[0].token_ids
-    (scored,) = llm.generate([whole], knobs(max_tokens=1, prompt_logprobs=0), progress=False)
+    (scored,) = llm.generate([whole], params(max_tokens=1, prompt_logprobs=0), progress=False)
     assert scored.prompt_logprobs is not None and drawn.outputs[0].logprobs is not None
     there = [info.logprob for info in scored.prompt_logprobs[20:] if info is not None]
     assert there == pytest.approx([info.logprob for info in drawn.outputs[0].logprobs], abs=1e-4)
@@ -82,7 +82,7 @@ def run(llm: LLM, asks: list[tuple[list[int], SamplingParams]], together: bool) 
         arriving = len(waiting) if together else int(not llm.core.has_work)
         for name, prompt, params in waiting[:arriving]:
             asked = PromptRequest(prompt=prompt, params=params, request_id=name)
-            llm.core.add(llm.front.intake(CONTEXT).take(asked))
+            llm.core.add(llm.frontend.input_processor(CONTEXT).take(asked))
         waiting = waiting[arriving:]
         for output in llm.core.step():
             assert output.error is None, output
@@ -94,7 +94,7 @@ def mixed_asks() -> list[tuple[list[int], SamplingParams]]:
     return [
         (
             prompt_of(5 + 17 * number, seed=number % 3),
-            knobs(
+            params(
                 max_tokens=70 + number,
                 n=1 + number % 2,
                 temperature=number % 3 / 2,
@@ -132,7 +132,7 @@ def test_the_engine_setting_holds_unless_a_request_says_otherwise(stories_dir: P
     ):
         (answer,) = llm.generate([prompt], params, progress=False)
         assert (len(answer.outputs[0].token_ids), answer.outputs[0].finish_reason) == (length, "length")
-    request = llm.front.intake(CONTEXT).take(PromptRequest(prompt=prompt, params=SamplingParams()))
+    request = llm.frontend.input_processor(CONTEXT).take(PromptRequest(prompt=prompt, params=SamplingParams()))
     assert request.shift is not None and request.shift.keep == 7
 
 
@@ -140,7 +140,7 @@ def test_without_the_option_nothing_changes(stories_dir: Path) -> None:
     llm = opened(stories_dir, "reference")
     with pytest.raises(InvalidRequest, match=r"must fit in 64.*context_shift"):
         llm.generate([prompt_of(64)], SamplingParams(), progress=False)
-    (answer,) = llm.generate([prompt_of(60)], knobs(context_shift=None), progress=False)
+    (answer,) = llm.generate([prompt_of(60)], params(context_shift=None), progress=False)
     assert len(answer.outputs[0].token_ids) == 4 and answer.outputs[0].finish_reason == "length"
 
 
@@ -162,4 +162,4 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], problem: str, stori
 
 def test_a_prompt_beyond_all_bounds_is_refused(stories_dir: Path) -> None:
     with pytest.raises(InvalidRequest, match="even where the context shifts"):
-        opened(stories_dir, "reference").generate([[5] * 70_000], knobs(), progress=False)
+        opened(stories_dir, "reference").generate([[5] * 70_000], params(), progress=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_outlet import outlet_for
+from test_output_processor import outlet_for
 
 from tokenmill import SamplingParams
-from tokenmill.engine.stream import Arrivals, EventStream
+from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.errors import RequestFailed
 from tokenmill.types import Event, TokenInfo, Usage
 
@@ -22,7 +22,7 @@ def read(*steps: list[Event], error: RequestFailed | None = None) -> list[Event]
     """What a reader gets who looks once after each step."""
 
     async def scenario() -> list[Event]:
-        arrivals = Arrivals(outlet_for(SamplingParams()))
+        arrivals = EventBuffer(outlet_for(SamplingParams()))
         stream = EventStream(arrivals, lambda _: None, asyncio.get_running_loop())
         got: list[Event] = []
         reading = asyncio.create_task(_collect(stream, got))

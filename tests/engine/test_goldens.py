@@ -58,16 +58,16 @@ def test_prompt_logprobs_are_the_references(answers: list[RequestOutput], cases:
 
 def test_prompts_become_the_references_ids(stories: LLM, cases: list[dict[str, Any]]) -> None:
     for case in cases:
-        assert stories.front.intake(512).tokenizer.encode(case["prompt"]) == case["prompt_ids"]
+        assert stories.frontend.input_processor(512).tokenizer.encode(case["prompt"]) == case["prompt_ids"]
 
 
 def test_token_counts_equal_the_anchors(stories: LLM, anchors: dict[str, Any]) -> None:
-    intake = stories.front.intake(512)
+    input_processor = stories.frontend.input_processor(512)
     for anchor in anchors["prompt_token_counts"]:
-        assert len(intake.tokenizer.encode(anchor["prompt"])) == anchor["tokens"], anchor["prompt"]
+        assert len(input_processor.tokenizer.encode(anchor["prompt"])) == anchor["tokens"], anchor["prompt"]
     for anchor in anchors["chatml_token_counts"]:
         messages = [Message(role=role, content=anchor[role]) for role in ("system", "user")]
-        assert len(intake.chat_ids(ChatRequest(messages=messages))) == anchor["tokens"], anchor
+        assert len(input_processor.chat_ids(ChatRequest(messages=messages))) == anchor["tokens"], anchor
 
 
 def test_texts_match_the_anchors(stories: LLM, anchors: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ class Runner:
         self.free_bytes = free_bytes
         self.calls: list[tuple[int, int]] = []
 
-    def run_largest_step(self, num_tokens: int, step_bytes: int, meanwhile: object) -> None:
+    def run_largest_step(self, num_tokens: int, step_bytes: int, while_compiling: object) -> None:
         self.calls.append((num_tokens, step_bytes))
         if step_bytes > self.free_bytes:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")

@@ -12,9 +12,9 @@ from tokenmill.engine.core import MAX_FAILED_STEPS_IN_A_ROW
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.runner.scripted import ContextModel
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.types import NewRow, PromptRequest
+from tokenmill.testing.scripted_models import ContextModel
+from tokenmill.types import PromptRequest, RowInit
 
 POISON = 250
 GOOD = [
@@ -61,15 +61,15 @@ def test_an_abort_leaves_nothing_behind(after_steps: int) -> None:
 
 
 def test_wrong_requests_never_reach_the_engine() -> None:
-    intake = byte_intake()
+    input_processor = byte_intake()
     with pytest.raises(ContextLengthExceeded, match=str(MAX_CONTEXT)):
-        intake.take(PromptRequest(prompt=[5] * MAX_CONTEXT))
+        input_processor.take(PromptRequest(prompt=[5] * MAX_CONTEXT))
     for prompt in ([VOCAB], [-1], [True], []):
         with pytest.raises(InvalidRequest):
-            intake.take(PromptRequest(prompt=prompt))
+            input_processor.take(PromptRequest(prompt=prompt))
     for params in (SamplingParams(logit_bias={VOCAB: 1.0}), SamplingParams(allowed_token_ids=[-1])):
         with pytest.raises(InvalidRequest, match="not a token id"):
-            intake.take(PromptRequest(prompt="hi", params=params))
+            input_processor.take(PromptRequest(prompt="hi", params=params))
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
@@ -118,9 +118,9 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_run() -> None:
 def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Sampler.add_row
 
-    def taken(sampler: Sampler, new: NewRow) -> None:
+    def taken(sampler: Sampler, new: RowInit) -> None:
         if new.params.seed == 13:
-            raise RuntimeError("a knob that was not thought of")
+            raise RuntimeError("a parameter that was not thought of")
         take(sampler, new)
 
     monkeypatch.setattr(Sampler, "add_row", taken)

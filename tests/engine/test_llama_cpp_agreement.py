@@ -112,7 +112,7 @@ def test_top_token_agrees_with_llama_cpps_own_rounding(
 
 
 def test_prompt_ids_equal_llama_cpps(smollm2_path: Path) -> None:
-    from tokenmill.engine.front import tokenizer_of
+    from tokenmill.engine.frontend import tokenizer_of
 
     tokenizer = tokenizer_of(smollm2_path)
     assert tokenizer is not None

@@ -49,14 +49,14 @@ class Ask:
 def make_asks(seed: int, count: int = NUM_REQUESTS) -> list[Ask]:
     rng = random.Random(seed)
     stems = [[1, *(rng.randrange(3, 512) for _ in range(rng.choice([0, 15, 40, 90])))] for _ in range(12)]
-    return [Ask(rng.choice(stems) + _tail(rng), _knobs(rng)) for _ in range(count)]
+    return [Ask(rng.choice(stems) + _tail(rng), _params_of(rng)) for _ in range(count)]
 
 
 def _tail(rng: random.Random) -> list[int]:
     return [rng.randrange(3, 512) for _ in range(rng.randrange(0, 40))]
 
 
-def _knobs(rng: random.Random) -> SamplingParams:
+def _params_of(rng: random.Random) -> SamplingParams:
     params = _common_knobs(rng)
     assert params.seed is not None
     rng = random.Random(params.seed)  # of its own: how many and how long the requests are is left as it was
@@ -101,7 +101,7 @@ def run_together(llm: LLM, asks: list[Ask], rng: random.Random | None) -> Answer
         arriving = rng.randrange(0, 12) if rng is not None else int(not llm.core.has_work)
         for number, ask in waiting[:arriving]:
             asked = PromptRequest(prompt=ask.prompt, params=ask.params, request_id=str(number))
-            llm.core.add(llm.front.intake(512).take(asked))
+            llm.core.add(llm.frontend.input_processor(512).take(asked))
         waiting = waiting[arriving:]
         for output in llm.core.step():
             assert output.error is None, output

@@ -21,7 +21,7 @@ from tokenmill.types import PromptRequest
 
 PROMPT = "Once upon a time"
 KEY = 20261115
-KNOBS: list[dict[str, Any]] = [
+PARAM_NAMES: list[dict[str, Any]] = [
     {"mirostat": 2, "mirostat_tau": 3.0},
     {"dry_multiplier": 2.0, "dry_allowed_length": 1},
     {"watermark": Watermark(key=KEY, context=2)},
@@ -33,18 +33,18 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
-def ask(llm: LLM, prompt: str = PROMPT, **knobs: Any) -> list[CompletionOutput]:
-    params = SamplingParams(**{"max_tokens": 60, "seed": 5, **knobs})
+def ask(llm: LLM, prompt: str = PROMPT, **params: Any) -> list[CompletionOutput]:
+    params = SamplingParams(**{"max_tokens": 60, "seed": 5, **params})
     [answer] = llm.generate([prompt], params, progress=False)
     assert answer.error is None, answer.error
     return answer.outputs
 
 
 def test_preempted_beside_strangers_and_forked_rows_draw_the_same(stories: LLM, stories_dir: Path) -> None:
-    alone = [[output.token_ids for output in ask(stories, **knobs)] for knobs in KNOBS]
+    alone = [[output.token_ids for output in ask(stories, **params)] for params in PARAM_NAMES]
     tight = LLM(str(stories_dir), threads=1, num_blocks=26, block_size=8, max_context=192)
-    params = [SamplingParams(max_tokens=60, seed=5, **knobs) for knobs in KNOBS]
-    together = tight.generate([PROMPT] * len(KNOBS), params, progress=False)
+    params = [SamplingParams(max_tokens=60, seed=5, **params) for params in PARAM_NAMES]
+    together = tight.generate([PROMPT] * len(PARAM_NAMES), params, progress=False)
     assert tight.core.stats().preemptions > 0
     assert [[output.token_ids for output in answer.outputs] for answer in together] == alone
 
@@ -54,16 +54,16 @@ def test_guessed_tokens_change_no_draw(stories_dir: Path) -> None:
     prompt = " ".join(["The cat sat on the mat and the dog ran to the park."] * 4)
     plain, guessing = (LLM(str(stories_dir), threads=1, speculate=mode) for mode in ("off", "ngram"))
     num_right = 0
-    for knobs in KNOBS:
-        params = SamplingParams(max_tokens=60, seed=5, **{"temperature": 0.3, **knobs})
+    for params in PARAM_NAMES:
+        params = SamplingParams(max_tokens=60, seed=5, **{"temperature": 0.3, **params})
         expected, found = (llm.generate([prompt], params, progress=False)[0] for llm in (plain, guessing))
-        assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs], knobs
+        assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs], params
         num_right += found.num_accepted_tokens
     assert num_right > 20
 
 
 def test_the_end_of_thinking_is_written_when_the_budget_is_spent(stories: LLM) -> None:
-    tokenizer = stories.front.tokenizer
+    tokenizer = stories.frontend.tokenizer
     assert tokenizer is not None
     end = tokenizer.encode("happy", add_special_tokens=False)
     for budget in (0, 1, 7):
@@ -144,7 +144,7 @@ def test_one_beam_with_a_stop_string_is_greedy_with_it(stories: LLM) -> None:
 
 
 def z_scores(llm: LLM, texts: list[str], mark: Watermark) -> list[float]:
-    tokenizer = llm.front.tokenizer
+    tokenizer = llm.frontend.tokenizer
     assert tokenizer is not None
     return [read_watermark(mark, tokenizer.encode(text, add_special_tokens=False)).z_score for text in texts]
 

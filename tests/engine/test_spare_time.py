@@ -35,13 +35,13 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
     core = scripted_core()
     left, seen = 5, []
 
-    def prepare_next() -> bool:
+    def next_idle_task() -> bool:
         nonlocal left
         seen.append(core.has_work)
         left -= left > 0
         return left > 0
 
-    core._prepare_next = prepare_next
+    core._next_idle_task = next_idle_task
     asked = PromptRequest(prompt="ab", params=SamplingParams(max_tokens=6, ignore_eos=True), request_id="x")
     mailbox = Mailbox({3: Submit(byte_intake().take(asked))})
     run_loop(core, mailbox)

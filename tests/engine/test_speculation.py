@@ -21,13 +21,13 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.engine.build import assemble
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.draft import draft_model
-from tokenmill.engine.speculation import settled_mode
+from tokenmill.engine.speculation import resolve_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.cpu import is_available
 from tokenmill.params import BeamParams, Guided
-from tokenmill.runner.scripted import ContextModel, ScriptedModel
+from tokenmill.testing.scripted_models import ContextModel, ScriptedModel
 from tokenmill.types import PromptRequest
 
 NUM_REQUESTS = 300
@@ -154,8 +154,8 @@ def run_core(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[int
     return {request_id: tokens_of(found) for request_id, found in outputs.items()}
 
 
-def stories(count: int, **knobs: Any) -> list[PromptRequest]:
-    params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "seed": 5, **knobs})
+def stories(count: int, **params: Any) -> list[PromptRequest]:
+    params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "seed": 5, **params})
     return [PromptRequest(prompt=f"story {n} of many", params=params, request_id=str(n)) for n in range(count)]
 
 
@@ -235,12 +235,12 @@ def test_wrong_modes_are_refused(mode: str, stories_dir: Path) -> None:
 
 
 def test_a_gpu_speculates_not_and_says_why() -> None:
-    mode, reason = settled_mode("auto", "cuda")
+    mode, reason = resolve_mode("auto", "cuda")
     assert mode == "off" and "GPU" in reason
     for asked in ("ngram", "draft:x"):
         with pytest.raises(InvalidConfig, match="GPU"):
-            settled_mode(asked, "cuda")
-    assert settled_mode("auto", "cpu")[0] == "auto"
+            resolve_mode(asked, "cuda")
+    assert resolve_mode("auto", "cpu")[0] == "auto"
 
 
 # ── what a request sees ────────────────────────────────────────────────────────────────────────────────
@@ -263,7 +263,7 @@ def test_other_salts_gain_nothing_from_an_answer(stories_dir: Path) -> None:
 
     def accepted(salt: str, name: str) -> int:
         asked = PromptRequest(prompt="Tom had a red ball", params=params, request_id=name, cache_salt=salt)
-        llm.core.add(llm.front.intake(512).take(asked))
+        llm.core.add(llm.frontend.input_processor(512).take(asked))
         outputs = []
         while llm.core.has_work:
             outputs += llm.core.step()
@@ -287,10 +287,10 @@ def test_drawn_tokens_follow_the_model_s_distribution(temperature: float) -> Non
     table = torch.tensor([[rng.gauss(0, 1.5) for _ in range(vocab)] for _ in range(vocab)])
     core = drafted_core(ScriptedModel(vocab, lambda _position, token: table[token]), None, mode="ngram")
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature)
-    intake = byte_intake()
+    input_processor = byte_intake()
     for number in range(150):
         asked = PromptRequest(prompt=[1, 2, 3], params=msgspec.structs.replace(params, seed=number))
-        core.add(intake.take(asked))
+        core.add(input_processor.take(asked))
     said: dict[str, list[int]] = {}
     while core.has_work:
         for output in core.step():

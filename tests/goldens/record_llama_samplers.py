@@ -61,9 +61,9 @@ def candidates(logits: list[float], ids: list[int] | None = None) -> Any:
     return ll.llama_token_data_array(data=data, size=len(logits), selected=-1, sorted=False), data
 
 
-def sampler_of(knobs: dict[str, Any], vocab: Any) -> Any:
+def sampler_of(params: dict[str, Any], vocab: Any) -> Any:
     chain = ll.llama_sampler_chain_init(ll.llama_sampler_chain_default_params())
-    for sampler in _samplers(knobs, vocab):
+    for sampler in _samplers(params, vocab):
         ll.llama_sampler_chain_add(chain, sampler)
     return chain
 
@@ -123,21 +123,21 @@ def applied(chain: Any, logits: list[float], ids: list[int] | None = None) -> di
     return {str(token): round(math.exp(logit - best) / total, 7) for token, logit in sorted(left)}
 
 
-def plain_case(knobs: dict[str, Any], seed: int, vocab: Any) -> dict[str, Any]:
-    history = random.Random(seed).choices(range(VOCAB), k=20) if "repetition_penalty" in knobs else []
-    chain = sampler_of(knobs, vocab)
+def plain_case(params: dict[str, Any], seed: int, vocab: Any) -> dict[str, Any]:
+    history = random.Random(seed).choices(range(VOCAB), k=20) if "repetition_penalty" in params else []
+    chain = sampler_of(params, vocab)
     for token in history:
         ll.llama_sampler_accept(chain, token)
     probs = applied(chain, logits_of(seed, VOCAB))
     ll.llama_sampler_free(chain)
-    return {"knobs": knobs, "seed": seed, "history": history, "probs": probs}
+    return {"params": params, "seed": seed, "history": history, "probs": probs}
 
 
-def dry_case(knobs: dict[str, Any], text: str, model: Any) -> dict[str, Any]:
+def dry_case(params: dict[str, Any], text: str, model: Any) -> dict[str, Any]:
     """Over the tokens of the text, all with logit 0: what each of them loses."""
     history = model.tokenize(text.encode(), add_bos=False, special=False)
     ids = sorted(set(history))
-    chain = sampler_of(knobs, ll.llama_model_get_vocab(model.model))
+    chain = sampler_of(params, ll.llama_model_get_vocab(model.model))
     for token in history:
         ll.llama_sampler_accept(chain, token)
     array, data = candidates([0.0] * len(ids), ids)
@@ -145,11 +145,11 @@ def dry_case(knobs: dict[str, Any], text: str, model: Any) -> dict[str, Any]:
     losses = {str(array.data[place].id): round(-array.data[place].logit, 5) for place in range(array.size)}
     ll.llama_sampler_free(chain)
     del data
-    return {"knobs": knobs, "text": text, "history": history, "losses": losses}
+    return {"params": params, "text": text, "history": history, "losses": losses}
 
 
-def mirostat_case(knobs: dict[str, Any]) -> dict[str, Any]:
-    chain = ll.llama_sampler_init_mirostat_v2(7, knobs["mirostat_tau"], knobs["mirostat_eta"])
+def mirostat_case(params: dict[str, Any]) -> dict[str, Any]:
+    chain = ll.llama_sampler_init_mirostat_v2(7, params["mirostat_tau"], params["mirostat_eta"])
     steps = []
     for seed in range(NUM_MIROSTAT_STEPS):
         array, data = candidates(logits_of(seed, VOCAB))
@@ -158,7 +158,7 @@ def mirostat_case(knobs: dict[str, Any]) -> dict[str, Any]:
         steps.append({"seed": seed, "kept": kept, "drawn": array.data[array.selected].id})
         del data
     ll.llama_sampler_free(chain)
-    return {"knobs": knobs, "steps": steps}
+    return {"params": params, "steps": steps}
 
 
 def main() -> None:
@@ -171,9 +171,9 @@ def main() -> None:
         "reference": f"llama-cpp-python {ll.__version__}",
         "model": Path(path).name,
         "vocab": VOCAB,
-        "cases": [plain_case(knobs, seed, vocab) for knobs in plain for seed in range(NUM_SEEDS)],
-        "dry": [dry_case(knobs, text, model) for knobs in dry for text in DRY_TEXTS],
-        "mirostat": [mirostat_case(knobs) for knobs in MIROSTAT],
+        "cases": [plain_case(params, seed, vocab) for params in plain for seed in range(NUM_SEEDS)],
+        "dry": [dry_case(params, text, model) for params in dry for text in DRY_TEXTS],
+        "mirostat": [mirostat_case(params) for params in MIROSTAT],
     }
     Path(out).write_text(json.dumps(recording, separators=(",", ":")) + "\n")
 

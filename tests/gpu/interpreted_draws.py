@@ -9,14 +9,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tokenmill.ops.triton import draw, logit_edits
+from tokenmill.ops.triton.sampling import penalties, sample
 from tokenmill.params import SamplingParams
-from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.types import NewRow, RowPlan
+from tokenmill.types import RowInit, RowPlan
 
-draw.BLOCK = logit_edits.BLOCK = 64  # several blocks a row
-draw.FEW = 16
+sample.BLOCK = penalties.BLOCK = 64  # several blocks a row
+sample.FEW = 16
 VOCAB, ROWS, STEPS = 150, 14, 6
 
 
@@ -35,9 +35,9 @@ def knobs_of(rng: random.Random, row: int) -> SamplingParams:
     )
 
 
-def new_rows(rng: random.Random) -> list[NewRow]:
+def new_rows(rng: random.Random) -> list[RowInit]:
     return [
-        NewRow(
+        RowInit(
             row=row,
             params=knobs_of(rng, row),
             seed=rng.getrandbits(60),
@@ -52,7 +52,7 @@ def new_rows(rng: random.Random) -> list[NewRow]:
 def check_same_draws(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    sampler, device = Sampler(VOCAB, ROWS, "cpu"), DeviceDraws(VOCAB, ROWS, torch.device("cpu"))
+    sampler, device = Sampler(VOCAB, ROWS, "cpu"), DeviceSampler(VOCAB, ROWS, torch.device("cpu"))
     rows = new_rows(rng)
     for new in rows:
         sampler.add_row(new)
@@ -79,11 +79,11 @@ def check_same_draws(seed: int) -> None:
 
 
 def check_broken_rows() -> None:
-    device = DeviceDraws(VOCAB, 3, torch.device("cpu"))
-    knobs = (SamplingParams(), SamplingParams(banned_token_ids=list(range(VOCAB))), SamplingParams(temperature=0.0))
+    device = DeviceSampler(VOCAB, 3, torch.device("cpu"))
+    params = (SamplingParams(), SamplingParams(banned_token_ids=list(range(VOCAB))), SamplingParams(temperature=0.0))
     device.take([
-        NewRow(row=row, params=one, seed=1, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
-        for row, one in enumerate(knobs)
+        RowInit(row=row, params=one, seed=1, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
+        for row, one in enumerate(params)
     ])  # fmt: skip
     logits = torch.randn(3, VOCAB)
     logits[0, 70] = float("nan")
@@ -95,11 +95,11 @@ def check_broken_rows() -> None:
 
 
 def check_refusals() -> None:
-    device = DeviceDraws(VOCAB, 1, torch.device("cpu"))
+    device = DeviceSampler(VOCAB, 1, torch.device("cpu"))
 
     def can(params: SamplingParams) -> bool:
         return device.can_draw(
-            NewRow(row=0, params=params, seed=1, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[2])
+            RowInit(row=0, params=params, seed=1, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[2])
         )
 
     assert can(SamplingParams(temperature=0.5, top_p=0.5)) and can(SamplingParams(temperature=0.0, min_tokens=2))

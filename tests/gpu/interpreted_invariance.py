@@ -13,10 +13,10 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import LARGEST, rounded
-from tokenmill.ops.triton.attention import plan_attention
+from tokenmill.ops.triton.attention.deterministic import deterministic_attention
+from tokenmill.ops.triton.attention.plan import plan_attention
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.invariant_attention import invariant_attention
-from tokenmill.ops.triton.invariant_linear import Cut, invariant_linear
+from tokenmill.ops.triton.gemm.deterministic import DeterministicConfig, deterministic_linear
 
 FASTEST, STEADY = build_ops(), build_ops(deterministic=True)
 
@@ -26,11 +26,11 @@ def check_products() -> None:
         matrix, bias = torch.randn(num_out, num_in), torch.randn(num_out)
         x = torch.randn(21, num_in)
         weight = LinearWeight(num_out, num_in, matrix, bias)
-        together = invariant_linear(x, weight, border=border)
+        together = deterministic_linear(x, weight, border=border)
         same(together, x @ matrix.T + bias)
         for rows in (slice(0, 1), slice(3, 10)):
-            assert torch.equal(invariant_linear(x[rows], weight, border=border), together[rows])
-        in_turn = invariant_linear(x.repeat(7, 1), weight, Cut(16, 2, 32, 4, 2), border)
+            assert torch.equal(deterministic_linear(x[rows], weight, border=border), together[rows])
+        in_turn = deterministic_linear(x.repeat(7, 1), weight, DeterministicConfig(16, 2, 32, 4, 2), border)
         assert torch.equal(in_turn[:21], together), "one program for both segments, or one for each"
 
 
@@ -54,7 +54,7 @@ def check_attention(
     for ops in (FASTEST, STEADY):
         same(ops.attention(queries, cache, plan, args), expected, tolerance=1e-4)
     if batch.max_query_len == 1:
-        ways = [invariant_attention(queries, cache, plan, args, in_turn=in_turn) for in_turn in (True, False)]
+        ways = [deterministic_attention(queries, cache, plan, args, in_turn=in_turn) for in_turn in (True, False)]
         assert torch.equal(*ways), "one program for all segments, or one for each"
 
 
@@ -63,11 +63,11 @@ def check_chunking(args: AttentionArgs) -> None:
     whole = paged_batch([(290, 290)], 16)
     cache = make_cache(1 + whole.groups[0].block_tables.numel(), 1, 16, torch.float32)
     queries = torch.randn(290, 2, 16)
-    found = invariant_attention(queries, cache, plan_attention(whole, 0, args.window), args)
+    found = deterministic_attention(queries, cache, plan_attention(whole, 0, args.window), args)
     for first, last in ((230, 277), (277, 290), (289, 290)):
         part = paged_batch([(last - first, last)], 16)
         part.groups[0].block_tables.copy_(whole.groups[0].block_tables[:, : part.groups[0].block_tables.shape[1]])
-        alone = invariant_attention(queries[first:last], cache, plan_attention(part, 0, args.window), args)
+        alone = deterministic_attention(queries[first:last], cache, plan_attention(part, 0, args.window), args)
         assert torch.equal(alone, found[first:last]), (first, last)
 
 
@@ -89,8 +89,8 @@ def check_rounded_writes(dtype: torch.dtype) -> None:
     slots = torch.tensor([9, 4, 11])
     shape = (3, kv_heads, block)
     caches = [LayerCache(*torch.zeros(2, *shape, dim).to(dtype), *torch.zeros(2, *shape)) for _ in range(2)]
-    assert FASTEST.place_qkv is not None
-    FASTEST.place_qkv(qkv, caches[0], slots, None, 1e-6, None)
+    assert FASTEST.norm_rope_write_kv is not None
+    FASTEST.norm_rope_write_kv(qkv, caches[0], slots, None, 1e-6, None)
     _, k, v = (part.view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
     PLAIN.write_kv(caches[1], k, v, slots)
     for part in ("keys", "values"):

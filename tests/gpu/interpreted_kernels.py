@@ -19,8 +19,8 @@ import torch
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.arch.spec import MlpSpec, MoeSpec, TensorSpec
-from tokenmill.arch.word_forms import Stored, word_form
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
@@ -30,16 +30,19 @@ from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import rounded
-from tokenmill.ops.triton import chosen_words, experts, large_products, quantized, skinny, strips, words
-from tokenmill.ops.triton.best import pick_best
+from tokenmill.ops.triton.attention.dense_prefill import dense_prefill_attention
+from tokenmill.ops.triton.batch.decode_inputs import NO_ROW, RING_SIZE, change_tables, gather_inputs, publish_tokens
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.kernel import compile_beside
-from tokenmill.ops.triton.prompt_attention import prompt_attention
-from tokenmill.ops.triton.seats import NO_ROW, PLACES, change_tables, hand_over, look_up
+from tokenmill.ops.triton.gemm import epilogues, gemv, splitk
+from tokenmill.ops.triton.launch.kernel import compile_beside
+from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
+from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
+from tokenmill.ops.triton.quant import packed_int, quantized
+from tokenmill.ops.triton.sampling.argmax import argmax
 from tokenmill.runner import memory
 from tokenmill.runner.decode_graphs import DecodeGraphs
-from tokenmill.runner.device_draws import DeviceDraws
-from tokenmill.runner.pinned import Letters, RowTables
+from tokenmill.runner.device_sampler import DeviceSampler
+from tokenmill.runner.pinned_inputs import PinnedStepInputs, RowTables
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights, random_blocks
@@ -81,7 +84,7 @@ def check_gates_of_many_rows() -> None:
     """Whole tiles of rows, lines and columns, and parts of them."""
     for rows, inter, hidden, kind in ((150, 136, 80, "silu"), (128, 128, 64, "gelu_tanh")):
         x, matrix = torch.randn(rows, hidden), torch.randn(2 * inter, hidden)
-        same(large_products.gated_product(x, matrix, kind), PLAIN.act_mul(x @ matrix.T, kind))
+        same(epilogues.gated_product(x, matrix, kind), PLAIN.act_mul(x @ matrix.T, kind))
     weight = LinearWeight(2 * inter, hidden, matrix)
     assert OPS.gated_linear is not None and OPS.add_linear is not None
     same(OPS.gated_linear(x, weight, "silu"), PLAIN.act_mul(x @ matrix.T, "silu"))
@@ -100,8 +103,8 @@ def check_place(heads: int, kv_heads: int, dim: int, rotary: int, has_norm: bool
     norms = (torch.randn(dim), torch.randn(dim)) if has_norm else None
     slots = torch.tensor([9, 4, 11])
     caches = [LayerCache(torch.zeros(3, kv_heads, block, dim), torch.zeros(3, kv_heads, block, dim)) for _ in range(2)]
-    assert OPS.place_qkv is not None
-    queries = OPS.place_qkv(qkv, caches[0], slots, norms, 1e-6, angles)
+    assert OPS.norm_rope_write_kv is not None
+    queries = OPS.norm_rope_write_kv(qkv, caches[0], slots, norms, 1e-6, angles)
     q, k, v = (part.view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
     if norms:
         q, k = PLAIN.rms_norm(q, norms[0], 1e-6), PLAIN.rms_norm(k, norms[1], 1e-6)
@@ -160,7 +163,7 @@ def check_prompts(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> No
     tables = batch.groups[0].block_tables
     cache, args = cache_of(1 + tables.numel(), kv_heads, dim, dtype), AttentionArgs(0.3)
     queries = torch.randn(42, heads, dim)
-    found = prompt_attention(queries.view(2, 21, heads, dim), cache, tables, args).flatten(0, 1).flatten(1)
+    found = dense_prefill_attention(queries.view(2, 21, heads, dim), cache, tables, args).flatten(0, 1).flatten(1)
     same(found, PLAIN.attention(queries, cache, PLAIN.plan_attention(batch, 0, None), args), tolerance=1e-4)
 
 
@@ -172,9 +175,9 @@ def check_fp8_by_bits() -> None:
     vectors = torch.nn.functional.pad(values, (1, 0), value=448.0)  # so that the scale is 1
     numbers = torch.zeros(2, len(values), 1, 1, 64).to(torch.float8_e4m3fn)
     cache = LayerCache(*numbers, *torch.zeros(2, len(values), 1, 1))
-    assert OPS.place_qkv is not None
-    with patch("tokenmill.ops.triton.fp8_bits.has_fp8", lambda device: False):
-        OPS.place_qkv(vectors.repeat(1, 3), cache, torch.arange(len(values)), None, 1e-6, None)
+    assert OPS.norm_rope_write_kv is not None
+    with patch("tokenmill.ops.triton.attention.kv_dtypes.has_fp8", lambda device: False):
+        OPS.norm_rope_write_kv(vectors.repeat(1, 3), cache, torch.arange(len(values)), None, 1e-6, None)
         check_rounded_caches(torch.float8_e4m3fn, AttentionArgs(0.3))
     assert torch.equal(cache.keys.float().view(-1, 64), vectors.to(torch.float8_e4m3fn).float())
 
@@ -201,10 +204,10 @@ def check_fresh_attention(
     qkv = torch.randn(len(contexts), (heads + 2 * kv_heads) * dim)
     angles = (torch.randn(5, rotary // 2), torch.randn(5, rotary // 2)) if rotary else None
     norms = (torch.randn(dim), torch.randn(dim)) if rotary else None
-    assert OPS.place_and_attend is not None and OPS.place_qkv is not None
+    assert OPS.fused_decode_attention is not None and OPS.norm_rope_write_kv is not None
     plan = replace(OPS.plan_attention(batch, 0, args.window), max_context=1200)  # so that it is split often
-    found = OPS.place_and_attend(qkv, caches[0], norms, 1e-6, angles, plan, args)
-    queries = OPS.place_qkv(qkv, caches[1], slots, norms, 1e-6, angles)
+    found = OPS.fused_decode_attention(qkv, caches[0], norms, 1e-6, angles, plan, args)
+    queries = OPS.norm_rope_write_kv(qkv, caches[1], slots, norms, 1e-6, angles)
     filled = replace(batch, context_lens=batch.context_lens.clamp(min=1))
     expected = PLAIN.attention(queries, caches[1], PLAIN.plan_attention(filled, 0, args.window), args)
     assert found is not None and not found[1].any()
@@ -223,18 +226,22 @@ def check_products() -> None:
         four, eight, blocks = quantized.to_int4(matrix), quantized.to_fp8(matrix), quantized.to_int8(matrix)
         same(quantized.expanded(four), matrix, tolerance=0.12)
         same(quantized.expanded(eight), matrix, tolerance=0.04)
-        same(words.expand_words(four.words, four.scales, four.span, 4, torch.float32), quantized.expanded(four))
+        same(
+            packed_int.dequantize_packed(four.words, four.scales, four.span, 4, torch.float32), quantized.expanded(four)
+        )
         as_blocks = dequantize(RawTensor("", matrix.shape, quantized_q8(matrix), "Q8_0"))
-        same(words.expand_words(blocks.words, blocks.scales, blocks.span, 8, torch.float32), as_blocks)
+        same(packed_int.dequantize_packed(blocks.words, blocks.scales, blocks.span, 8, torch.float32), as_blocks)
         same(as_blocks, matrix, tolerance=0.006)
         for rows in (1, 3, 16):
             x = torch.randn(rows, num_in)
             if rows == 1:
-                same(skinny.one_row_linear(x, matrix, bias, skinny.Shape(16, 128, 4, near=8)), x @ matrix.T + bias)
+                same(gemv.gemv_linear(x, matrix, bias, gemv.GemvConfig(16, 128, 4, near=8)), x @ matrix.T + bias)
             for splits in (1, 3):
-                same(strips.strip_linear(x, matrix, bias, strips.Cut(64, 128, splits, 2)), x @ matrix.T + bias)
-            same(quantized.word_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-4)
-            same(quantized.word_linear(x, blocks, bias), x @ as_blocks.T + bias, tolerance=1e-4)
+                same(
+                    splitk.splitk_linear(x, matrix, bias, splitk.SplitKConfig(64, 128, splits, 2)), x @ matrix.T + bias
+                )
+            same(quantized.packed_int_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-4)
+            same(quantized.packed_int_linear(x, blocks, bias), x @ as_blocks.T + bias, tolerance=1e-4)
             same(quantized.fp8_linear(x, eight, None), x @ quantized.expanded(eight).T, tolerance=0.01)
 
 
@@ -256,7 +263,7 @@ def check_kept_blocks(quants: tuple[str, ...], num_in: int, bits: tuple[int, ...
     packed = OPS.pack_linear(raws, bias, dense)
     pieces = [piece.packed for piece in packed.packed] if isinstance(packed.packed, tuple) else [packed.packed]
     assert tuple(piece.bits for piece in pieces) == bits
-    forms = [word_form(raw.name, raw.shape, Stored(str(raw.quant), same_scales)) for raw in raws]
+    forms = [packed_int_format(raw.name, raw.shape, Stored(str(raw.quant), same_scales)) for raw in raws]
     planned = sum(form.num_bytes(24 * num_in) for form in forms if form is not None)
     twice = sum(piece.row_scales.nbytes for piece in pieces if piece.row_scales is not None)
     assert planned == sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + twice
@@ -297,10 +304,10 @@ def check_best() -> None:
     logits[1, 7000] = logits[1, 20] = 9.0
     logits[2, 8999] = 9.0
     logits[3, 4100], logits[4, 3] = float("nan"), float("inf")
-    tokens, values = pick_best(logits)
+    tokens, values = argmax(logits)
     assert tokens.tolist() == [int(logits[0].argmax()), 20, 8999, -1, -1]
     assert values[:3].equal(logits.amax(1)[:3]) and values[3:].isnan().all()
-    assert pick_best(logits.bfloat16())[0].tolist()[1:] == [20, 8999, -1, -1]
+    assert argmax(logits.bfloat16())[0].tolist()[1:] == [20, 8999, -1, -1]
 
 
 def check_experts() -> None:
@@ -388,29 +395,29 @@ def check_seats() -> None:
     """Every place of the ring has its turn, and the next step finds the tokens of the one before."""
     tables = torch.randint(1, 99, (2, 4, 5), dtype=torch.int32)
     newest = torch.tensor([7, 8, 9, 10])
-    letters = Letters(4, torch.device("cpu"))
+    letters = PinnedStepInputs(4, torch.device("cpu"))
     with patch("torch.cuda.Event"):
-        for number in range(2 * PLACES + 1):
+        for number in range(2 * RING_SIZE + 1):
             before = newest.tolist()
             arrived = letters.write(3, [2, 0], [17, 6], [-1, 55], [3, number], [0.1, number / 7])
-            found = look_up(3, letters.exchange, tables, newest, 4)
+            found = gather_inputs(3, letters.mailbox, tables, newest, 4)
             assert found.rows.tolist() == [2, 0, NO_ROW] and found.indices.tolist() == [3, number, 0]
             assert found.uniforms.tolist()[:2] == [0.1, number / 7]
             assert found.token_ids.tolist() == [before[2], 55, 0] and found.contexts.tolist() == [18, 7, 0]
-            hand_over(found, torch.tensor([41 + number, 42, 43]), letters.exchange, newest)
+            publish_tokens(found, torch.tensor([41 + number, 42, 43]), letters.mailbox, newest)
             assert arrived.tolist() == [41 + number, 42, 43] and newest.tolist() == [42, 8, 41 + number, 10]
             if number % 5:  # or else interrupted right behind the launch
                 letters.launched()
     expected = [[int(tables[g, 2, 4]) * 4 + 1, int(tables[g, 0, 1]) * 4 + 2, 0] for g in range(2)]
     assert found.slots.tolist() == expected
     assert torch.equal(found.tables[:, 0], tables[:, 2]) and torch.equal(found.tables[:, 1, :2], tables[:, 0, :2])
-    hand_over(look_up(3, letters.exchange, tables, newest, 4), None, letters.exchange, newest)
-    assert int(letters.exchange.turn) == 2 and newest.tolist() == [42, 8, 41 + number, 10]
+    publish_tokens(gather_inputs(3, letters.mailbox, tables, newest, 4), None, letters.mailbox, newest)
+    assert int(letters.mailbox.turn) == 2 and newest.tolist() == [42, 8, 41 + number, 10]
 
 
 def check_lookups() -> None:
     tables, numbers = torch.randn(2, 9, 20), torch.tensor([3, 8, 0, 3, 5])
-    assert torch.equal(OPS.pick_rows(tables, numbers), PLAIN.pick_rows(tables, numbers))
+    assert torch.equal(OPS.gather_rows(tables, numbers), PLAIN.gather_rows(tables, numbers))
     weight = LinearWeight(9, 20, tables[0].bfloat16())
     assert torch.equal(OPS.embed(numbers, weight), PLAIN.embed(numbers, weight))
 
@@ -419,7 +426,7 @@ def check_tables() -> None:
     rows = RowTables(2, 4, 300, torch.device("cpu"))
     expected = torch.zeros(2, 4, 300, dtype=torch.int32)
     with patch("torch.cuda.Event"):
-        for number in range(PLACES + 1):
+        for number in range(RING_SIZE + 1):
             blocks = list(range(1 + number, 291))  # more than a program takes, and fewer
             rows.change([(1, 2, 7, blocks), (0, 3, 299, [number])])
             expected[1, 2, 7 : 7 + len(blocks)], expected[0, 3, 299] = torch.tensor(blocks), number
@@ -436,7 +443,7 @@ def check_compiling() -> None:
     model = Decoder(spec, Loader(dummy_weights(spec), OPS, torch.float32, torch.device("cpu")), 200)
     storage = KVStorage(model.layout, 1, 16, torch.float32, torch.device("cpu"))
     with patch("torch.cuda.graph_pool_handle"):  # graphs themselves only a GPU can capture
-        graphs = DecodeGraphs(model, storage, DeviceDraws(90, 6, storage.device), 6, 13, 200)
+        graphs = DecodeGraphs(model, storage, DeviceSampler(90, 6, storage.device), 6, 13, 200)
     warm_up = WarmUp(model, storage, graphs, 6, 200)
     errands: list[str] = []
     warm_up.compile_first(64, lambda: errands.append("done"))
@@ -472,11 +479,11 @@ def main() -> None:
     check_experts()
     check_few_tokens_experts(1, 9, renormalize=True)
     check_few_tokens_experts(3, 4, renormalize=False)
-    with patch.multiple(chosen_words, PROGRAMS=8, LINES=32):
+    with patch.multiple(moe_gemv_int, PROGRAMS=8, LINES=32):
         check_word_experts(("Q4_K", "Q4_K", "Q8_0"), 256, 64, k=1)
         check_word_experts(("Q5_0", "Q5_0", "Q5_1"), 64, 64)
         check_word_experts(("Q8_0", "Q8_0", "Q4_1"), 64, 128, k=1)
-    with patch.multiple(experts, EXPANDING_PAIRS=0, EXPANDED_BYTES=2 * 256 * 128 * 4):  # two experts at a time
+    with patch.multiple(moe_grouped_gemm, EXPANDING_PAIRS=0, EXPANDED_BYTES=2 * 256 * 128 * 4):  # two experts at a time
         check_word_experts((None, None, None), 128, 128, quantization="int4")
     check_word_experts(("Q4_K", "Q6_K", "Q5_0"), 256, 64, is_fused=False)
     check_seats()

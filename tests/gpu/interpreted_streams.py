@@ -11,20 +11,20 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpreted_kernels import random_raw, same
 
-from tokenmill.arch.word_forms import Stored, word_form
+from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.triton import halves, planes, quantized, rounded_stream
-from tokenmill.ops.triton.strips import Cut
+from tokenmill.ops.triton.gemm.splitk import SplitKConfig
+from tokenmill.ops.triton.quant import fused_norm_quant, gemm_fp8_split, gemv_int4, quantized
 
 EPS = 1e-5
 
 
-def kept(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantized.WordMatrix:
+def kept(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantized.PackedIntMatrix:
     raw = random_raw(quant, num_in, same_scales, num_out)
-    form = word_form(raw.name, raw.shape, Stored(quant, same_scales))
+    form = packed_int_format(raw.name, raw.shape, Stored(quant, same_scales))
     assert form is not None
-    return quantized.kept_words(raw.data, quant, form)
+    return quantized.packed_from_blocks(raw.data, quant, form)
 
 
 def check_halves() -> None:
@@ -38,11 +38,11 @@ def check_halves() -> None:
     ]
     for packed, splits in plain + files:
         num_out, num_in = len(packed.words), packed.num_columns
-        assert quantized.has_halves(packed)
+        assert quantized.has_gemv_int4(packed)
         bias, x = torch.randn(num_out), torch.randn(1, num_in)
-        found = halves.halves_product(
+        found = gemv_int4.gemv_int4(
             x, packed.words, packed.scales if packed.row_scales is None else packed.row_scales, packed.group, bias,
-            torch.float32, halves.Cut(16, splits),
+            torch.float32, gemv_int4.GemvInt4Config(16, splits),
         )  # fmt: skip
         same(found, x @ quantized.expanded(packed).float().T + bias, tolerance=1e-3)
 
@@ -51,19 +51,19 @@ def check_planes() -> None:
     for num_out, num_in, rows, splits in ((48, 512, 3, 1), (72, 384, 9, 2)):
         packed, bias = quantized.to_fp8(torch.randn(num_out, num_in)), torch.randn(num_out)
         x = torch.randn(rows, num_in) * torch.logspace(-6, 0, num_in)  # of every size, subnormal ones too
-        rounded = planes.rounded_rows(x)
+        rounded = gemm_fp8_split.quantize_rows(x)
         first, second = rounded.planes.float().unbind(1)
         assert float((first * rounded.scales - x).norm() / x.norm()) > 0.02
         # A GPU would be closer still: the interpreter forgets to carry into fp8's exponent.
         same((first + second / 16) * rounded.scales, x, tolerance=0.01)
-        cut = Cut(64, 256, splits, 2)
-        found = planes.two_planes_product(rounded, packed.values, packed.scales, bias, torch.float32, cut)
+        cut = SplitKConfig(64, 256, splits, 2)
+        found = gemm_fp8_split.gemm_fp8_split(rounded, packed.values, packed.scales, bias, torch.float32, cut)
         same(found, x @ quantized.expanded(packed).T + bias, tolerance=0.01)
 
 
 def check_layer(kind: str, num_rows: int, tolerance: float) -> None:
     hidden, inter = 256, 1280
-    ops = rounded_stream.STREAMS.get(kind, rounded_stream.IN_HALVES)
+    ops = fused_norm_quant.STREAMS.get(kind, fused_norm_quant.IN_HALVES)
     assert ops.takes(num_rows)
     x, delta, norm = torch.randn(num_rows, hidden), torch.randn(num_rows, hidden), torch.rand(hidden) + 0.5
     if kind in ("fp8", "int4"):

@@ -17,7 +17,7 @@ from tiny import FAMILIES, VOCAB, make_reference
 from tokenmill import LLM, SamplingParams
 from tokenmill.params import Guided
 from tokenmill.runner.cuda_runner import CudaRunner
-from tokenmill.runner.on_their_way import Early
+from tokenmill.runner.inflight import InflightPrefill
 from tokenmill.types import StepPlan
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_stop_tokens_end_a_row_that_was_computed_ahead(tmp_path: Path) -> None:
 
 def test_drawn_tokens_equal_the_reference(tmp_path: Path) -> None:
     make_reference("qwen3").save_pretrained(tmp_path)
-    knobs: list[dict[str, Any]] = [
+    params: list[dict[str, Any]] = [
         {"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1},
         {"min_p": 0.02, "frequency_penalty": 0.5, "presence_penalty": 0.3},
         {"logit_bias": {5: 3.0, 9: -4.0}, "banned_token_ids": [7, 8], "min_tokens": 10},
@@ -73,7 +73,7 @@ def test_drawn_tokens_equal_the_reference(tmp_path: Path) -> None:
         {"logprobs": 2, "top_p": 0.7},  # likewise
         {"temperature": 0.0},
     ]
-    params = [SamplingParams(**{"temperature": 0.8, "seed": 7, "max_tokens": 30, **one}) for one in knobs]
+    params = [SamplingParams(**{"temperature": 0.8, "seed": 7, "max_tokens": 30, **one}) for one in params]
     assert answers(tmp_path, "cuda", params, 4) == answers(tmp_path, "cpu", params, 7)
 
 
@@ -124,7 +124,7 @@ def test_prompts_are_started_before_the_step_ahead_of_them_is_done(
     started: list[int] = []
     start_early = CudaRunner._start_early
 
-    def watched(self: CudaRunner, plan: StepPlan | None) -> Early:
+    def watched(self: CudaRunner, plan: StepPlan | None) -> InflightPrefill:
         early = start_early(self, plan)
         started.extend(row.start for row in early.started.values())
         return early

@@ -60,13 +60,13 @@ def test_placing_and_attending_at_once(
         newest, newest, starts, lengths, (GroupTables(tables, slots),), newest, BLOCK, 1, 8192, num_rows
     )
     plan, args = ops.plan_attention(batch, 0, None), AttentionArgs(DIM**-0.5, window)
-    assert ops.place_and_attend is not None and ops.place_qkv is not None
+    assert ops.fused_decode_attention is not None and ops.norm_rope_write_kv is not None
     for _ in range(2):  # counters are set back
-        found = ops.place_and_attend(qkv, ours, norms, 1e-6, angles, plan, args)
+        found = ops.fused_decode_attention(qkv, ours, norms, 1e-6, angles, plan, args)
     assert found is not None
     is_row = lengths > 0
     assert not found[~is_row].any()
-    queries = ops.place_qkv(qkv, theirs, torch.where(is_row, slots, 0), norms, 1e-6, angles)
+    queries = ops.norm_rope_write_kv(qkv, theirs, torch.where(is_row, slots, 0), norms, 1e-6, angles)
     expected = ops.attention(queries, theirs, plan, args)
     near(found[is_row], expected[is_row], 0.005 if dtype == torch.bfloat16 else 0.02)
     near(ours.keys[1:].float(), theirs.keys[1:].float(), 1e-3)
@@ -79,7 +79,7 @@ def test_placing_and_attending_at_once(
 )
 def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, inter: int, k: int) -> None:
     from tokenmill.ops.triton.build import build_ops
-    from tokenmill.ops.triton.norm import norm_and_multiply
+    from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 
     def drawn(*shape: int, scale: float = 0.02) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale

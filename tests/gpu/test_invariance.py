@@ -32,15 +32,15 @@ def normal(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128, 2048)])
 def test_a_row_s_product_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
-    from tokenmill.ops.triton.invariant_linear import invariant_linear
+    from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
 
     weight = LinearWeight(*shape, normal(*shape) * 0.02)
     x = normal(3000, shape[1])
-    together = invariant_linear(x, weight)
+    together = deterministic_linear(x, weight)
     exact = x.float() @ weight.packed.float().T
     assert float((together.float() - exact).norm() / exact.norm()) < 0.01
     for first, count in ((0, 1), (7, 2), (100, 16), (40, 17), (11, 33), (500, 64), (9, 100), (1, 130), (0, 900)):
-        alone = invariant_linear(x[first : first + count], weight)
+        alone = deterministic_linear(x[first : first + count], weight)
         assert torch.equal(alone, together[first : first + count]), count
 
 
@@ -54,8 +54,8 @@ def cache_of(context: int, dtype: torch.dtype) -> LayerCache:
 
 def attended(queries: torch.Tensor, cache: LayerCache, rows: list[tuple[int, int]], **how: bool) -> torch.Tensor:
     """rows: (queries, context) each, all over the same blocks"""
-    from tokenmill.ops.triton.attention import plan_attention
-    from tokenmill.ops.triton.invariant_attention import invariant_attention
+    from tokenmill.ops.triton.attention.deterministic import deterministic_attention
+    from tokenmill.ops.triton.attention.plan import plan_attention
 
     counts = torch.tensor([count for count, _ in rows], device="cuda")
     contexts = torch.tensor([context for _, context in rows], device="cuda").int()
@@ -66,7 +66,7 @@ def attended(queries: torch.Tensor, cache: LayerCache, rows: list[tuple[int, int
     batch = ForwardBatch(
         none, none, starts, contexts, (GroupTables(table, none),), none, BLOCK, int(counts.max()), longest
     )
-    return invariant_attention(queries, cache, plan_attention(batch, 0, None), AttentionArgs(DIM**-0.5), **how)
+    return deterministic_attention(queries, cache, plan_attention(batch, 0, None), AttentionArgs(DIM**-0.5), **how)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
@@ -83,14 +83,14 @@ def test_a_query_s_attention_does_not_depend_on_the_others(dtype: torch.dtype) -
 
 
 def test_an_expert_s_answer_does_not_depend_on_the_others() -> None:
-    from tokenmill.ops.triton.invariant_experts import invariant_experts
+    from tokenmill.ops.triton.moe.deterministic import deterministic_experts
 
     packed = ExpertsWeight(64, (normal(64, 1536, 2048) * 0.02, normal(64, 2048, 768) * 0.02))
     x = normal(900, 2048)
     weights, ids = torch.rand(900, 64, device="cuda").topk(8)
-    together = invariant_experts(x, weights, ids, packed, "silu")
+    together = deterministic_experts(x, weights, ids, packed, "silu")
     for rows in (slice(0, 1), slice(5, 12), slice(100, 400)):
-        assert torch.equal(invariant_experts(x[rows], weights[rows], ids[rows], packed, "silu"), together[rows])
+        assert torch.equal(deterministic_experts(x[rows], weights[rows], ids[rows], packed, "silu"), together[rows])
 
 
 def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:

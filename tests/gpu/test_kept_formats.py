@@ -19,8 +19,8 @@ from test_large_shapes import SPEC, logits, relative_error
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.arch.spec import MlpSpec, MoeSpec
-from tokenmill.arch.word_forms import Stored, word_form
 from tokenmill.models.loading import Loader
 from tokenmill.ops.blocks import FORMATS
 from tokenmill.ops.interface import LinearWeight
@@ -40,7 +40,7 @@ pytestmark = [
 @pytest.mark.parametrize("quant", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0"])
 def test_products_of_any_number_of_rows(quant: str) -> None:
     from tokenmill.ops.triton.build import build_ops
-    from tokenmill.ops.triton.linear import WordMatrix
+    from tokenmill.ops.triton.gemm.linear import PackedIntMatrix
 
     def dense(raw: RawTensor) -> torch.Tensor:
         return dequantize(raw, torch.bfloat16).cuda()
@@ -50,7 +50,7 @@ def test_products_of_any_number_of_rows(quant: str) -> None:
     ops, generator = build_ops(), torch.Generator().manual_seed(0)
     raw = RawTensor("a.weight", (num_out, num_in), random_blocks((num_out, num_in), quant, generator), quant)
     packed, exact = ops.pack_linear([raw], None, dense), dequantize(raw).cuda()
-    assert isinstance(packed.packed, WordMatrix)
+    assert isinstance(packed.packed, PackedIntMatrix)
     for num_rows in (1, 8, 17, 32, 33, 64, 100, 128, 200, 256, 300, 512, 700):
         x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
         error = relative_error(ops.linear(x, packed), x.float() @ exact.T)
@@ -71,12 +71,12 @@ def test_blocks_are_expanded_there_as_on_a_cpu() -> None:
 @pytest.mark.parametrize("quant", ["Q4_K", "Q8_0"])
 def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
     """Also with more splits than there are spans, of which some have nothing to do, and blocks of rows."""
-    from tokenmill.ops.triton.device import has_gluon
-    from tokenmill.ops.triton.quantized import kept_words
+    from tokenmill.ops.triton.launch.capabilities import has_gluon
+    from tokenmill.ops.triton.quant.quantized import packed_from_blocks
 
     if not has_gluon(torch.device("cuda")):
         pytest.skip("only on Hopper")
-    from tokenmill.ops.triton.wide_strips import cut_for, wide_strip_linear
+    from tokenmill.ops.triton.quant.hopper_gemm_int import hopper_int_linear, pick_hopper_int_config
 
     torch.manual_seed(0)
     num_out, num_in = 264, 2304
@@ -84,16 +84,16 @@ def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
     if quant == "Q8_0":  # of which each has a scale of its own, then
         each = blocks.view(-1, GGML_TYPE_BY_NAME[quant].block_bytes)
         each[:, :2] = (torch.rand(len(each), 1) * 0.01 + 0.001).half().view(torch.uint8)
-    form = word_form("a.weight", (num_out, num_in), Stored(quant))
+    form = packed_int_format("a.weight", (num_out, num_in), Stored(quant))
     assert form is not None
-    matrix = kept_words(blocks.cuda(), quant, form)
+    matrix = packed_from_blocks(blocks.cuda(), quant, form)
     exact = dequantize(RawTensor("a.weight", (num_out, num_in), blocks, quant)).cuda()
     bias = torch.randn(num_out, device="cuda", dtype=torch.bfloat16) if quant == "Q8_0" else None
-    cuts = [cut_for(rows, 28672, num_in, matrix.bits) for rows in (64, 128, 256)]
+    cuts = [pick_hopper_int_config(rows, 28672, num_in, matrix.bits) for rows in (64, 128, 256)]
     for num_rows, usual, splits in product((34, 190), cuts, (1, 2, 5, 9, 16)):
         cut = replace(usual, splits=splits)
         x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
-        found = wide_strip_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
+        found = hopper_int_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
         expected = x.float() @ exact.T + (0.0 if bias is None else bias.float())
         assert relative_error(found, expected) < 0.004, (num_rows, cut)
 

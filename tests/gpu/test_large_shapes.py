@@ -153,7 +153,7 @@ def test_quantised_products_equal_those_of_the_expanded_matrix(rows: int, shape:
     assert relative_error(quantized.expanded(blocks).float(), matrix.float()) < 0.006
     assert relative_error(quantized.expanded(four), matrix.float()) < 0.12
     assert relative_error(quantized.expanded(eight), matrix.float()) < 0.04
-    products = (quantized.word_linear, four), (quantized.word_linear, blocks), (quantized.fp8_linear, eight)
+    products = (quantized.packed_int_linear, four), (quantized.packed_int_linear, blocks), (quantized.fp8_linear, eight)
     for product, packed in products:
         # Beyond a few rows the activations are rounded to fp8 too.
         rounding = 0.05 if packed is eight and rows > 32 else 0.01

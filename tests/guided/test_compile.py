@@ -13,7 +13,7 @@ from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Co
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided, SamplingParams
-from tokenmill.types import NewRow, Request, RowPlan, StepPlan
+from tokenmill.types import Request, RowInit, RowPlan, StepPlan
 
 
 def request(name: str, guided: Guided) -> Request:
@@ -69,7 +69,7 @@ def test_a_grammar_stays_while_its_request_is_open(vocabulary: Vocabulary) -> No
     grammars.prepare(request("a", choice(1)))
     assert grammars.is_ready(request("a", choice(1)))
     grammars.prepare(request("b", choice(2)))  # pushes the first one out of the cache
-    new = NewRow(
+    new = RowInit(
         row=0,
         params=SamplingParams(guided=choice(1)),
         seed=0,

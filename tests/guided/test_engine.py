@@ -28,14 +28,14 @@ SCHEMA, REGEX = Guided.schema(PERSON), Guided("regex", r"(Lily|Tim) is [0-9]{2} 
 PROMPT = "Once upon a time there was a girl"
 
 
-def ask(llm: LLM, guided: Guided | None = SCHEMA, prompt: str = PROMPT, **knobs: Any) -> RequestOutput:
-    params = SamplingParams(**{"max_tokens": 150, "seed": 7, "guided": guided, **knobs})
+def ask(llm: LLM, guided: Guided | None = SCHEMA, prompt: str = PROMPT, **params: Any) -> RequestOutput:
+    params = SamplingParams(**{"max_tokens": 150, "seed": 7, "guided": guided, **params})
     return llm.generate([prompt], params, progress=False)[0]
 
 
-def steps_of(llm: LLM, **knobs: Any) -> tuple[RequestOutput, int]:
+def steps_of(llm: LLM, **params: Any) -> tuple[RequestOutput, int]:
     before = llm.core.stats().steps
-    return ask(llm, **knobs), llm.core.stats().steps - before
+    return ask(llm, **params), llm.core.stats().steps - before
 
 
 def check(guided: Guided, text: str) -> None:
@@ -58,7 +58,7 @@ def test_forced_tokens_are_not_drawn_and_count_as_output(llm: LLM) -> None:
     answer, steps = steps_of(llm)
     tokens = answer.outputs[0].token_ids
     assert steps * 1.5 < len(tokens)
-    assert "".join(llm.front.tokenizer.token_text(i) for i in tokens[:-1]) == answer.outputs[0].text  # type: ignore[union-attr]
+    assert "".join(llm.frontend.tokenizer.token_text(i) for i in tokens[:-1]) == answer.outputs[0].text  # type: ignore[union-attr]
 
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def test_pairs_that_must_not_change_a_token(llm: LLM, guided: Guided, pair: str)
 def test_logprobs_are_the_model_s_own(llm: LLM) -> None:
     """Those of an answer are what scoring the same tokens as a prompt says: no mask has touched them."""
     output = ask(llm, logprobs=0).outputs[0]
-    prompt_ids = llm.front.tokenizer.encode(PROMPT)  # type: ignore[union-attr]
+    prompt_ids = llm.frontend.tokenizer.encode(PROMPT)  # type: ignore[union-attr]
     scored = llm.generate(
         [[*prompt_ids, *output.token_ids]], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False
     )[0].prompt_logprobs
@@ -105,12 +105,12 @@ def test_beams_follow_and_the_best_beats_greedy(llm: LLM, guided: Guided) -> Non
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"frequency_penalty": 1.5}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 8}]
+    "params", [{"frequency_penalty": 1.5}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 8}]
 )
-def test_history_holds_forced_tokens(llm: LLM, knobs: dict[str, Any]) -> None:
+def test_history_holds_forced_tokens(llm: LLM, params: dict[str, Any]) -> None:
     """Drawn one by one or jumped, penalties see the same past."""
-    jumped = ask(llm, **knobs)
-    drawn = ask(llm, **knobs, logprobs=0)
+    jumped = ask(llm, **params)
+    drawn = ask(llm, **params, logprobs=0)
     assert jumped.error == drawn.error
     assert jumped.outputs[0].token_ids == drawn.outputs[0].token_ids
 
@@ -155,7 +155,7 @@ def test_a_schema_that_can_t_be_enforced_stops_nothing_else(llm: LLM) -> None:
 
 
 def test_masks_that_leave_nothing_fail_one_request(llm: LLM) -> None:
-    tokenizer = llm.front.tokenizer
+    tokenizer = llm.frontend.tokenizer
     assert tokenizer is not None
     params = [
         SamplingParams(max_tokens=20, guided=REGEX, allowed_token_ids=[tokenizer.encode("zoo")[-1]]),
@@ -170,13 +170,13 @@ def test_masks_that_leave_nothing_fail_one_request(llm: LLM) -> None:
 @pytest.mark.parametrize("kind", ["banned", "allowed", "bias", "early stop"])
 def test_a_forced_token_that_is_unwelcome_is_spelled_otherwise(llm: LLM, kind: str, place: int) -> None:
     unwelcome = ask(llm, REGEX).outputs[0].token_ids[place]
-    knobs: dict[str, dict[str, Any]] = {
+    params: dict[str, dict[str, Any]] = {
         "banned": {"banned_token_ids": [unwelcome]},
         "allowed": {"allowed_token_ids": [i for i in range(512) if i != unwelcome]},
         "bias": {"logit_bias": {unwelcome: -100.0}},
         "early stop": {"stop_token_ids": [unwelcome], "min_tokens": 40},
     }
-    jumped, drawn = ask(llm, REGEX, **knobs[kind]), ask(llm, REGEX, **knobs[kind], logprobs=0)
+    jumped, drawn = ask(llm, REGEX, **params[kind]), ask(llm, REGEX, **params[kind], logprobs=0)
     assert unwelcome not in jumped.outputs[0].token_ids and jumped.outputs[0].finish_reason == "stop"
     assert drawn.outputs[0].token_ids == jumped.outputs[0].token_ids
     check(REGEX, jumped.outputs[0].text)
@@ -194,15 +194,17 @@ def test_a_cached_prompt_changes_nothing(llm: LLM) -> None:
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("knobs", [{"ignore_eos": True}, {"min_tokens": 40}, {"min_tokens": 40, "beam": BeamParams(2)}])
-def test_a_grammar_that_is_over_ends_whatever_else_is_asked(llm: LLM, knobs: dict[str, Any]) -> None:
-    output = ask(llm, REGEX, **knobs).outputs[0]
+@pytest.mark.parametrize(
+    "params", [{"ignore_eos": True}, {"min_tokens": 40}, {"min_tokens": 40, "beam": BeamParams(2)}]
+)
+def test_a_grammar_that_is_over_ends_whatever_else_is_asked(llm: LLM, params: dict[str, Any]) -> None:
+    output = ask(llm, REGEX, **params).outputs[0]
     assert output.finish_reason == "stop" and len(output.token_ids) < 40
     check(REGEX, output.text)
 
 
 def test_the_end_is_held_back_as_long_as_the_grammar_has_more(llm: LLM) -> None:
-    some, eager = Guided("regex", r"(ha)+"), {"logit_bias": {llm.front.eos_token_ids[0]: 100.0}}
+    some, eager = Guided("regex", r"(ha)+"), {"logit_bias": {llm.frontend.eos_token_ids[0]: 100.0}}
     assert len(ask(llm, some, **eager).outputs[0].token_ids) < 5
     output = ask(llm, some, min_tokens=30, **eager).outputs[0]
     assert output.finish_reason == "stop" and 30 < len(output.token_ids) < 35
@@ -212,7 +214,7 @@ def test_the_end_is_held_back_as_long_as_the_grammar_has_more(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "params",
     [
         {"frequency_penalty": 2.0},
         {"logit_bias": {410: 6.0}},
@@ -220,10 +222,10 @@ def test_the_end_is_held_back_as_long_as_the_grammar_has_more(llm: LLM) -> None:
         {"dry_multiplier": 50.0, "dry_allowed_length": 0},
     ],
 )
-def test_beams_heed_what_changes_logits(llm: LLM, knobs: dict[str, Any]) -> None:
+def test_beams_heed_what_changes_logits(llm: LLM, params: dict[str, Any]) -> None:
     """With one beam, beam search is greedy search."""
     shared: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
-    greedy = ask(llm, None, **shared, **knobs).outputs[0]
-    beam = ask(llm, None, **shared, **knobs, beam=BeamParams(1)).outputs[0]
+    greedy = ask(llm, None, **shared, **params).outputs[0]
+    beam = ask(llm, None, **shared, **params, beam=BeamParams(1)).outputs[0]
     assert beam.token_ids == greedy.token_ids
     assert greedy.token_ids != ask(llm, None, **shared).outputs[0].token_ids

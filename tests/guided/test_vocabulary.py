@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.arch.read import read_spec
-from tokenmill.engine.front import tokenizer_of
+from tokenmill.engine.frontend import tokenizer_of
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.vocabulary import Vocabulary, _Cutter
 from tokenmill.text.bytes import byte_tokenizer

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.kv.block_table import BlockTable
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.pool import BlockPool
 from tokenmill.kv.prefix import HashChain
-from tokenmill.kv.table import Table
 
 TOKENS = list(range(100, 140))
 
 
-def computed(cache: KVCache, tokens: list[int], salt: str = "") -> Table:
+def computed(cache: KVCache, tokens: list[int], salt: str = "") -> BlockTable:
     """A table with all of `tokens` reserved and committed."""
     table = cache.open(cache.miss())
     assert cache.reserve(table, 0, len(tokens)) is not None

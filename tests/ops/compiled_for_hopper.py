@@ -10,12 +10,12 @@ from triton import compile as compiled_for
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tokenmill.ops.triton.kernel import FUSED, Kernel
-from tokenmill.ops.triton.wide_cuts import cut_for as products_cut_for
-from tokenmill.ops.triton.wide_products import TILES, _wide_products
-from tokenmill.ops.triton.wide_strips import TILES as STRIP_TILES
-from tokenmill.ops.triton.wide_strips import _wide_strips
-from tokenmill.ops.triton.wide_strips import cut_for as strips_cut_for
+from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm
+from tokenmill.ops.triton.gemm.hopper_select import pick_hopper_config as products_cut_for
+from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
+from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
+from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int
+from tokenmill.ops.triton.quant.hopper_gemm_int import pick_hopper_int_config as strips_cut_for
 
 SHARED = 227 * 1024  # a program's at most on Hopper
 POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "arrived": "*i32"}
@@ -50,7 +50,7 @@ def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
         "ROWS": cut.rows, "STRIP": cut.strip, "RING": cut.ring, "WARPS": cut.warps,
         "AHEAD": cut.ahead, "HAS_BIAS": True, "GROUP": group, "BITS": bits, "OVERLAPS": True,
     }  # fmt: skip
-    factors = left_factors(made(_wide_strips, types, constants, cut.warps), f"m64n{cut.rows}k16")
+    factors = left_factors(made(_hopper_gemm_int, types, constants, cut.warps), f"m64n{cut.rows}k16")
     assert len(factors) == 32 // bits * 2 and set(factors) == {"{"}, "weights do not come from registers"
 
 
@@ -68,7 +68,7 @@ def check_products(num_rows: int, element: str, columns: int, activation: str) -
         "KIND": activation, "HAS_SCALES": columns == 128, "HAS_BIAS": True, "OVERLAPS": True,
     }  # fmt: skip
     types = descriptors | scales | POINTERS | dict.fromkeys(NUMBERS, "i32")
-    compiled = made(_wide_products, types, constants, cut.warps)
+    compiled = made(_hopper_gemm, types, constants, cut.warps)
     factors = left_factors(compiled, f"m64n{cut.rows}k{columns // 4}")
     assert len(factors) == cut.lines // 64 * 4 and "{" not in factors, "the matrix does not come from its tiles"
     asked_before = compiled.asm["ptx"].split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor")

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tokenmill.ops.triton import ahead, compilers
-from tokenmill.ops.triton.compilers import Compilers
+from tokenmill.ops.triton.launch import compile_workers, preload
+from tokenmill.ops.triton.launch.compile_workers import Compilers
 
 SLOW_S = 0.3
 
@@ -32,7 +32,7 @@ def compiled(folder: Path, number: int) -> SimpleNamespace:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_who_is_free_takes_the_next_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     active = SimpleNamespace(launcher_cls=lambda src, metadata: None)
-    monkeypatch.setattr(compilers, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     kernels: list[Callable[[], SimpleNamespace]] = [partial(compiled, tmp_path, number) for number in range(9)]
     workers = Compilers()
@@ -70,7 +70,7 @@ def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: p
         with src.file.open("a") as file:
             file.write(f"{metadata.num_ctas} ")
 
-    monkeypatch.setattr(compilers, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher_of)))
+    monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher_of)))
     workers = Compilers()
     workers.start([kernel_of(tmp_path, 0, "i32"), kernel_of(tmp_path, 1, "tensordesc<bf16[64, 64]>")], 0)
     assert sorted(workers.made()) == [0, 1]
@@ -79,7 +79,7 @@ def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_who_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(compile_workers, "PATIENCE_S", 0.1)
     workers = Compilers()
     workers.start([partial(time.sleep, 60)] * 3, 0)
     assert list(workers.made()) == []
@@ -98,13 +98,13 @@ def test_what_failed_ahead_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch)
     def no_driver() -> str:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(ahead, "triton_key", lambda: "key")
-    monkeypatch.setattr(ahead, "_driver_key", no_driver)
-    ahead.begin.cache_clear()
+    monkeypatch.setattr(preload, "triton_key", lambda: "key")
+    monkeypatch.setattr(preload, "_driver_key", no_driver)
+    preload.begin.cache_clear()
     try:
-        ahead.finish()
-        key, driver_key = (part.exception() for part in ahead.begin())
+        preload.finish()
+        key, driver_key = (part.exception() for part in preload.begin())
         assert key is None
         assert isinstance(driver_key, RuntimeError)
     finally:
-        ahead.begin.cache_clear()
+        preload.begin.cache_clear()

@@ -13,8 +13,9 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from tokenmill.ops.triton import large_products, linear, quantized, wide_cuts
-from tokenmill.ops.triton.wide_strips import cut_for
+from tokenmill.ops.triton.gemm import epilogues, hopper_select, linear
+from tokenmill.ops.triton.quant import quantized
+from tokenmill.ops.triton.quant.hopper_gemm_int import pick_hopper_int_config
 
 
 def test_how_matrices_enter_the_matrix_units(tmp_path: Path) -> None:
@@ -30,30 +31,38 @@ def test_how_matrices_enter_the_matrix_units(tmp_path: Path) -> None:
 def test_products_are_cut_into_about_as_many_programs_as_run_at_once() -> None:
     gate_up, down, small = (28672, 4096), (4096, 14336), (64, 256)
     for num_rows, at_once in ((64, 396), (128, 264), (200, 264)):
-        cut = cut_for(num_rows, *down, 4)
+        cut = pick_hopper_int_config(num_rows, *down, 4)
         assert at_once * 3 // 4 < 4096 // cut.strip * cut.splits * -(-num_rows // cut.rows) <= at_once
-    assert [cut_for(rows, *gate_up, 4).rows for rows in (33, 64, 65, 129, 256)] == [64, 64, 128, 256, 256]
-    assert cut_for(200, *down, 4).rows == 128
-    assert cut_for(64, *gate_up, 8).splits == cut_for(33, *small, 4).splits == 1
+    assert [pick_hopper_int_config(rows, *gate_up, 4).rows for rows in (33, 64, 65, 129, 256)] == [
+        64,
+        64,
+        128,
+        256,
+        256,
+    ]
+    assert pick_hopper_int_config(200, *down, 4).rows == 128
+    assert pick_hopper_int_config(64, *gate_up, 8).splits == pick_hopper_int_config(33, *small, 4).splits == 1
 
 
 def test_who_takes_wide_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = quantized.to_int4(torch.randn(16, 256))
-    assert not quantized._takes_wide_strips(torch.empty(64, 256, dtype=torch.bfloat16), matrix)
+    assert not quantized._takes_hopper_gemm_int(torch.empty(64, 256, dtype=torch.bfloat16), matrix)
     monkeypatch.setattr(quantized, "has_gluon", lambda device: True)
     rows_taken = [
-        rows for rows in (1, 32, 33, 512, 513) if quantized._takes_wide_strips(torch.empty(rows, 256).half(), matrix)
+        rows
+        for rows in (1, 32, 33, 512, 513)
+        if quantized._takes_hopper_gemm_int(torch.empty(rows, 256).half(), matrix)
     ]
     assert rows_taken == [33, 512]
-    assert not quantized._takes_wide_strips(torch.empty(64, 256), matrix)
-    assert not quantized._takes_wide_strips(torch.empty(64, 384).half(), quantized.to_int4(torch.randn(16, 384)))
+    assert not quantized._takes_hopper_gemm_int(torch.empty(64, 256), matrix)
+    assert not quantized._takes_hopper_gemm_int(torch.empty(64, 384).half(), quantized.to_int4(torch.randn(16, 384)))
 
 
 def test_who_takes_wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.empty(4096, 1024, dtype=torch.bfloat16)
-    with wide_cuts.recorded():
-        assert not wide_cuts.is_wide(torch.empty(64, 1024, dtype=torch.bfloat16), matrix)  # on a CPU
-    monkeypatch.setattr(wide_cuts, "has_gluon", lambda device: True)
+    with hopper_select.recorded():
+        assert not hopper_select.takes_hopper_gemm(torch.empty(64, 1024, dtype=torch.bfloat16), matrix)  # on a CPU
+    monkeypatch.setattr(hopper_select, "has_gluon", lambda device: True)
     for dtype, rows, columns, is_wide in (
         (torch.bfloat16, 32, 1024, False),
         (torch.bfloat16, 33, 1024, True),
@@ -63,21 +72,21 @@ def test_who_takes_wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.bfloat16, 64, 1028, False),  # rows are no whole 16 bytes
     ):
         x, matrix = torch.empty(rows, columns, dtype=dtype), torch.empty(8, columns, dtype=dtype)
-        assert not wide_cuts.is_wide(x, matrix)  # outside of graphs
-        with wide_cuts.recorded():
-            assert wide_cuts.is_wide(x, matrix) == is_wide
+        assert not hopper_select.takes_hopper_gemm(x, matrix)  # outside of graphs
+        with hopper_select.recorded():
+            assert hopper_select.takes_hopper_gemm(x, matrix) == is_wide
     called = []
-    monkeypatch.setattr(linear, "wide_linear", lambda x, *args, **options: called.append(options) or x)
-    monkeypatch.setattr(large_products, "wide_linear", linear.wide_linear)
+    monkeypatch.setattr(linear, "hopper_linear", lambda x, *args, **options: called.append(options) or x)
+    monkeypatch.setattr(epilogues, "hopper_linear", linear.hopper_linear)
     weight = linear._whole(torch.empty(16, 1024, dtype=torch.bfloat16))
-    with wide_cuts.recorded():
+    with hopper_select.recorded():
         linear.linear(torch.empty(64, 1024, dtype=torch.bfloat16), weight)
-        large_products.gated_linear(torch.empty(64, 1024, dtype=torch.bfloat16), weight, "silu")
+        epilogues.gated_linear(torch.empty(64, 1024, dtype=torch.bfloat16), weight, "silu")
     assert called == [{}, {"activation": "silu"}]
 
 
 def test_wide_products_are_split_where_a_matrix_has_many_columns_and_few_lines() -> None:
-    cut = wide_cuts.cut_for
+    cut = hopper_select.pick_hopper_config
     assert cut(128, 4096, 14336, 2, is_gated=False).splits == cut(128, 4096, 14336, 1, is_gated=False).splits == 2
     for lines in (4096, 6144, 128256):
         assert cut(64, lines, 4096, 2, is_gated=False).splits == 1

@@ -22,9 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from tokenmill.ops.triton import TRITON, chosen_words, device, grouped_words, halves, strips, words
-from tokenmill.ops.triton.kernel import FUSED, Kernel
-from tokenmill.ops.triton.overlap import launch_options, overlaps
+from tokenmill.ops.triton import TRITON
+from tokenmill.ops.triton.gemm import splitk
+from tokenmill.ops.triton.launch import capabilities
+from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
+from tokenmill.ops.triton.launch.pdl import launch_options, overlaps
+from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
+from tokenmill.ops.triton.moe import grouped_gemm_int as moe_grouped_gemm_int
+from tokenmill.ops.triton.quant import gemv_int4, packed_int
 from tokenmill.runner.memory import graph_sizes
 
 KIB = 1024
@@ -103,12 +108,12 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[La
         patch.object(Kernel, "_launch", launch),
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
         patch("tokenmill.runner.warmup.compile_beside", asked_at_once),
-        patch("tokenmill.ops.triton.overlap.overlaps", lambda: isinstance(name, int) and name >= 90),
-        patch("tokenmill.ops.triton.fp8_bits.has_fp8", lambda device: isinstance(name, int) and name >= 89),
-        patch.object(strips, "has_ptx", lambda: isinstance(name, int)),
-        patch.object(halves, "has_ptx", lambda: isinstance(name, int)),
-        patch.object(chosen_words, "has_ptx", lambda: isinstance(name, int)),
-        patch.object(grouped_words, "has_ptx", lambda: isinstance(name, int)),
+        patch("tokenmill.ops.triton.launch.pdl.overlaps", lambda: isinstance(name, int) and name >= 90),
+        patch("tokenmill.ops.triton.attention.kv_dtypes.has_fp8", lambda device: isinstance(name, int) and name >= 89),
+        patch.object(splitk, "has_ptx", lambda: isinstance(name, int)),
+        patch.object(gemv_int4, "has_ptx", lambda: isinstance(name, int)),
+        patch.object(moe_gemv_int, "has_ptx", lambda: isinstance(name, int)),
+        patch.object(moe_grouped_gemm_int, "has_ptx", lambda: isinstance(name, int)),
     ):
         warm_up = warm_up_for(config, **how)
         warm_up.compile_first(8192, list)
@@ -135,7 +140,7 @@ def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
     """Ampere; what decodes one row, the dearest of them to be wrong about"""
     forms = launches(80, LLAMA, kv_dtype=torch.float8_e4m3fn)
     found = {one.jitted.fn.__name__: one for one in forms}
-    for kernel in ("_place", "_place_and_attend"):
+    for kernel in ("_place", "_fused_decode_attention"):
         require_fits(found[kernel], 80)
 
 
@@ -204,12 +209,12 @@ def test_who_computes_with_fp8(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    device.has_fp8.cache_clear()
+    capabilities.has_fp8.cache_clear()
     try:
         refusal = TRITON.refuse(replace(WANTED, quantization="fp8"))
         assert refusal is None if has else "compute capability 8.9" in str(refusal)
         assert TRITON.refuse(replace(WANTED, kv_dtype=torch.float8_e4m3fn)) is None
-        assert words.has_ptx() == (hip is None)
-        assert not overlaps.__wrapped__() and not device.is_hopper.__wrapped__(torch.device("cuda"))
+        assert packed_int.has_ptx() == (hip is None)
+        assert not overlaps.__wrapped__() and not capabilities.is_hopper.__wrapped__(torch.device("cuda"))
     finally:
-        device.has_fp8.cache_clear()
+        capabilities.has_fp8.cache_clear()

@@ -21,7 +21,7 @@ from test_native_decoder import (
 )
 
 from tokenmill.arch.read import read_spec
-from tokenmill.models.protocol import WeightSource
+from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.weights.source import open_weights
@@ -109,7 +109,7 @@ def _logprobs(model: NativeDecoder, spec: object, tokens: list[int], dtype: torc
 
 def test_smollm2_is_as_sure_of_a_text_as_with_float16(smollm2_path: Path) -> None:
     spec = read_spec(smollm2_path)
-    weights: WeightSource = open_weights(smollm2_path, spec)
+    weights: WeightReader = open_weights(smollm2_path, spec)
     model = native_model(spec, weights, activation_bits="16")
     tokens = tokens_for(spec, 96)
     plain, rounded = (_logprobs(model, spec, tokens, dtype) for dtype in (torch.float16, torch.int8))

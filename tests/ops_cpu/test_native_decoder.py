@@ -19,9 +19,9 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
-from tokenmill.models.protocol import WeightSource
+from tokenmill.models.protocol import WeightReader
 from tokenmill.models.rope import make_rope_table
-from tokenmill.ops.batch import DrawingRows, DrawKnobs, ForwardBatch, GroupTables
+from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, GroupTables
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
@@ -101,7 +101,7 @@ def one_shape(spec: ModelSpec) -> ModelSpec:
 
 
 def native_model(
-    spec: ModelSpec, weights: WeightSource, isa: str = "", threads: int = 2, activation_bits: str = "8"
+    spec: ModelSpec, weights: WeightReader, isa: str = "", threads: int = 2, activation_bits: str = "8"
 ) -> NativeDecoder:
     tables = {
         rope: make_rope_table(rope, MAX_CONTEXT, CPU)
@@ -115,7 +115,7 @@ def native_model(
     )
 
 
-def torch_model(spec: ModelSpec, weights: WeightSource, kv_dtype: torch.dtype = torch.float32) -> Decoder:
+def torch_model(spec: ModelSpec, weights: WeightReader, kv_dtype: torch.dtype = torch.float32) -> Decoder:
     ops, _ = choose_ops(OpsWanted(spec, CPU, torch.float32, kv_dtype, "reference"))
     return Decoder(spec, Loader(weights, ops, torch.float32, CPU), MAX_CONTEXT)
 
@@ -290,29 +290,29 @@ def test_rows_as_lists_are_the_same_batch() -> None:
     wanted = [1, 3, 0, 1]
     by_tensors, by_lists = storage_for(spec, 8), storage_for(spec, 8)
     model.forward(batch_of(spec, prompts), by_tensors)
-    assert model.best_next(drawing_rows(spec, prompts, [0, 0, 0]), by_lists) == []
+    assert model.greedy_next(drawing_rows(spec, prompts, [0, 0, 0]), by_lists) == []
     ends = np.cumsum([len(fed) for _, fed, _ in going_on])
     lines = [end - back for end, num in zip(ends, wanted, strict=True) for back in range(num, 0, -1)]
     expected = model.logits(model.forward(batch_of(spec, going_on), by_tensors))[lines]
     rows = drawing_rows(spec, going_on, wanted)
     assert torch.equal(model.logits_next(rows, by_lists), expected)
-    assert model.best_next(rows, by_lists) == expected.argmax(-1).tolist()
-    knobs = DrawKnobs([0.7, 0.0, 2.0, 0.0, 0.0], [0, 9, 0, 0, 0], [1.0, 1.0, 0.6, 1.0, 1.0], [0.0] * 5, [0.9] * 5, [])
-    with pytest.raises(ValueError, match="knobs"):
-        model.draw_next(rows, knobs, by_lists)
-    knobs = knobs._replace(takes_best=[False, False, False, False, True])
-    drawn = model.draw_next(rows, knobs, by_lists)
-    assert drawn == native().draw_rows(expected, list(range(5)), *knobs) and drawn[4] == expected[4].argmax()
-    assert drawn != model.best_next(rows, by_lists)
-    many, knobs = (
+    assert model.greedy_next(rows, by_lists) == expected.argmax(-1).tolist()
+    params = DrawParams([0.7, 0.0, 2.0, 0.0, 0.0], [0, 9, 0, 0, 0], [1.0, 1.0, 0.6, 1.0, 1.0], [0.0] * 5, [0.9] * 5, [])
+    with pytest.raises(ValueError, match="parameters"):
+        model.draw_next(rows, params, by_lists)
+    params = params._replace(takes_best=[False, False, False, False, True])
+    drawn = model.draw_next(rows, params, by_lists)
+    assert drawn == native().draw_rows(expected, list(range(5)), *params) and drawn[4] == expected[4].argmax()
+    assert drawn != model.greedy_next(rows, by_lists)
+    many, params = (
         drawing_rows(spec, [(3, tokens_for(spec, 70, seed=1), 0)], [70]),
-        DrawKnobs([0.7] * 70, [9] * 70, [1.0] * 70, [0.0] * 70, [line / 70 for line in range(70)], [False] * 70),
+        DrawParams([0.7] * 70, [9] * 70, [1.0] * 70, [0.0] * 70, [line / 70 for line in range(70)], [False] * 70),
     )
-    drawn = model.draw_next(many, knobs, by_lists)  # more lines than are held in memory at once
-    assert drawn == native().draw_rows(model.logits_next(many, by_lists), list(range(70)), *knobs)
+    drawn = model.draw_next(many, params, by_lists)  # more lines than are held in memory at once
+    assert drawn == native().draw_rows(model.logits_next(many, by_lists), list(range(70)), *params)
     for wrong in ({"starts": [1]}, {"rows": [0, 1, 2, 8]}, {"starts": [31, 33, 0, 380]}, {"num_wanted": [2, 0, 0, 0]}):
         with pytest.raises(ValueError, match="row"):
-            model.best_next(rows._replace(**wrong), by_lists)
+            model.greedy_next(rows._replace(**wrong), by_lists)
 
 
 def test_one_logit_that_is_no_number_is_told() -> None:
@@ -321,9 +321,9 @@ def test_one_logit_that_is_no_number_is_told() -> None:
     model = native_model(LLAMA, weights)
     assert model.best_logits(torch.ones(2, LLAMA.hidden_size))[1].isnan().all()
     rows = drawing_rows(LLAMA, [(1, [3], 0)], [1])
-    assert model.best_next(rows, storage_for(LLAMA, 8)) == [-1]
-    knobs = DrawKnobs([0.0], [0], [1.0], [0.0], [0.5], [False])
-    assert model.draw_next(rows, knobs, storage_for(LLAMA, 8)) == [-1]
+    assert model.greedy_next(rows, storage_for(LLAMA, 8)) == [-1]
+    params = DrawParams([0.0], [0], [1.0], [0.0], [0.5], [False])
+    assert model.draw_next(rows, params, storage_for(LLAMA, 8)) == [-1]
 
 
 def test_long_contexts_shared_by_threads_change_no_bit() -> None:

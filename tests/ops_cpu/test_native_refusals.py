@@ -226,7 +226,7 @@ def test_rows_past_their_tables_are_refused(starts: list[int], block_size: int) 
         small_decoder().best_next([0], starts, [[0]], [1], tables, block_size)
 
 
-KNOBS = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, "uniforms": 0.5, "takes_best": False}
+PARAM_NAMES = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, "uniforms": 0.5, "takes_best": False}
 
 
 @pytest.mark.parametrize(
@@ -244,16 +244,16 @@ KNOBS = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, "unifor
     ],
 )
 def test_knobs_outside_their_range_are_refused(wrong: dict[str, float]) -> None:
-    knobs = [[value] for value in (KNOBS | wrong).values()]
+    params = [[value] for value in (PARAM_NAMES | wrong).values()]
     logits = np.arange(20, dtype=np.float32)[None]
-    with pytest.raises(ValueError, match="knob"):
-        native().draw_rows(logits, [0], *knobs)
-    with pytest.raises(ValueError, match="knob"):
-        small_decoder().draw_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, *knobs)
+    with pytest.raises(ValueError, match="parameter"):
+        native().draw_rows(logits, [0], *params)
+    with pytest.raises(ValueError, match="parameter"):
+        small_decoder().draw_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, *params)
 
 
 def test_no_logits_give_no_token() -> None:
-    assert native().draw_rows(np.zeros((1, 0), np.float32), [0], *[[value] for value in KNOBS.values()]) == [-1]
+    assert native().draw_rows(np.zeros((1, 0), np.float32), [0], *[[value] for value in PARAM_NAMES.values()]) == [-1]
 
 
 @pytest.mark.parametrize("threads", [-1, 0, 1025])

@@ -1,4 +1,4 @@
-"""Wrong knobs are refused by name, whatever type they come in; right ones stay as they are."""
+"""Wrong parameters are refused by name, whatever type they come in; right ones stay as they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_wrong_parts_are_named(make: Callable[[], Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "param"),
+    ("params", "param"),
     [
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
@@ -82,9 +82,9 @@ def test_wrong_parts_are_named(make: Callable[[], Any], param: str) -> None:
         ({"eta_cutoff": 2}, "eta_cutoff"),
     ],
 )
-def test_wrong_knobs_are_named(knobs: dict[str, Any], param: str) -> None:
+def test_wrong_knobs_are_named(params: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        SamplingParams(**knobs)
+        SamplingParams(**params)
     assert refused.value.param == param
 
 

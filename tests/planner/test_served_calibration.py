@@ -10,8 +10,8 @@ import pytest
 
 from tokenmill.arch.cost import prefill_flops
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.bench.load import Run
-from tokenmill.bench.records import Record
+from tokenmill.bench.load import LoadRun
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.result import write_result
 from tokenmill.cli import main
 from tokenmill.errors import InvalidConfig
@@ -60,11 +60,12 @@ def test_the_command_takes_a_server_s_result(tmp_path: Path, capsys: pytest.Capt
     config, result = tmp_path / "config.json", tmp_path / "served.json"
     config.write_text(json.dumps(CONFIG))
     records = [
-        Record(sent_s=s.sent_s, times_s=[s.first_s, s.last_s], end_s=s.last_s, status=200, input_tokens=s.input_len,
+        BenchRecord(sent_s=s.sent_s, times_s=[s.first_s, s.last_s], end_s=s.last_s, status=200,
+        input_tokens=s.input_len,
                output_tokens=s.output_len)
         for s in served((1, 4, 16))
     ]  # fmt: skip
-    write_result(result, {"benchmark": "serve"}, Run(records=records))
+    write_result(result, {"benchmark": "serve"}, LoadRun(records=records))
     question = ["--input-len", str(PROMPT), "--output-len", str(ANSWER), "--batch", "8", "--device", "H200", "--json"]
     assert main(["plan", str(config), *question, "--calibrate", str(result)]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -46,7 +46,7 @@ def test_a_module_that_moves_is_installed_anew(tmp_path: Path) -> None:
     (tmp_path / ".venv").mkdir()
     (tmp_path / touched(would_run(tmp_path))).touch()
     assert "pip install" not in would_run(tmp_path)
-    (package / "params.py").rename(package / "knobs.py")
+    (package / "params.py").rename(package / "parameters.py")
     assert "pip install" in would_run(tmp_path)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
-from tokenmill.arch.word_forms import EXPANDED_BYTES, Stored
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVGroup, KVLayout
 from tokenmill.runner.memory import (

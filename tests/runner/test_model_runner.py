@@ -9,14 +9,14 @@ import torch
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.ops.batch import DrawingRows, DrawKnobs
+from tokenmill.ops.batch import DrawingRows, DrawParams
 from tokenmill.ops.cpu import is_available
 from tokenmill.params import SamplingParams
-from tokenmill.runner import prompt_scores
+from tokenmill.runner import prompt_logprobs
 from tokenmill.runner.runner import ModelRunner
-from tokenmill.runner.scripted import ContextModel, ScriptedModel, count_upwards, follow
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.types import NewRow, Pooling, RowPlan, RowResult, StepPlan, TableUpdate
+from tokenmill.testing.scripted_models import ContextModel, ScriptedModel, count_upwards, follow
+from tokenmill.types import BlockTableUpdate, Pooling, RowInit, RowPlan, RowResult, StepPlan
 
 VOCAB, BLOCK = 32, 4
 CPU = torch.device("cpu")
@@ -27,9 +27,9 @@ def make_runner(model: Model, max_rows: int = 4) -> ModelRunner:
     return ModelRunner(model, storage, Sampler(VOCAB, max_rows, CPU), max_rows, max_context=64)
 
 
-def new_row(row: int, prompt: list[int], pooling: Pooling | None = None, temperature: float = 0.0) -> NewRow:
+def new_row(row: int, prompt: list[int], pooling: Pooling | None = None, temperature: float = 0.0) -> RowInit:
     params = SamplingParams(temperature=temperature)
-    return NewRow(
+    return RowInit(
         row=row,
         params=params,
         seed=row,
@@ -40,8 +40,8 @@ def new_row(row: int, prompt: list[int], pooling: Pooling | None = None, tempera
     )
 
 
-def tables(blocks: list[int], groups: int = 1) -> list[TableUpdate]:
-    return [TableUpdate(group, 0, [block + 20 * group for block in blocks]) for group in range(groups)]
+def tables(blocks: list[int], groups: int = 1) -> list[BlockTableUpdate]:
+    return [BlockTableUpdate(group, 0, [block + 20 * group for block in blocks]) for group in range(groups)]
 
 
 def one(runner: ModelRunner, plan: StepPlan) -> RowResult:
@@ -53,7 +53,7 @@ def test_a_prompt_in_chunks_then_tokens_one_by_one() -> None:
     runner = make_runner(ScriptedModel(VOCAB))
     first = RowPlan(row=1, start=0, token_ids=[4, 5, 6], table_updates=tables([9]))
     assert one(runner, StepPlan(new_rows=[new_row(1, [4, 5, 6, 7, 8])], rows=[first])) == RowResult(row=1)
-    last = RowPlan(row=1, start=3, token_ids=[7, 8], table_updates=[TableUpdate(0, 1, [3])], sample=True)
+    last = RowPlan(row=1, start=3, token_ids=[7, 8], table_updates=[BlockTableUpdate(0, 1, [3])], sample=True)
     assert one(runner, StepPlan(rows=[last])).token_ids == [9]
     again = RowPlan(row=1, start=5, token_ids=[9], sample=True, output_index=1)
     assert one(runner, StepPlan(rows=[again])).token_ids == [10]
@@ -106,11 +106,11 @@ class DirectModel(ScriptedModel):
     def direct(self) -> DirectModel:  # type: ignore[override]
         return self
 
-    def best_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
+    def greedy_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
         return self._after("best", rows).argmax(dim=-1).tolist()
 
-    def draw_next(self, rows: DrawingRows, knobs: DrawKnobs, storage: KVStorage) -> list[int]:
-        assert len(knobs.uniforms) == len(set(knobs.uniforms)) == sum(rows.num_wanted)
+    def draw_next(self, rows: DrawingRows, params: DrawParams, storage: KVStorage) -> list[int]:
+        assert len(params.uniforms) == len(set(params.uniforms)) == sum(rows.num_wanted)
         return self._after("draw", rows).argmax(dim=-1).tolist()
 
     def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
@@ -219,7 +219,7 @@ def expected_score(position: int, prompt: list[int]) -> float:
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 7])
 def test_prompt_scores_do_not_depend_on_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_scores, "MAX_HOST_LOGITS", 2 * VOCAB)  # two positions at once
+    monkeypatch.setattr(prompt_logprobs, "MAX_HOST_LOGITS", 2 * VOCAB)  # two positions at once
     prompt = [3, 4, 9, 10, 11, 2, 3]
     runner = make_runner(ScriptedModel(VOCAB))
     found, new_rows = [], [new_row(0, prompt)]

@@ -11,9 +11,9 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.params import SamplingParams
 from tokenmill.runner import sliced_sampler
 from tokenmill.runner.sliced_sampler import SlicedSampler
-from tokenmill.sampling.draw import Drawn
+from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.types import NewRow, RowPlan
+from tokenmill.types import RowInit, RowPlan
 
 VOCAB, ROWS = 50, 7
 
@@ -23,16 +23,16 @@ class Watched(Sampler):
         super().__init__(VOCAB, ROWS, "cpu")
         self.slices: list[int] = []
 
-    def sample(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
+    def sample(self, logits: torch.Tensor, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
         self.slices.append(len(rows))
         return super().sample(logits, rows, masks)
 
 
-def drawn(sampler: Sampler | SlicedSampler, logits: torch.Tensor) -> Sequence[Drawn]:
+def drawn(sampler: Sampler | SlicedSampler, logits: torch.Tensor) -> Sequence[Sample]:
     for row in range(ROWS):
         params = SamplingParams(temperature=0.9, top_p=0.8)
         sampler.add_row(
-            NewRow(row=row, params=params, seed=row, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
+            RowInit(row=row, params=params, seed=row, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
         )
     return sampler.sample(logits, [RowPlan(row=row, start=0, token_ids=[1]) for row in range(ROWS)])
 
@@ -64,7 +64,7 @@ def test_rows_with_drafts_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         for row in range(ROWS):
             params = SamplingParams(temperature=0.9)
             sampler.add_row(
-                NewRow(row=row, params=params, seed=row, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
+                RowInit(row=row, params=params, seed=row, prompt_token_ids=[1], output_token_ids=[], stop_token_ids=[])
             )
         found.append(sampler.verify(logits, plans))
     assert found[0] == found[1] and len(found[0]) == ROWS

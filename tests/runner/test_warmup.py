@@ -22,9 +22,9 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.kernel import Kernel
+from tokenmill.ops.triton.launch.kernel import Kernel
 from tokenmill.runner.decode_graphs import IDLE_KINDS, DecodeGraphs
-from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.memory import graph_sizes
 from tokenmill.runner.warmup import WarmUp
 
@@ -112,7 +112,7 @@ def warm_up_for(
     model = Decoder(spec, Loader(source, ops, dtype, META), MAX_CONTEXT)
     storage = KVStorage(KVLayout.from_spec(spec), 2, 16, kv_dtype or dtype, META)
     with patch("torch.cuda.graph_pool_handle"):
-        graphs = DecodeGraphs(model, storage, DeviceDraws(spec.vocab_size, 4, META), 4, 13, MAX_CONTEXT)
+        graphs = DecodeGraphs(model, storage, DeviceSampler(spec.vocab_size, 4, META), 4, 13, MAX_CONTEXT)
     return WarmUp(model, storage, graphs, MAX_ROWS, MAX_CONTEXT)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.draw import Drawn
+from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.types import NewRow, RowPlan, SpelledKnobs
+from tokenmill.types import RowInit, RowPlan, TokenizedParams
 
-SPELLED = set(SpelledKnobs.__struct_fields__)
+SPELLED = set(TokenizedParams.__struct_fields__)
 
 
 def new_row(
@@ -21,13 +21,13 @@ def new_row(
     output: Any = (),
     stops: Any = (),
     mirostat_mu: float | None = None,
-    **knobs: Any,
-) -> NewRow:
-    """Knobs of `SamplingParams` and of `SpelledKnobs`, by name."""
-    return NewRow(
+    **params: Any,
+) -> RowInit:
+    """Knobs of `SamplingParams` and of `TokenizedParams`, by name."""
+    return RowInit(
         row=row,
-        params=SamplingParams(**{name: value for name, value in knobs.items() if name not in SPELLED}),
-        spelled=SpelledKnobs(**{name: value for name, value in knobs.items() if name in SPELLED}),
+        params=SamplingParams(**{name: value for name, value in params.items() if name not in SPELLED}),
+        tokenized=TokenizedParams(**{name: value for name, value in params.items() if name in SPELLED}),
         mirostat_mu=mirostat_mu,
         seed=seed,
         prompt_token_ids=list(prompt),
@@ -40,7 +40,7 @@ def plan(row: int = 0, output_index: int = 0, num_logprobs: int | None = None) -
     return RowPlan(row=row, start=0, token_ids=[0], sample=True, output_index=output_index, num_logprobs=num_logprobs)
 
 
-def draw_alone(logits: torch.Tensor, row: NewRow, output_index: int = 0, num_logprobs: int | None = None) -> Drawn:
+def draw_alone(logits: torch.Tensor, row: RowInit, output_index: int = 0, num_logprobs: int | None = None) -> Sample:
     """One row in a sampler of its own; logits [vocab]."""
     sampler = Sampler(logits.shape[-1], row.row + 1, "cpu")
     sampler.add_row(row)

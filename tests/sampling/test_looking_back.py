@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rows_for_tests import draw_alone, new_row, plan
 
 from tokenmill.params import SamplingParams, Watermark
-from tokenmill.sampling.repeats import Breakers, RepeatRuns, suffix_runs
-from tokenmill.sampling.rows import Rows
+from tokenmill.sampling.dry import Breakers, RepeatRuns, suffix_runs
+from tokenmill.sampling.rows import SamplerRows
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.steps import LOGITS_STEPS, run_steps, steps_used
 from tokenmill.sampling.thinking import Thinking
@@ -29,9 +29,9 @@ few_tokens = st.lists(st.integers(0, 5), max_size=60)
 breaker_lists = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3)
 
 
-def after_steps(logits: torch.Tensor, **knobs: Any) -> torch.Tensor:
-    row = new_row(**knobs)
-    rows = Rows(logits.shape[-1], 1, torch.device("cpu"))
+def after_steps(logits: torch.Tensor, **params: Any) -> torch.Tensor:
+    row = new_row(**params)
+    rows = SamplerRows(logits.shape[-1], 1, torch.device("cpu"))
     rows.take(row, steps_used(row.params))
     return run_steps(logits.unsqueeze(0), rows.gather([plan(0, len(row.output_token_ids))]), LOGITS_STEPS)[0]
 
@@ -51,7 +51,7 @@ def after_steps(logits: torch.Tensor, **knobs: Any) -> torch.Tensor:
 def test_dry(
     prompt: list[int], output: list[int], breakers: list[list[int]], allowed: int, last_n: int, base: float
 ) -> None:
-    knobs: dict[str, Any] = {
+    params: dict[str, Any] = {
         "dry_multiplier": 0.8,
         "dry_base": base,
         "dry_allowed_length": allowed,
@@ -60,8 +60,8 @@ def test_dry(
     single = [b[0] for b in breakers if len(b) == 1]
     longer = [b for b in breakers if len(b) > 1]
     logits = torch.zeros(6)
-    result = after_steps(logits, prompt=prompt, output=output, dry_break_ids=single, dry_breakers=longer, **knobs)
-    wanted = plain.dry([0.0] * 6, SamplingParams(**knobs), [*prompt, *output], breakers)
+    result = after_steps(logits, prompt=prompt, output=output, dry_break_ids=single, dry_breakers=longer, **params)
+    wanted = plain.dry([0.0] * 6, SamplingParams(**params), [*prompt, *output], breakers)
     torch.testing.assert_close(result, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
 
 
@@ -139,19 +139,19 @@ LOOKING_BACK: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("knobs", LOOKING_BACK)
-def test_resumed_row_equals_the_row_that_was_never_interrupted(knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", LOOKING_BACK)
+def test_resumed_row_equals_the_row_that_was_never_interrupted(params: dict[str, Any]) -> None:
     steps = torch.randn(40, 25, generator=torch.Generator().manual_seed(0))
     whole, broken = Sampler(25, 1, "cpu"), Sampler(25, 3, "cpu")
     for sampler in (whole, broken):
-        sampler.add_row(new_row(0, 9, prompt=[1, 2, 3], **knobs))
+        sampler.add_row(new_row(0, 9, prompt=[1, 2, 3], **params))
     output: list[int] = []
     row, mu = 0, None
     for index, logits in enumerate(steps.split(1)):
         if index % 7 == 6:
             broken.free_row(row)
             row = (row + 1) % 3
-            broken.add_row(new_row(row, 9, prompt=[1, 2, 3], output=output, mirostat_mu=mu, **knobs))
+            broken.add_row(new_row(row, 9, prompt=[1, 2, 3], output=output, mirostat_mu=mu, **params))
         drawn = whole.sample(logits, [plan(0, index, 2)])
         assert broken.sample(logits, [plan(row, index, 2)]) == drawn
         output.append(drawn[0].token_id)

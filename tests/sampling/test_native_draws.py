@@ -1,4 +1,4 @@
-"""Native draws give exactly the token that the steps give: any knobs, any distribution, any instruction set."""
+"""Native draws give exactly the token that the steps give: any parameters, any distribution, any instruction set."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 import torch
 from rows_for_tests import new_row, plan
 
-from tokenmill.ops.batch import DrawKnobs
+from tokenmill.ops.batch import DrawParams
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native
-from tokenmill.sampling import native_draws
+from tokenmill.sampling import native_sampler
 from tokenmill.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 
 SETS = instruction_sets() if is_available()[0] else []
 VOCAB = 3001  # no whole number of vectors
-KNOBS: list[dict[str, Any]] = [
+PARAM_NAMES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6},
     {"temperature": 1.0 - 1e-12},  # 1 as a float32, and yet a step
@@ -53,14 +53,14 @@ def distributions() -> torch.Tensor:
 
 
 def drawn_tokens(logits: torch.Tensor) -> list[int]:
-    """Of every distribution with all knobs and some random numbers, many rows to a call."""
-    sampler = Sampler(VOCAB, len(KNOBS), "cpu")
-    for row, knobs in enumerate(KNOBS):
-        sampler.add_row(new_row(row, seed=row, **knobs))
+    """Of every distribution with all parameters and some random numbers, many rows to a call."""
+    sampler = Sampler(VOCAB, len(PARAM_NAMES), "cpu")
+    for row, params in enumerate(PARAM_NAMES):
+        sampler.add_row(new_row(row, seed=row, **params))
     tokens = []
     for line in logits:
         for index in range(6):
-            plans = [plan(row, index) for row in range(len(KNOBS))]
+            plans = [plan(row, index) for row in range(len(PARAM_NAMES))]
             tokens += [one.token_id for one in sampler.sample(line.repeat(len(plans), 1), plans)]
     return tokens
 
@@ -68,7 +68,7 @@ def drawn_tokens(logits: torch.Tensor) -> list[int]:
 def test_the_same_tokens_as_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = distributions()
     found = drawn_tokens(logits)
-    monkeypatch.setattr(native_draws, "is_available", lambda: (False, "switched off"))
+    monkeypatch.setattr(native_sampler, "is_available", lambda: (False, "switched off"))
     assert found == drawn_tokens(logits)
 
 
@@ -81,8 +81,8 @@ def test_other_rows_and_broken_ones_keep_their_places() -> None:
         {"min_p": 0.2},
     ]
     sampler = Sampler(VOCAB, len(kinds), "cpu")
-    for row, knobs in enumerate(kinds):
-        sampler.add_row(new_row(row, seed=row, **knobs))
+    for row, params in enumerate(kinds):
+        sampler.add_row(new_row(row, seed=row, **params))
     logits = torch.randn(len(kinds), VOCAB, generator=torch.Generator().manual_seed(1))
     alone = [sampler.sample(logits[row : row + 1], [plan(row)])[0] for row in range(len(kinds))]
     logits[3, 7] = torch.nan
@@ -104,7 +104,7 @@ def test_every_instruction_set_has_the_same_softmax_and_draws(isa: str) -> None:
     assert torch.equal(found, best)
     lines, rng = list(range(len(logits))), np.random.default_rng(0)
     for number in range(30):
-        knobs = DrawKnobs(
+        params = DrawParams(
             temperatures=[(0.0, 0.7, 9.0)[number % 3]] * len(lines),
             top_ks=[(0, 1, 33, 700, 2999)[number % 5]] * len(lines),
             top_ps=[(1.0, 0.9, 0.3)[number % 3]] * len(lines),
@@ -112,6 +112,6 @@ def test_every_instruction_set_has_the_same_softmax_and_draws(isa: str) -> None:
             uniforms=rng.random(len(lines)).tolist(),
             takes_best=[number == 7] * len(lines),
         )
-        drawn = native().draw_rows(logits, lines, *knobs, isa)
-        assert drawn == native().draw_rows(logits, lines, *knobs, SETS[0])
+        drawn = native().draw_rows(logits, lines, *params, isa)
+        assert drawn == native().draw_rows(logits, lines, *params, SETS[0])
         assert drawn[-2:] == [-1, -1] and min(drawn[:-2]) >= 0

@@ -44,17 +44,17 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def draws(logits: list[float], count: int, **knobs: Any) -> Counter[int]:
+def draws(logits: list[float], count: int, **params: Any) -> Counter[int]:
     """`count` draws from one distribution, by consecutive positions of one seed."""
     sampler = Sampler(len(logits), 1, "cpu")
-    sampler.add_row(new_row(seed=123, **knobs))
+    sampler.add_row(new_row(seed=123, **params))
     batch = torch.tensor(logits).repeat(50, 1)
     plans = [[plan(0, start + i) for i in range(50)] for start in range(0, count, 50)]
     return Counter(drawn.token_id for part in plans for drawn in sampler.sample(batch, part))
 
 
 @pytest.mark.parametrize(
-    ("knobs", "steps"),
+    ("params", "steps"),
     [
         ({}, []),
         ({"temperature": 0.6}, [plain.temperature]),
@@ -67,13 +67,13 @@ def draws(logits: list[float], count: int, **knobs: Any) -> Counter[int]:
         ({"temperature": 0.7, "min_p": 0.1, "eta_cutoff": 0.05}, [plain.temperature, plain.min_p, plain.eta]),
     ],
 )
-def test_draws_follow_the_distribution(knobs: dict[str, Any], steps: list[Any]) -> None:
+def test_draws_follow_the_distribution(params: dict[str, Any], steps: list[Any]) -> None:
     rng = random.Random(4)
     logits = [rng.gauss(0, 1.2) for _ in range(17)]
     wanted = logits
     for step in steps:
-        wanted = step(wanted, new_row(**knobs).params)
-    value, freedom = plain.chi_square(draws(logits, 20000, **knobs), plain.softmax(wanted))
+        wanted = step(wanted, new_row(**params).params)
+    value, freedom = plain.chi_square(draws(logits, 20000, **params), plain.softmax(wanted))
     assert value < plain.chi_square_limit(freedom)
 
 
@@ -82,8 +82,8 @@ def test_a_row_does_not_see_its_neighbours(vocab: int, num_threads: int) -> None
     logits = torch.randn(len(MIXED), vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     history = [random.Random(i).choices(range(vocab), k=30) for i in range(len(MIXED))]
     rows = [
-        new_row(i, seed=i * 7 - 50, prompt=history[i][:20], output=history[i][20:], **knobs)
-        for i, knobs in enumerate(MIXED)
+        new_row(i, seed=i * 7 - 50, prompt=history[i][:20], output=history[i][20:], **params)
+        for i, params in enumerate(MIXED)
     ]
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -110,18 +110,23 @@ def test_any_seed_draws_and_repeats(seed: int) -> None:
 
 
 def test_resumed_row_equals_the_row_that_was_never_interrupted() -> None:
-    knobs: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3, "top_p": 0.9}
+    params: dict[str, Any] = {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+        "top_p": 0.9,
+    }
     steps = torch.randn(30, 200, generator=torch.Generator().manual_seed(0))
     whole, broken = Sampler(200, 1, "cpu"), Sampler(200, 4, "cpu")
-    whole.add_row(new_row(0, 9, prompt=[1, 2, 3], **knobs))
-    broken.add_row(new_row(0, 9, prompt=[1, 2, 3], **knobs))
+    whole.add_row(new_row(0, 9, prompt=[1, 2, 3], **params))
+    broken.add_row(new_row(0, 9, prompt=[1, 2, 3], **params))
     output: list[int] = []
     row = 0
     for index, logits in enumerate(steps.split(1)):
         if index % 7 == 6:  # preempted, and resumed in another row
             broken.free_row(row)
             row = (row + 1) % 4
-            broken.add_row(new_row(row, 9, prompt=[1, 2, 3], output=output, **knobs))
+            broken.add_row(new_row(row, 9, prompt=[1, 2, 3], output=output, **params))
         drawn = whole.sample(logits, [plan(0, index, 2)])
         assert broken.sample(logits, [plan(row, index, 2)]) == drawn
         output.append(drawn[0].token_id)
@@ -129,10 +134,10 @@ def test_resumed_row_equals_the_row_that_was_never_interrupted() -> None:
 
 def test_xtc_strikes_as_often_as_asked() -> None:
     logits = [3.0, 2.0, 1.0, 0.0]
-    knobs = {"xtc_probability": 0.3, "xtc_threshold": 0.1}
-    struck = plain.softmax(plain.xtc(logits, new_row(**knobs).params))
+    params = {"xtc_probability": 0.3, "xtc_threshold": 0.1}
+    struck = plain.softmax(plain.xtc(logits, new_row(**params).params))
     mixed = [0.7 * a + 0.3 * b for a, b in zip(plain.softmax(logits), struck, strict=True)]
-    value, freedom = plain.chi_square(draws(logits, 20000, **knobs), mixed)
+    value, freedom = plain.chi_square(draws(logits, 20000, **params), mixed)
     assert value < plain.chi_square_limit(freedom)
 
 
@@ -177,19 +182,21 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits[1, [7, 30]] = 1.0
     logits[2, [39]] = 1.0
     sampler = Sampler(40, 3, "cpu")
-    for row, knobs in itertools.product(range(3), [{"temperature": 0.0}, {"temperature": 0.0, "logit_bias": {0: 0.0}}]):
-        sampler.add_row(new_row(row, **knobs))
+    for row, params in itertools.product(
+        range(3), [{"temperature": 0.0}, {"temperature": 0.0, "logit_bias": {0: 0.0}}]
+    ):
+        sampler.add_row(new_row(row, **params))
         drawn = sampler.sample(logits[row : row + 1], [plan(row)])
         assert drawn[0].token_id == [0, 7, 39][row]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"temperature": 0.0}, {"top_p": 0.9, "typical_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_p": 0.9, "typical_p": 0.9}, {"top_k": 3}])
 @pytest.mark.parametrize("damage", ["nan", "all nan", "-inf", "+inf"])
-def test_a_broken_row_fails_alone(knobs: dict[str, Any], damage: str) -> None:
+def test_a_broken_row_fails_alone(params: dict[str, Any], damage: str) -> None:
     logits = torch.randn(3, 333, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(333, 3, "cpu")
     for row in range(3):
-        sampler.add_row(new_row(row, seed=row, **knobs))
+        sampler.add_row(new_row(row, seed=row, **params))
     sound = sampler.sample(logits, [plan(row, 0, 2) for row in range(3)])
     broken = logits.clone()
     if damage == "nan":
@@ -213,15 +220,15 @@ def test_a_row_that_excludes_every_token_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"logit_bias": {10: 1.0}}, {"allowed_token_ids": [-1]}, {"banned_token_ids": [10**9]}]
+    "params", [{"logit_bias": {10: 1.0}}, {"allowed_token_ids": [-1]}, {"banned_token_ids": [10**9]}]
 )
-def test_a_foreign_token_id_fails_its_row_only(knobs: dict[str, Any]) -> None:
+def test_a_foreign_token_id_fails_its_row_only(params: dict[str, Any]) -> None:
     sampler = Sampler(10, 2, "cpu")
-    sampler.add_row(new_row(0, **knobs))
+    sampler.add_row(new_row(0, **params))
     sampler.add_row(new_row(1, seed=3))
     refused, fine = sampler.sample(torch.zeros(2, 10), [plan(0), plan(1)])
     assert refused.error is not None
-    assert next(iter(knobs)) in refused.error
+    assert next(iter(params)) in refused.error
     assert fine == draw_alone(torch.zeros(10), new_row(0, seed=3))
 
 
@@ -229,8 +236,8 @@ def test_the_callers_logits_stay_as_they_were() -> None:
     logits = torch.randn(len(MIXED), 1008, generator=torch.Generator().manual_seed(3))
     copy = logits.clone()
     sampler = Sampler(1008, len(MIXED), "cpu")
-    for row, knobs in enumerate(MIXED):
-        sampler.add_row(new_row(row, prompt=[1, 2], **knobs))
+    for row, params in enumerate(MIXED):
+        sampler.add_row(new_row(row, prompt=[1, 2], **params))
     sampler.sample(logits, [plan(row, 0, 3) for row in range(len(MIXED))])
     assert torch.equal(logits, copy)
 

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.fixed_point import weights
-from tokenmill.sampling.rows import Rows
+from tokenmill.sampling.rows import SamplerRows
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
 
 seeds = st.integers(0, 2**32 - 1)
@@ -27,10 +27,10 @@ def random_logits(seed: int, rows: int, vocab: int, scale: float = 3.0) -> torch
 
 
 def after_steps(logits: torch.Tensor, lines: list[dict[str, Any]], output_index: int = 0) -> torch.Tensor:
-    """The logits [S, vocab] after all steps, where line i has the knobs lines[i]."""
-    rows = Rows(logits.shape[-1], len(lines), torch.device("cpu"))
-    for number, knobs in enumerate(lines):
-        row = new_row(number, **knobs)
+    """The logits [S, vocab] after all steps, where line i has the parameters lines[i]."""
+    rows = SamplerRows(logits.shape[-1], len(lines), torch.device("cpu"))
+    for number, params in enumerate(lines):
+        row = new_row(number, **params)
         rows.take(row, steps_used(row.params))
     in_use = rows.gather([plan(number, output_index) for number in range(len(lines))])
     shaped = run_steps(logits, in_use, LOGITS_STEPS)
@@ -58,16 +58,16 @@ REFERENCES = {
 ALSO: dict[str, dict[str, Any]] = {"xtc_threshold": {"xtc_probability": 1.0}}
 
 
-@pytest.mark.parametrize("knob", REFERENCES)
+@pytest.mark.parametrize("param", REFERENCES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=seeds, vocab=vocabs)
-def test_cut_keeps_what_its_definition_keeps(knob: str, data: st.DataObject, seed: int, vocab: int) -> None:
-    reference, values = REFERENCES[knob]
+def test_cut_keeps_what_its_definition_keeps(param: str, data: st.DataObject, seed: int, vocab: int) -> None:
+    reference, values = REFERENCES[param]
     logits = random_logits(seed, 3, vocab)
-    lines = [{knob: data.draw(values), **ALSO.get(knob, {})} for _ in range(3)]
+    lines = [{param: data.draw(values), **ALSO.get(param, {})} for _ in range(3)]
     result = after_steps(logits, lines)
-    for row, knobs, out in zip(logits, lines, result, strict=True):
-        wanted = reference(row.double().tolist(), new_row(**knobs).params)
+    for row, params, out in zip(logits, lines, result, strict=True):
+        wanted = reference(row.double().tolist(), new_row(**params).params)
         assert kept(out) == kept(wanted)
         assert torch.equal(out[out.isfinite()], row[out.isfinite()])
 
@@ -82,11 +82,11 @@ HF_CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("knob", "value", "warper"), HF_CUTS, ids=[knob for knob, _, _ in HF_CUTS])
+@pytest.mark.parametrize(("param", "value", "warper"), HF_CUTS, ids=[param for param, _, _ in HF_CUTS])
 @pytest.mark.parametrize("vocab", [50, 1000, 20011])
-def test_cut_keeps_what_transformers_keeps(knob: str, value: float, warper: Any, vocab: int) -> None:
+def test_cut_keeps_what_transformers_keeps(param: str, value: float, warper: Any, vocab: int) -> None:
     logits = random_logits(vocab, 8, vocab)
-    ours = after_steps(logits, [{knob: value}] * 8)
+    ours = after_steps(logits, [{param: value}] * 8)
     theirs = warper(torch.zeros(8, 1, dtype=torch.long), logits.clone())
     assert torch.equal(ours, theirs)
 
@@ -125,15 +125,15 @@ def test_penalties(
     seed: int, prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
 ) -> None:
     logits = random_logits(seed, 2, 40)
-    knobs = {
+    params = {
         "repetition_penalty": repetition,
         "presence_penalty": presence,
         "frequency_penalty": frequency,
         "prompt": prompt,
         "output": output,
     }
-    result = after_steps(logits, [knobs, {}])
-    wanted = plain.penalties(logits[0].tolist(), new_row(**knobs).params, prompt, output)
+    result = after_steps(logits, [params, {}])
+    wanted = plain.penalties(logits[0].tolist(), new_row(**params).params, prompt, output)
     torch.testing.assert_close(result[0], torch.tensor(wanted), rtol=1e-5, atol=1e-4)
     assert torch.equal(result[1], logits[1])
 
@@ -162,7 +162,7 @@ def test_stops_are_free_once_min_tokens_are_out() -> None:
 
 
 def test_steps_compose_in_the_documented_order() -> None:
-    knobs: dict[str, Any] = {
+    params: dict[str, Any] = {
         "repetition_penalty": 1.2,
         "temperature": 0.7,
         "top_k": 40,
@@ -172,19 +172,19 @@ def test_steps_compose_in_the_documented_order() -> None:
     }
     for seed in range(20):
         logits = random_logits(seed, 1, 100)
-        p = new_row(**knobs).params
+        p = new_row(**params).params
         wanted = plain.penalties(logits[0].double().tolist(), p, [1, 2, 3], [4, 5])
         for step in (plain.temperature, plain.top_k, plain.typical, plain.top_p, plain.min_p):
             wanted = step(wanted, p)
-        result = after_steps(logits, [{**knobs, "prompt": [1, 2, 3], "output": [4, 5]}])
+        result = after_steps(logits, [{**params, "prompt": [1, 2, 3], "output": [4, 5]}])
         assert kept(result[0]) == kept(wanted)
         ours, theirs = result[0].double().softmax(-1), torch.tensor(wanted, dtype=torch.float64).softmax(-1)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("knobs", [{"top_p": 0.0}, {"typical_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}])
-def test_the_strictest_cut_leaves_one_token(knobs: dict[str, Any]) -> None:
-    assert len(kept(after_steps(random_logits(5, 1, 1000), [knobs])[0])) == 1
+@pytest.mark.parametrize("params", [{"top_p": 0.0}, {"typical_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}])
+def test_the_strictest_cut_leaves_one_token(params: dict[str, Any]) -> None:
+    assert len(kept(after_steps(random_logits(5, 1, 1000), [params])[0])) == 1
 
 
 def test_top_p_of_a_flat_distribution_widens_its_search() -> None:

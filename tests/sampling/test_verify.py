@@ -14,7 +14,7 @@ from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import RowPlan
 
 VOCAB = 40
-KNOBS: dict[str, dict[str, Any]] = {
+PARAM_NAMES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.8},
     "cut": {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
@@ -33,9 +33,9 @@ def logits_after(history: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(VOCAB, generator=generator) * 2
 
 
-def one_by_one(knobs: dict[str, Any], seed: int, count: int) -> list[int]:
+def one_by_one(params: dict[str, Any], seed: int, count: int) -> list[int]:
     sampler = Sampler(VOCAB, 1, "cpu")
-    sampler.add_row(new_row(0, seed, prompt=[1, 2, 3], stops=[5, 6], **knobs))
+    sampler.add_row(new_row(0, seed, prompt=[1, 2, 3], stops=[5, 6], **params))
     tokens: list[int] = []
     for index in range(count):
         plan = RowPlan(row=0, start=2 + index, token_ids=[0], sample=True, output_index=index)
@@ -63,11 +63,11 @@ def drafted(sampler: Sampler, row: int, tokens: list[int], drafts: list[int]) ->
 def test_rows_with_drafts_say_what_they_would_without(wrong: float) -> None:
     """All kinds of rows in one batch, each at its own pace."""
     rng = random.Random(wrong)
-    expected = [one_by_one(knobs, row, 24) for row, knobs in enumerate(KNOBS.values())]
-    sampler = Sampler(VOCAB, len(KNOBS), "cpu")
-    for row, knobs in enumerate(KNOBS.values()):
-        sampler.add_row(new_row(row, row, prompt=[1, 2, 3], stops=[5, 6], **knobs))
-    said: list[list[int]] = [[] for _ in KNOBS]
+    expected = [one_by_one(params, row, 24) for row, params in enumerate(PARAM_NAMES.values())]
+    sampler = Sampler(VOCAB, len(PARAM_NAMES), "cpu")
+    for row, params in enumerate(PARAM_NAMES.values()):
+        sampler.add_row(new_row(row, row, prompt=[1, 2, 3], stops=[5, 6], **params))
+    said: list[list[int]] = [[] for _ in PARAM_NAMES]
     for _ in range(6):
         step = []
         for row, tokens in enumerate(said):

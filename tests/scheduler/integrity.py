@@ -11,7 +11,7 @@ from tokenmill.types import StepPlan
 
 
 def running(scheduler: Scheduler) -> list[Sequence]:
-    return [sequence for gang in scheduler._floor.gangs for sequence in gang.members]
+    return [sequence for group in scheduler._running.groups for sequence in group.members]
 
 
 def check_blocks(scheduler: Scheduler) -> None:
@@ -39,18 +39,18 @@ def check_windows(scheduler: Scheduler) -> None:
     cache = scheduler._cache
     for sequence in running(scheduler):
         for group, blocks in enumerate(sequence.held_table.groups):
-            gone = min(cache.first_in_sight(group, sequence.computed), len(blocks))
+            gone = min(cache.first_visible_block(group, sequence.computed), len(blocks))
             assert not any(blocks[:gone]), "a block behind the window is still held"
 
 
 def check_rows(scheduler: Scheduler) -> None:
-    gangs = scheduler._floor.gangs
-    taken = [s.row for s in running(scheduler)] + [row for gang in gangs for row in gang.spare_rows]
+    groups = scheduler._running.groups
+    taken = [s.row for s in running(scheduler)] + [row for group in groups for row in group.spare_rows]
     assert len(set(taken)) == len(taken), "two sequences on one row"
-    assert len(taken) + scheduler._floor.seats.num_free == scheduler._num_rows, "a row is lost"
-    assert [gang.key for gang in gangs] == sorted(gang.key for gang in gangs)
-    for gang in scheduler._waiting._heap:
-        assert gang[1].is_gone or all(s.table is None and s.computed == 0 for s in gang[1].members)
+    assert len(taken) + scheduler._running.row_allocator.num_free == scheduler._num_rows, "a row is lost"
+    assert [group.key for group in groups] == sorted(group.key for group in groups)
+    for group in scheduler._waiting._heap:
+        assert group[1].is_gone or all(s.table is None and s.computed == 0 for s in group[1].members)
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, config: SchedulerConfig) -> None:
@@ -58,10 +58,10 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, config: SchedulerConfig) ->
     rows = [row.row for row in plan.rows]
     assert len(set(rows)) == len(rows) <= config.max_running
     planned = {one.sequence for one in scheduler._planned}
-    newborn = {s for s in running(scheduler) if not s.is_seated}
-    for gang in scheduler._floor.gangs:
-        for sequence in gang.members:
-            assert sequence in planned or sequence in newborn or not gang.wants(sequence), "a running sequence starves"
+    newborn = {s for s in running(scheduler) if not s.is_on_runner}
+    for group in scheduler._running.groups:
+        for sequence in group.members:
+            assert sequence in planned or sequence in newborn or not group.wants(sequence), "a running sequence starves"
 
 
 def check_all(scheduler: Scheduler) -> None:

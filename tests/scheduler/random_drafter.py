@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seq
 
 from simulated_runner import EOS, VOCAB, drawn, histories, in_sight
 
-from tokenmill.scheduler.drafting import room_for_drafts
-from tokenmill.scheduler.job import Gang
+from tokenmill.scheduler.request_state import SequenceGroup
 from tokenmill.scheduler.sequence import Sequence
+from tokenmill.scheduler.speculation import room_for_drafts
 from tokenmill.types import StepPlan, StepResult
 
 MOST = 6
@@ -21,17 +21,17 @@ class RandomDrafter:
         self._wrong = wrong
         self.num_steps = 0
 
-    def propose(self, gangs: Seq[Gang]) -> dict[Sequence, list[int]]:
-        drafts = {sequence: self._guess(gang, sequence) for gang in gangs for sequence in gang.members}
+    def propose(self, groups: Seq[SequenceGroup]) -> dict[Sequence, list[int]]:
+        drafts = {sequence: self._guess(group, sequence) for group in groups for sequence in group.members}
         return {sequence: tokens for sequence, tokens in drafts.items() if tokens}
 
-    def _guess(self, gang: Gang, sequence: Sequence) -> list[int]:
-        tokens, shift = list(sequence.tokens), sequence.job.request.shift
-        for _ in range(min(self._random.randrange(MOST + 1), room_for_drafts(gang, sequence))):
+    def _guess(self, group: SequenceGroup, sequence: Sequence) -> list[int]:
+        tokens, shift = list(sequence.tokens), sequence.state.request.shift
+        for _ in range(min(self._random.randrange(MOST + 1), room_for_drafts(group, sequence))):
             output_index = len(tokens) - sequence.prompt_len
             token = drawn(sequence.seed, output_index, histories(in_sight(tokens, shift), [])[-1])
-            params = sequence.job.request.params
-            if output_index + 1 < params.min_tokens and token in sequence.job.stop_token_ids:
+            params = sequence.state.request.params
+            if output_index + 1 < params.min_tokens and token in sequence.state.stop_token_ids:
                 token = 1 + EOS
             if self._random.random() < self._wrong:
                 token = self._random.randrange(VOCAB)

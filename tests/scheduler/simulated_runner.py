@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.sequence import mixed_seed
-from tokenmill.types import ContextShift, NewRow, Request, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenmill.types import ContextShift, Request, RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 50
 EOS = 0
@@ -75,7 +75,7 @@ def in_sight(tokens: list[int], shift: ContextShift | None) -> list[int]:
 
 
 class Row:
-    def __init__(self, new: NewRow, num_groups: int) -> None:
+    def __init__(self, new: RowInit, num_groups: int) -> None:
         self.new = new
         self.tokens = new.prompt_token_ids + new.output_token_ids
         self.known: list[int] = []
@@ -101,9 +101,9 @@ class SimulatedRunner:
         self._early: list[tuple[RowPlan, RowResult]] = []  # computed before they were planned
 
     def run(self, plan: StepPlan, plan_ahead: Callable[[], StepPlan | None] = lambda: None) -> StepResult:
-        early, self._early = self._early, []
-        rows = [row for row in plan.rows if not any(row is known for known, _ in early)]
-        found = {result.row: result for known, result in early if any(known is row for row in plan.rows)}
+        prefetched, self._early = self._early, []
+        rows = [row for row in plan.rows if not any(row is known for known, _ in prefetched)]
+        found = {result.row: result for known, result in prefetched if any(known is row for row in plan.rows)}
         assert len(found) == len(plan.rows) - len(rows)
         found |= {result.row: result for result in self._compute(plan, rows)}
         if ahead := plan_ahead():

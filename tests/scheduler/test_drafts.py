@@ -11,7 +11,7 @@ from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams
 from tokenmill.scheduler import Scheduler
-from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, num_right
+from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
 from tokenmill.types import Request, SequenceOutput
 
 
@@ -22,11 +22,11 @@ def make(drafter: Drafter, num_blocks: int = 200, token_budget: int = 64) -> tup
     return scheduler, SimulatedRunner(cache)
 
 
-def ask(number: int, max_tokens: int = 40, **knobs: object) -> Request:
+def ask(number: int, max_tokens: int = 40, **params: object) -> Request:
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=[7, 8, 9, number],
-        params=SamplingParams(ignore_eos=True, **knobs),  # type: ignore[arg-type]
+        params=SamplingParams(ignore_eos=True, **params),  # type: ignore[arg-type]
         eos_token_ids=[EOS],
         max_tokens=max_tokens,
         seed=number,

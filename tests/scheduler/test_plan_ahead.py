@@ -86,7 +86,7 @@ def test_an_aborted_one_is_not_repeated_and_a_failed_step_takes_all_back() -> No
     second = planned(scheduler)
     assert not any(row is ahead.rows[0] for row in second.rows)
     assert scheduler.plan_ahead() is not None
-    scheduler.take_back()
+    scheduler.cancel_prefetch()
     check_all(scheduler)
     assert scheduler.stats().waiting == 2, "they wait again"
 

@@ -9,7 +9,7 @@ from tokenmill.params import BeamParams
 
 
 def names_running(bench: Bench) -> list[str]:
-    return [gang.job.request.request_id for gang in bench.scheduler._floor.gangs]
+    return [group.state.request.request_id for group in bench.scheduler._running.groups]
 
 
 def test_when_rows_are_short_the_youngest_of_the_lowest_priority_goes() -> None:

@@ -15,8 +15,8 @@ from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
-from tokenmill.scheduler.drafting import NO_DRAFTS
 from tokenmill.scheduler.sequence import mixed_seed
+from tokenmill.scheduler.speculation import NO_DRAFTS
 from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput
 
 MAX_STEPS = 3000
@@ -218,8 +218,8 @@ class Life(RuleBasedStateMachine):
         result = self.runner.run(plan, self.scheduler.plan_ahead) if self.works_ahead else self.runner.run(plan)
         if fails:
             result = failed_step(plan, "the device is gone")
-            self.scheduler.take_back()
-            in_it = {one.sequence.job.request.request_id for one in self.scheduler._planned}
+            self.scheduler.cancel_prefetch()
+            in_it = {one.sequence.state.request.request_id for one in self.scheduler._planned}
             self.dropped |= {(request_id, index) for request_id in in_it for index in range(16)}
         if abort is not None:
             self.scheduler.abort(abort)

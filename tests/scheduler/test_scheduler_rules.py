@@ -11,7 +11,7 @@ from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
-from tokenmill.scheduler.floor import Floor
+from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.sequence import mixed_seed
 from tokenmill.types import Request, SequenceOutput, StepPlan
 
@@ -249,9 +249,9 @@ def test_a_plan_counts_its_rows_once(num_rows: int, monkeypatch: pytest.MonkeyPa
     for number in range(num_rows):
         bench.scheduler.add(ask(str(number), prompt_len=2))
     bench.step()
-    asked: list[Floor] = []
-    count = Floor.num_sequences.fget
+    asked: list[RunningSet] = []
+    count = RunningSet.num_sequences.fget
     assert count is not None
-    monkeypatch.setattr(Floor, "num_sequences", property(lambda floor: asked.append(floor) or count(floor)))
+    monkeypatch.setattr(RunningSet, "num_sequences", property(lambda running: asked.append(running) or count(running)))
     bench.scheduler.plan()
     assert len(asked) == 1

@@ -44,7 +44,7 @@ class Bench:
         self._model = str(model)
         self._alone: dict[Pair, RequestOutput] = {}
         self.open = cache(self._open)
-        tokenizer = self.open().front.tokenizer
+        tokenizer = self.open().frontend.tokenizer
         assert tokenizer is not None
         self.story = tokenizer.encode(STORY * 3)
 
@@ -58,7 +58,7 @@ class Bench:
         """Where it is tried, the stop string is one that the answer would have."""
         length = LONG_PROMPT if "context shift" in names else PROMPT
         body: dict[str, Any] = {
-            "model": self.open().front.name,
+            "model": self.open().frontend.name,
             "prompt": self.story[:length],
             "max_tokens": MAX_TOKENS,
             "seed": 7,
@@ -73,7 +73,7 @@ class Bench:
 
     def asked(self, names: Pair) -> PromptRequest:
         llm = self.open()
-        call = parse_completion(self.body(names), llm.front.info(CONTEXT), ServerConfig())
+        call = parse_completion(self.body(names), llm.frontend.info(CONTEXT), ServerConfig())
         return call.requests[0]
 
     def alone(self, names: Pair) -> RequestOutput:
@@ -105,7 +105,7 @@ class Bench:
                 for event in llm._deliver(output):
                     if event.request_id == request.request_id:
                         answer.add(event)
-            if not llm._outlets:
+            if not llm._output_processors:
                 break
         assert llm.core.stats().preemptions > before and answer.finished, "nobody was preempted"
         return answer

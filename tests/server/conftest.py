@@ -16,8 +16,8 @@ from loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
-from tokenmill.server.door import Door
-from tokenmill.server.run import front_config
+from tokenmill.server.gate import EngineGate
+from tokenmill.server.run import uvicorn_config
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +25,11 @@ def serving() -> Iterator[Serving]:
     """Starts servers; all of them are stopped at the end."""
     fronts: list[tuple[uvicorn.Server, threading.Thread, RunningServer]] = []
 
-    def start(config: ServerConfig | None = None, door: Door | None = None) -> RunningServer:
+    def start(config: ServerConfig | None = None, door: EngineGate | None = None) -> RunningServer:
         engine = FakeEngine()
         app = create_app(door or engine, config or ServerConfig(), Metrics(model=engine.info.name))
         listener = socket.create_server(("127.0.0.1", 0))
-        front = uvicorn.Server(front_config(app, flush_s=1))
+        front = uvicorn.Server(uvicorn_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not front.started:

@@ -154,8 +154,8 @@ class FakeStream(AsyncIterator[Event]):
             Event(request_id=request_id, index=index, text=word, logprobs=_logprobs(params, word)) for word in shown
         ]
         if index == 0 and params.prompt_logprobs is not None:
-            spelled = [None, *(_info(chr(token_id), params.prompt_logprobs) for token_id in prompt_ids[1:])]
-            events.insert(0, Event(request_id=request_id, prompt_logprobs=spelled))
+            tokenized = [None, *(_info(chr(token_id), params.prompt_logprobs) for token_id in prompt_ids[1:])]
+            events.insert(0, Event(request_id=request_id, prompt_logprobs=tokenized))
         last = Event(request_id=request_id, index=index, finish_reason=finish, usage=usage)  # type: ignore[arg-type]
         return [*events, last]
 

@@ -13,11 +13,11 @@ from fake_engine import INFO, FakeEngine
 from loopback import RunningServer
 
 from tokenmill.errors import ContextLengthExceeded
-from tokenmill.server import native
-from tokenmill.server.native import Choice, Job, Run
+from tokenmill.server import generation
+from tokenmill.server.generation import FoldedChoice, GenerationJob, GenerationRun
 from tokenmill.server.openai import routes
 from tokenmill.server.openai.render import CompletionRendering
-from tokenmill.server.record import Record
+from tokenmill.server.request_record import RequestRecord
 from tokenmill.types import PromptRequest, Usage
 
 RENDERING = CompletionRendering(
@@ -25,11 +25,15 @@ RENDERING = CompletionRendering(
 )
 
 
-def run_of(engine: FakeEngine, prompts: list[str]) -> Run:
-    return Run(engine, Job([PromptRequest(prompt=prompt) for prompt in prompts], RENDERING), Record("id", "POST", "/"))
+def run_of(engine: FakeEngine, prompts: list[str]) -> GenerationRun:
+    return GenerationRun(
+        engine,
+        GenerationJob([PromptRequest(prompt=prompt) for prompt in prompts], RENDERING),
+        RequestRecord("id", "POST", "/"),
+    )
 
 
-async def turns_during_accept(run: Run) -> int:
+async def turns_during_accept(run: GenerationRun) -> int:
     num_turns = 0
 
     async def count() -> None:
@@ -72,11 +76,11 @@ def test_many_logprobs_are_written_in_a_thread(
             super().__init__(*given, **named)
             threads.append(threading.get_ident())
 
-        def whole(self, choices: list[Choice], usage: Usage) -> bytes:
+        def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
             threads.append(threading.get_ident())
             return super().whole(choices, usage)
 
-    monkeypatch.setattr(native, "MANY_LOGPROBS", most)
+    monkeypatch.setattr(generation, "MANY_LOGPROBS", most)
     monkeypatch.setattr(routes, "CompletionRendering", Watched)
     asked = {"model": "fake/tiny", "prompt": "Hi", "logprobs": 2, "max_tokens": 10}
     assert len(server.post("/v1/completions", asked).json()["choices"][0]["logprobs"]["tokens"]) == 10

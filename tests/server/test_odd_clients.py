@@ -14,7 +14,7 @@ from loopback import RunningServer
 from patience import SOON_S
 from test_operation import eventually
 
-from tokenmill.server import heads, limits
+from tokenmill.server import bodies, http_protocol
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
 JAVA = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
@@ -92,7 +92,7 @@ def test_a_line_break_after_the_body_starts_no_clock(server: RunningServer, monk
     with connection_to(server) as connection:
         connection.sendall(request({**CHAT, "stream": True}))
         read_until(connection, b"data:")
-        monkeypatch.setattr(heads, "HEAD_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
         connection.sendall(b"\r\n")
         read_until(connection, b"[DONE]")
 
@@ -101,13 +101,13 @@ def test_the_rest_of_a_refused_body_is_not_waited_for(server: RunningServer, mon
     with connection_to(server) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n")
         assert read_until(connection, b"unsupported_media_type")
-        monkeypatch.setattr(heads, "HEAD_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
         connection.sendall(b"x")
         read_until(connection, b"")
 
 
 def test_all_bodies_together_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_UNDER_WAY_BYTES", 200_000)
+    monkeypatch.setattr(bodies, "MAX_UNDER_WAY_BYTES", 200_000)
     large, small = {"prompt": "Hi", "more": "x" * 100_000}, {"prompt": "Hi"}
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 400000\r\n\r\n"
     assert server.post("/tokenize", large).status_code == 200

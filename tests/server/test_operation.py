@@ -15,7 +15,7 @@ from loopback import RunningServer, Serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokenmill.config.server import ServerConfig
-from tokenmill.server.door import Door
+from tokenmill.server.gate import EngineGate
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "my secret question"}]}
 
@@ -103,7 +103,7 @@ def test_health(server: RunningServer, state: str, status: int) -> None:
 
 
 def test_the_door_opens_and_closes(serving: Serving) -> None:
-    door = Door()
+    door = EngineGate()
     loading = serving(door=door)
     assert loading.get("/health").json()["status"] == "loading"
     for path, body in (("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "x"})):

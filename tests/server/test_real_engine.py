@@ -147,8 +147,8 @@ def test_logit_bias(process: ServerProcess, goldens: list[dict[str, Any]]) -> No
     assert banned["choices"][0]["logprobs"]["token_logprobs"][0] < first["logprob"]
     other = case["greedy"][0]["top5"][4][0]
     forced = complete(process, prompt=case["prompt"], max_tokens=1, logit_bias={str(other): 100})
-    spelled = process.http.post("/detokenize", json={"tokens": [other]}).json()["prompt"]
-    assert forced["choices"][0]["text"].strip() == spelled.strip()
+    tokenized = process.http.post("/detokenize", json={"tokens": [other]}).json()["prompt"]
+    assert forced["choices"][0]["text"].strip() == tokenized.strip()
 
 
 def test_echo_scores_the_prompt_like_the_reference(process: ServerProcess, goldens: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Sampling knobs over HTTP: every field that is accepted reaches the engine as it was sent."""
+"""Sampling parameters over HTTP: every field that is accepted reaches the engine as it was sent."""
 
 from __future__ import annotations
 

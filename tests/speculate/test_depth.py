@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenmill.speculate.acceptance import FIRST_RATES, RightGuesses, Skill, length_class
-from tokenmill.speculate.depth import LONGEST_PATIENCE, DraftDepth, Eager, Profitable
+from tokenmill.speculate.acceptance import FIRST_RATES, AcceptanceRates, RequestAcceptance, length_class
+from tokenmill.speculate.depth import LONGEST_PATIENCE, CostModelDepth, DraftDepth, ThresholdDepth
 from tokenmill.speculate.step_cost import StepCost
 
 Machine = Callable[[int], float]
@@ -58,19 +58,19 @@ def test_a_machine_that_changes_is_learned_again() -> None:
 
 
 def test_nothing_is_drafted_before_a_step_was_timed() -> None:
-    assert Profitable(StepCost()).choose([[0.9, 0.8]], 1, 1) == [0]
+    assert CostModelDepth(StepCost()).choose([[0.9, 0.8]], 1, 1) == [0]
 
 
 def test_sure_guesses_pay_where_weights_are_read_and_not_where_arithmetic_counts() -> None:
     sure = [[0.95**place for place in range(1, 16)]]
-    assert Profitable(learned(MEMORY_BOUND, [1, 4])).choose(sure, 1, 1)[0] >= 12
-    assert Profitable(learned(SMALL_CPU, [1, 4])).choose(sure, 1, 1)[0] >= 5
+    assert CostModelDepth(learned(MEMORY_BOUND, [1, 4])).choose(sure, 1, 1)[0] >= 12
+    assert CostModelDepth(learned(SMALL_CPU, [1, 4])).choose(sure, 1, 1)[0] >= 5
     likely = [[0.8**place for place in range(1, 16)]]
-    assert Profitable(learned(COMPUTE_BOUND, [1, 4])).choose(likely, 1, 1) == [0]
+    assert CostModelDepth(learned(COMPUTE_BOUND, [1, 4])).choose(likely, 1, 1) == [0]
 
 
 def test_a_full_batch_takes_only_the_surest() -> None:
-    depth = Profitable(learned(SMALL_CPU, [1, 4, 16, 24]))
+    depth = CostModelDepth(learned(SMALL_CPU, [1, 4, 16, 24]))
     chances = [[0.97, 0.94]] + [[0.3, 0.1]] * 15
     assert depth.choose(chances, 16, 16) in ([2] + [0] * 15, [1] + [0] * 15)
     assert depth.choose([[0.3, 0.1]] * 16, 16, 16) == [0] * 16
@@ -79,7 +79,7 @@ def test_a_full_batch_takes_only_the_surest() -> None:
 @pytest.mark.parametrize("machine", [MEMORY_BOUND, SMALL_CPU, TILES])
 def test_the_choice_is_near_the_best_there_is(machine: Machine) -> None:
     """Against all depths tried on the machine itself."""
-    depth = Profitable(learned(machine, [1, 2, 4, 8, 12, 16], noise=0.02))
+    depth = CostModelDepth(learned(machine, [1, 2, 4, 8, 12, 16], noise=0.02))
     for chance in (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97):
         chances = [chance**place for place in range(1, 16)]
         rates = [(1 + sum(chances[:count])) / machine(1 + count) for count in range(16)]
@@ -89,7 +89,7 @@ def test_the_choice_is_near_the_best_there_is(machine: Machine) -> None:
 
 
 def test_eager_takes_what_is_likely() -> None:
-    assert Eager(0.3).choose([[0.9, 0.5, 0.2], [], [0.1]], 3, 3) == [2, 0, 0]
+    assert ThresholdDepth(0.3).choose([[0.9, 0.5, 0.2], [], [0.1]], 3, 3) == [2, 0, 0]
 
 
 def test_a_draft_model_must_pay_for_its_own_steps() -> None:
@@ -109,7 +109,7 @@ def test_a_draft_model_that_does_not_pay_is_tried_ever_more_rarely() -> None:
 
 
 def test_rates_follow_what_is_seen() -> None:
-    guesses = RightGuesses()
+    guesses = AcceptanceRates()
     assert [guesses.rate(kind) for kind in range(5)] == list(FIRST_RATES)
     for number in range(600):
         guesses.learn(0, number % 10 == 0)
@@ -120,7 +120,7 @@ def test_rates_follow_what_is_seen() -> None:
 
 
 def test_a_request_that_repeats_itself_is_trusted_and_one_that_does_not_is_not() -> None:
-    good, bad = Skill(), Skill()
+    good, bad = RequestAcceptance(), RequestAcceptance()
     assert good.chance(0.5) == pytest.approx(0.5)
     for _ in range(20):
         good.learn(0.5, True)

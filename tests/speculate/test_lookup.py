@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.speculate.lookback import LONGEST_MATCH, LookBack
+from tokenmill.speculate.bigram_index import LONGEST_MATCH, BigramIndex
+from tokenmill.speculate.draft_state import DraftState
 from tokenmill.speculate.lookup import Lookup
-from tokenmill.speculate.trail import Trail
 
 PASSAGE = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 
@@ -15,24 +15,24 @@ PASSAGE = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every search of an index."""
     found: list[int] = []
-    find = LookBack.find
+    find = BigramIndex.find
 
-    def counted(self: LookBack, tokens: list[int], tail: list[int]) -> object:
+    def counted(self: BigramIndex, tokens: list[int], tail: list[int]) -> object:
         found.append(len(tail))
         return find(self, tokens, tail)
 
-    monkeypatch.setattr(LookBack, "find", counted)
+    monkeypatch.setattr(BigramIndex, "find", counted)
     return found
 
 
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_guesses_that_come_true_go_on_without_a_search(is_own: bool, step: int, searches: list[int]) -> None:
-    lookup, trail = Lookup(), Trail("salt")
+    lookup, trail = Lookup(), DraftState("salt")
     if is_own:
         tokens = [*PASSAGE, 1, *PASSAGE[:2]]
     else:
-        lookup.remember(Trail("salt"), [*PASSAGE, 1, 2, 3], 0)
+        lookup.remember(DraftState("salt"), [*PASSAGE, 1, 2, 3], 0)
         tokens = [5, *PASSAGE[:2]]
     following = [*PASSAGE[2:], 1]
     lookup.propose(trail, tokens, 4)
@@ -50,8 +50,8 @@ def test_guesses_that_come_true_go_on_without_a_search(is_own: bool, step: int, 
 
 
 def test_the_end_of_an_answer_ends_its_guesses() -> None:
-    lookup, trail, tokens = Lookup(), Trail(), [5, 11, 12]
-    lookup.remember(Trail(), PASSAGE, 0)
+    lookup, trail, tokens = Lookup(), DraftState(), [5, 11, 12]
+    lookup.remember(DraftState(), PASSAGE, 0)
     lookup.propose(trail, tokens, 7)
     assert trail.proposal == PASSAGE[2:]
     tokens += PASSAGE[2:]

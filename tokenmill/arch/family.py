@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.rules import Rules
 from tokenmill.arch.spec import MoeSpec
 
 Windows = tuple[int | None, ...]  # one entry per layer
 
 
-def no_windows(fields: Fields, num_layers: int) -> Windows:
+def no_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return (None,) * num_layers
 
 
-def no_experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+def no_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     return None
 
 
@@ -51,8 +51,8 @@ class Family:
     exceeds_float16: bool = False  # some of its models' numbers are larger than 65,504
     has_local_rope: bool = False  # windowed layers rotate with a base of their own and without scaling
     has_partial_rotary: bool = False
-    windows: Callable[[Fields, int], Windows] = no_windows
-    experts: Callable[[Fields, int], MoeSpec | None] = no_experts
+    windows: Callable[[ConfigFields, int], Windows] = no_windows
+    experts: Callable[[ConfigFields, int], MoeSpec | None] = no_experts
     refused_flags: tuple[str, ...] = ()  # config keys that must be absent, false or null
     hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", in order of likelihood
     ignored_prefixes: tuple[str, ...] = field(default=())  # tensors of parts that text generation leaves out

@@ -15,7 +15,7 @@ from tokenmill.errors import UnsupportedModel
 MAX_INT = 2**40  # beyond any real size; keeps nonsense out of later arithmetic
 
 
-class Fields:
+class ConfigFields:
     def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.values = values
         self.source = source  # what errors are about: "llama", "model.gguf (qwen2)"

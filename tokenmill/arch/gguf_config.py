@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenmill.arch.families import BY_GGUF_ARCH, BY_NAME
 from tokenmill.arch.family import Family
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.hf_config import ACTIVATIONS
 from tokenmill.arch.rope_config import longrope_mscale, yarn_mscale
@@ -63,14 +63,14 @@ class _Reader:
         own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
         self.gguf = gguf
         self.family = family
-        self.fields = Fields(own, f"{gguf.path} ({family.gguf.arch})")
+        self.fields = ConfigFields(own, f"{gguf.path} ({family.gguf.arch})")
         self.num_layers = self.fields.integer("block_count")
         self.hidden = self.fields.integer("embedding_length")
         if self.num_layers > MAX_LAYERS:
             self.fields.refuse(f"block_count is {self.num_layers}, more than {MAX_LAYERS}")
 
     def spec(self) -> ModelSpec:
-        metadata = Fields(self.gguf.metadata, self.fields.source)
+        metadata = ConfigFields(self.gguf.metadata, self.fields.source)
         bos = metadata.integers("tokenizer.ggml.bos_token_id")
         return ModelSpec(
             family=self.family.name,
@@ -113,7 +113,7 @@ class _Reader:
         shares = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in num_bytes.most_common())
         return {"tensor_types": shares} if shares else {}
 
-    def _eos_ids(self, metadata: Fields) -> tuple[int, ...]:
+    def _eos_ids(self, metadata: ConfigFields) -> tuple[int, ...]:
         """Those that the file names; a chat model has more, which the tokenizer knows by their text."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         named = [number for key in keys for number in metadata.integers("tokenizer.ggml." + key)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.family import Family
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.rope_config import rope_for
 from tokenmill.arch.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from tokenmill.errors import UnsupportedModel
@@ -32,15 +32,15 @@ MAX_EXPERTS = 4096  # the weights of each have names of their own
 def spec_from_hf(config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """`generation` is generation_config.json; its stop tokens count too."""
     family = _family(config)
-    whole = Fields(config, str(config["model_type"]))
+    whole = ConfigFields(config, str(config["model_type"]))
     _check_quantization(whole)
     _check_task(whole)
     text = whole.section("text_config")
-    fields = Fields({**config, **text} if text else config, str(config["model_type"]), family.defaults)
+    fields = ConfigFields({**config, **text} if text else config, str(config["model_type"]), family.defaults)
     for key in family.refused_flags:
         if fields.get(key) not in (None, False):
             fields.refuse(f"{key} is set, which is not implemented")
-    return _spec(fields, family, Fields(generation or {}, "generation_config.json"))
+    return _spec(fields, family, ConfigFields(generation or {}, "generation_config.json"))
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -53,7 +53,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     return BY_MODEL_TYPE[model_type]
 
 
-def _check_quantization(fields: Fields) -> None:
+def _check_quantization(fields: ConfigFields) -> None:
     quantization = fields.section("quantization_config")
     if quantization is None:
         return
@@ -66,7 +66,7 @@ def _check_quantization(fields: Fields) -> None:
         fields.refuse(f"{method} of {bits} bits, layout {layout!r}, is not supported: 4 bits are", hint=hint)
 
 
-def _check_task(fields: Fields) -> None:
+def _check_task(fields: ConfigFields) -> None:
     names = fields.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         fields.refuse(f"architectures is {names!r}, expected a list of strings")
@@ -74,7 +74,7 @@ def _check_task(fields: Fields) -> None:
         fields.refuse(f"architecture {names[0]!r} does not generate text")
 
 
-def _spec(fields: Fields, family: Family, generation: Fields) -> ModelSpec:
+def _spec(fields: ConfigFields, family: Family, generation: ConfigFields) -> ModelSpec:
     hidden = fields.integer("hidden_size")
     eos = dict.fromkeys((*fields.integers("eos_token_id"), *generation.integers("eos_token_id")))
     bos = fields.integers("bos_token_id")
@@ -95,19 +95,19 @@ def _spec(fields: Fields, family: Family, generation: Fields) -> ModelSpec:
     )
 
 
-def _name(fields: Fields) -> str:
+def _name(fields: ConfigFields) -> str:
     name = fields.get("_name_or_path")
     return name if isinstance(name, str) else ""
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     value = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if value not in DTYPES:
         fields.refuse(f"dtype {value!r} is not implemented")
     return str(value)
 
 
-def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
+def _layers(fields: ConfigFields, family: Family) -> tuple[LayerSpec, ...]:
     num_layers = fields.integer("num_hidden_layers")
     if num_layers > MAX_LAYERS:
         fields.refuse(f"num_hidden_layers is {num_layers}, more than {MAX_LAYERS}")
@@ -133,7 +133,7 @@ def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
     return replace(experts, expert=expert, shared=shared)
 
 
-def _attention(fields: Fields, family: Family, window: int | None) -> AttentionSpec:
+def _attention(fields: ConfigFields, family: Family, window: int | None) -> AttentionSpec:
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer_or_none("num_key_value_heads") or heads
     head_dim = fields.integer_or_none("head_dim") or _even_share(fields, heads)
@@ -154,18 +154,18 @@ def _attention(fields: Fields, family: Family, window: int | None) -> AttentionS
     )
 
 
-def _even_share(fields: Fields, heads: int) -> int:
+def _even_share(fields: ConfigFields, heads: int) -> int:
     hidden = fields.integer("hidden_size")
     if hidden % heads:
         fields.refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     return hidden // heads
 
 
-def _flag(fields: Fields, source: bool | str) -> bool:
+def _flag(fields: ConfigFields, source: bool | str) -> bool:
     return fields.flag(source) if isinstance(source, str) else source
 
 
-def _mlp(fields: Fields, family: Family) -> MlpSpec:
+def _mlp(fields: ConfigFields, family: Family) -> MlpSpec:
     name = fields.text(family.activation_key)
     if name not in ACTIVATIONS:
         fields.refuse(f"activation {name!r} is not implemented")

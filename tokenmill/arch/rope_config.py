@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmill.arch.family import Family
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.spec import (
     LinearScaling,
     Llama3Scaling,
@@ -25,9 +25,9 @@ from tokenmill.arch.spec import (
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def rope_for(fields: Fields, family: Family, head_dim: int, is_windowed: bool) -> RopeSpec:
+def rope_for(fields: ConfigFields, family: Family, head_dim: int, is_windowed: bool) -> RopeSpec:
     parameters = _parameters(fields, family, is_windowed)
-    rope = Fields(parameters, f"{fields.source} rope")
+    rope = ConfigFields(parameters, f"{fields.source} rope")
     partial = rope.positive("partial_rotary_factor") if rope.has("partial_rotary_factor") else 1.0
     if partial > 1.0 or (partial != 1.0 and not family.has_partial_rotary):
         fields.refuse(f"partial_rotary_factor {partial:g} is not implemented for this family")
@@ -40,7 +40,7 @@ def rope_for(fields: Fields, family: Family, head_dim: int, is_windowed: bool) -
     return RopeSpec(theta, rotary_dim, _scaling(rope, fields, rotary_dim))
 
 
-def _parameters(fields: Fields, family: Family, is_windowed: bool) -> dict[str, Any]:
+def _parameters(fields: ConfigFields, family: Family, is_windowed: bool) -> dict[str, Any]:
     """One flat set in the newer style, whichever style the file has."""
     given = fields.section("rope_parameters")
     if given is None:
@@ -54,14 +54,14 @@ def _parameters(fields: Fields, family: Family, is_windowed: bool) -> dict[str, 
     return {**top, **given}
 
 
-def _older_style(fields: Fields, family: Family, is_windowed: bool) -> dict[str, Any]:
+def _older_style(fields: ConfigFields, family: Family, is_windowed: bool) -> dict[str, Any]:
     top = {"partial_rotary_factor": fields.get("partial_rotary_factor")}
     if is_windowed and family.has_local_rope:
         return {**top, "rope_theta": fields.get("rope_local_base_freq")}
     return {**top, "rope_theta": fields.get("rope_theta"), **(fields.section("rope_scaling") or {})}
 
 
-def _scaling(rope: Fields, fields: Fields, rotary_dim: int) -> RopeScaling | None:
+def _scaling(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> RopeScaling | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if rope.has("mrope_section"):
         fields.refuse("rope type 'mrope' is not implemented")
@@ -70,15 +70,15 @@ def _scaling(rope: Fields, fields: Fields, rotary_dim: int) -> RopeScaling | Non
     return _SCALINGS[kind](rope, fields, rotary_dim)
 
 
-def _none(rope: Fields, fields: Fields, rotary_dim: int) -> None:
+def _none(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> None:
     return None
 
 
-def _linear(rope: Fields, fields: Fields, rotary_dim: int) -> LinearScaling:
+def _linear(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> LinearScaling:
     return LinearScaling(rope.positive("factor"))
 
 
-def _llama3(rope: Fields, fields: Fields, rotary_dim: int) -> Llama3Scaling:
+def _llama3(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> Llama3Scaling:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     if high <= low:
         fields.refuse(f"a high_freq_factor of {high:g} must be above the low_freq_factor, {low:g}")
@@ -90,20 +90,20 @@ def _llama3(rope: Fields, fields: Fields, rotary_dim: int) -> Llama3Scaling:
     )
 
 
-def _original_context(rope: Fields, fields: Fields) -> int:
+def _original_context(rope: ConfigFields, fields: ConfigFields) -> int:
     for source in (rope, fields):
         if source.get("original_max_position_embeddings") is not None:
             return source.integer("original_max_position_embeddings", minimum=2)
     return fields.integer("max_position_embeddings", minimum=2)
 
 
-def _stretch(rope: Fields, fields: Fields, original: int) -> float:
+def _stretch(rope: ConfigFields, fields: ConfigFields, original: int) -> float:
     if rope.has("factor"):
         return rope.positive("factor")
     return fields.integer("max_position_embeddings") / original
 
 
-def _longrope(rope: Fields, fields: Fields, rotary_dim: int) -> LongRopeScaling:
+def _longrope(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> LongRopeScaling:
     original = _original_context(rope, fields)
     return LongRopeScaling(
         short_factors=rope.numbers("short_factor", rotary_dim // 2),
@@ -117,7 +117,7 @@ def longrope_mscale(stretch: float, original_context: int) -> float:
     return 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(original_context))
 
 
-def _yarn(rope: Fields, fields: Fields, rotary_dim: int) -> YarnScaling:
+def _yarn(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> YarnScaling:
     if rope.get("truncate") is False:
         fields.refuse("rope type 'yarn' without truncation is not implemented")
     original = _original_context(rope, fields)
@@ -131,7 +131,7 @@ def _yarn(rope: Fields, fields: Fields, rotary_dim: int) -> YarnScaling:
     )
 
 
-def _yarn_mscale(rope: Fields, factor: float) -> float:
+def _yarn_mscale(rope: ConfigFields, factor: float) -> float:
     both = rope.has("mscale") and rope.has("mscale_all_dim")
     if both and rope.number("mscale") and rope.number("mscale_all_dim"):
         return yarn_mscale(factor, rope.number("mscale")) / yarn_mscale(factor, rope.number("mscale_all_dim"))
@@ -142,7 +142,7 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-_SCALINGS: dict[str, Callable[[Fields, Fields, int], RopeScaling | None]] = {
+_SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields, int], RopeScaling | None]] = {
     "default": _none,
     "linear": _linear,
     "llama3": _llama3,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenmill.arch.family import Windows
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 
 
-def _windows(fields: Fields, num_layers: int, is_sliding: Callable[[int], bool]) -> Windows:
+def _windows(fields: ConfigFields, num_layers: int, is_sliding: Callable[[int], bool]) -> Windows:
     window = fields.integer_or_none("sliding_window")
     kinds = fields.words("layer_types", num_layers)
     if kinds is None:
@@ -23,24 +23,24 @@ def _windows(fields: Fields, num_layers: int, is_sliding: Callable[[int], bool])
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def every_layer(fields: Fields, num_layers: int) -> Windows:
+def every_layer(fields: ConfigFields, num_layers: int) -> Windows:
     return _windows(fields, num_layers, lambda index: True)
 
 
-def when_used(fields: Fields, num_layers: int) -> Windows:
+def when_used(fields: ConfigFields, num_layers: int) -> Windows:
     """Every layer, where `use_sliding_window` is set."""
     is_used = fields.flag("use_sliding_window")
     return _windows(fields, num_layers, lambda index: is_used)
 
 
-def upper_layers(fields: Fields, num_layers: int) -> Windows:
+def upper_layers(fields: ConfigFields, num_layers: int) -> Windows:
     """From layer `max_window_layers` on, where `use_sliding_window` is set."""
     is_used = fields.flag("use_sliding_window")
     first = fields.integer("max_window_layers", minimum=0)
     return _windows(fields, num_layers, lambda index: is_used and index >= first)
 
 
-def alternating(fields: Fields, num_layers: int) -> Windows:
+def alternating(fields: ConfigFields, num_layers: int) -> Windows:
     """All but every n-th layer, n being `sliding_window_pattern`."""
     key = "_sliding_window_pattern" if fields.has("_sliding_window_pattern") else "sliding_window_pattern"
     pattern = fields.integer(key)

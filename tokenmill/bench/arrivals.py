@@ -19,7 +19,7 @@ Process = Literal["constant", "poisson", "gamma", "ramp"]
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class ArrivalProcess:
     rate: float  # requests a second
     process: Process = "poisson"
     burstiness: float = 0.5  # shape of the gamma distribution

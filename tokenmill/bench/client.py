@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from tokenmill.bench.dialects import Ask, Dialect
+from tokenmill.bench.dialects import Dialect, RequestSpec
 from tokenmill.bench.inbox import Inbox
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
 
 MAX_HEAD_BYTES = 64 << 10
@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
         self._began = began
         self._inbox = inbox
         self._transport: asyncio.Transport | None = None
-        self._record: Record | None = None
+        self._record: BenchRecord | None = None
         self._done: asyncio.Future[None] | None = None
         self._buffer = b""
         self._line = b""
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
 
     # ── used by the client ─────────────────────────────────────────────────────────────────────────────
 
-    def start(self, request: bytes, record: Record, done: asyncio.Future[None]) -> None:
+    def start(self, request: bytes, record: BenchRecord, done: asyncio.Future[None]) -> None:
         assert self._transport is not None
         self._record, self._done, self._may_be_kept = record, done, False
         self._buffer = self._line = self._error_body = b""
@@ -234,11 +234,11 @@ class Client:
         self._idle: list[Connection] = []
         self._inbox: Inbox | None = None
 
-    def encode(self, ask: Ask) -> bytes:
+    def encode(self, ask: RequestSpec) -> bytes:
         body = orjson.dumps(self._dialect.body(ask, self._model))
         return self._head + str(len(body)).encode() + b"\r\n\r\n" + body
 
-    async def fetch(self, request: bytes, record: Record, timeout_s: float) -> None:
+    async def fetch(self, request: bytes, record: BenchRecord, timeout_s: float) -> None:
         """Sends the request and waits until its record is complete; problems end in the record."""
         loop = asyncio.get_running_loop()
         connection = await self._connection(loop, record)
@@ -259,7 +259,7 @@ class Client:
         else:
             connection.close()
 
-    async def _connection(self, loop: asyncio.AbstractEventLoop, record: Record) -> Connection | None:
+    async def _connection(self, loop: asyncio.AbstractEventLoop, record: BenchRecord) -> Connection | None:
         while self._idle:
             kept = self._idle.pop()
             if kept.is_reusable:

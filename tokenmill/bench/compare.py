@@ -31,7 +31,7 @@ FIGURES = ("prefill_tok_s", "decode_tok_s")
 Turn = tuple[str, dict[str, int], dict[str, float | None]]  # engine, what was asked, its figures
 
 
-class Engine:
+class ComparedEngine:
     """One engine's process. Stopped between turns."""
 
     def __init__(self, name: str, python: str, model: Path, threads: int, more: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ def engines(
     threads: int,
     binary: Path | None = None,
     ours: Sequence[str] = (),
-) -> Iterator[list[Engine]]:
+) -> Iterator[list[ComparedEngine]]:
     """`binary`: a `llama-batched-bench` that takes part too; `ours`: what this engine's script is told besides."""
     unknown = set(names) - set(PEERS)
     if unknown:
@@ -113,7 +113,7 @@ def engines(
         more = {BINARY: (found,), OURS: ours}
         for name in (BINARY, *names) if binary is not None else names:
             python = sys.executable if name in (OURS, BINARY) else peer_python
-            engine = Engine(name, python, model, threads, more.get(name, ()))
+            engine = ComparedEngine(name, python, model, threads, more.get(name, ()))
             stack.callback(engine.close)
             engine.wait_ready()
             started.append(engine)
@@ -135,7 +135,7 @@ class Comparison:
         return {**vars(self), "median": median(self.values), "ratio": ratio}
 
 
-def take_turns(running: Sequence[Engine], shapes: Sequence[dict[str, int]], rounds: int) -> Iterator[Turn]:
+def take_turns(running: Sequence[ComparedEngine], shapes: Sequence[dict[str, int]], rounds: int) -> Iterator[Turn]:
     """Every engine, every shape, every round; who begins changes from round to round."""
     for number in range(rounds):
         order = [*running[number % len(running) :], *running[: number % len(running)]]

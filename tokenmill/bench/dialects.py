@@ -12,15 +12,15 @@ from typing import Any
 
 import orjson
 
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
 
 Message = dict[str, str]
-Reader = Callable[[bytes, Record, float], None]
+Reader = Callable[[bytes, BenchRecord, float], None]
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestSpec:
     """One request before it has a dialect."""
 
     messages: tuple[Message, ...]  # one user message for a plain prompt
@@ -38,21 +38,21 @@ class Ask:
 class Dialect:
     name: str
     path: str
-    body: Callable[[Ask, str], dict[str, Any]]
+    body: Callable[[RequestSpec, str], dict[str, Any]]
     read: Reader
     is_sse: bool = True  # False: one JSON object a line
     key_headers: tuple[str, ...] = ()  # where servers look for the key besides `authorization`
     headers: tuple[str, ...] = ()  # more that the dialect asks for
 
 
-def _text(record: Record, now: float, text: str | None) -> None:
+def _text(record: BenchRecord, now: float, text: str | None) -> None:
     if text:
         record.times_s.append(now)
         if record.texts is not None:
             record.texts.append(text)
 
 
-def _fail(record: Record, error: Any) -> None:
+def _fail(record: BenchRecord, error: Any) -> None:
     record.error = "stream_error"
     record.detail = str(error.get("message", error) if isinstance(error, dict) else error)
 
@@ -60,7 +60,7 @@ def _fail(record: Record, error: Any) -> None:
 # ── OpenAI ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _openai_options(ask: Ask, model: str) -> dict[str, Any]:
+def _openai_options(ask: RequestSpec, model: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": model,
         "max_tokens": ask.output_len,
@@ -76,15 +76,15 @@ def _openai_options(ask: Ask, model: str) -> dict[str, Any]:
     return options
 
 
-def _chat_body(ask: Ask, model: str) -> dict[str, Any]:
+def _chat_body(ask: RequestSpec, model: str) -> dict[str, Any]:
     return {**_openai_options(ask, model), "messages": list(ask.messages)}
 
 
-def _completions_body(ask: Ask, model: str) -> dict[str, Any]:
+def _completions_body(ask: RequestSpec, model: str) -> dict[str, Any]:
     return {**_openai_options(ask, model), "prompt": list(ask.prompt_ids) or ask.prompt}
 
 
-def _read_openai(payload: bytes, record: Record, now: float) -> None:
+def _read_openai(payload: bytes, record: BenchRecord, now: float) -> None:
     if payload == b"[DONE]":
         return
     event = orjson.loads(payload)
@@ -106,14 +106,14 @@ def _read_openai(payload: bytes, record: Record, now: float) -> None:
 # ── others ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _anthropic_body(ask: Ask, model: str) -> dict[str, Any]:
+def _anthropic_body(ask: RequestSpec, model: str) -> dict[str, Any]:
     """Without a temperature: the dialect has none any more, and servers may refuse it."""
     body = {"model": model, "max_tokens": ask.output_len, "stream": True, "messages": list(ask.messages)}
     wanted = {"format": {"type": "json_schema", "schema": ask.schema}}
     return body if ask.schema is None else {**body, "output_config": wanted}
 
 
-def _read_anthropic(payload: bytes, record: Record, now: float) -> None:
+def _read_anthropic(payload: bytes, record: BenchRecord, now: float) -> None:
     event = orjson.loads(payload)
     match event.get("type"):
         case "content_block_delta":
@@ -127,20 +127,20 @@ def _read_anthropic(payload: bytes, record: Record, now: float) -> None:
             _fail(record, event.get("error"))
 
 
-def _anthropic_input(record: Record, usage: dict[str, Any]) -> None:
+def _anthropic_input(record: BenchRecord, usage: dict[str, Any]) -> None:
     """`input_tokens` are those that no cache held or will hold; the prompt is all three together."""
     cached = usage.get("cache_read_input_tokens") or 0
     record.cached_tokens = cached
     record.input_tokens = usage.get("input_tokens", 0) + cached + (usage.get("cache_creation_input_tokens") or 0)
 
 
-def _ollama_body(ask: Ask, model: str) -> dict[str, Any]:
+def _ollama_body(ask: RequestSpec, model: str) -> dict[str, Any]:
     options = {"num_predict": ask.output_len, "temperature": 0.0}
     body = {"model": model, "messages": list(ask.messages), "stream": True, "options": options}
     return body if ask.schema is None else {**body, "format": ask.schema}
 
 
-def _read_ollama(payload: bytes, record: Record, now: float) -> None:
+def _read_ollama(payload: bytes, record: BenchRecord, now: float) -> None:
     event = orjson.loads(payload)
     message = event.get("message") or {}
     _text(record, now, message.get("content") or message.get("thinking"))
@@ -151,14 +151,14 @@ def _read_ollama(payload: bytes, record: Record, now: float) -> None:
         _fail(record, event["error"])
 
 
-def _tgi_body(ask: Ask, model: str) -> dict[str, Any]:
+def _tgi_body(ask: RequestSpec, model: str) -> dict[str, Any]:
     parameters: dict[str, Any] = {"max_new_tokens": ask.output_len, "details": True}
     if ask.schema is not None:
         parameters["grammar"] = {"type": "json", "value": ask.schema}
     return {"inputs": ask.prompt, "parameters": parameters}
 
 
-def _read_tgi(payload: bytes, record: Record, now: float) -> None:
+def _read_tgi(payload: bytes, record: BenchRecord, now: float) -> None:
     event = orjson.loads(payload)
     _text(record, now, (event.get("token") or {}).get("text"))
     details = event.get("details")

@@ -36,7 +36,7 @@ class StepRecord:
 
 
 @dataclass
-class Run:
+class StepRun:
     """What happened to one set of requests."""
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -118,10 +118,10 @@ def model_clock(core: EngineCore) -> Iterator[Clock]:
         runner.model = clock.model
 
 
-def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = None) -> Run:
+def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = None) -> StepRun:
     """Runs the requests to their end. A step takes from the end of the one before to its own: a GPU is at it already
     while what the last one brought is noted."""
-    run = Run(waiting={request.request_id for request in requests}, alive=len(requests))
+    run = StepRun(waiting={request.request_id for request in requests}, alive=len(requests))
     began = time.perf_counter()
     for request in requests:
         core.add(request)

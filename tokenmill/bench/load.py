@@ -22,10 +22,10 @@ import uvloop
 from tokenmill.bench.client import Client
 from tokenmill.bench.dialects import find_dialect
 from tokenmill.bench.lag import Interval, Lag, LagMeter
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.workloads import Session
 
-Progress = Callable[["Run"], None]
+Progress = Callable[["LoadRun"], None]
 PROGRESS_EVERY_S = 0.5
 
 
@@ -54,11 +54,11 @@ class OpenLoop:
 
 
 @dataclass
-class Run:
+class LoadRun:
     """One run in progress, and its result."""
 
     began: float = field(default_factory=time.perf_counter)
-    records: list[Record] = field(default_factory=list)  # counted requests, in the order of sending
+    records: list[BenchRecord] = field(default_factory=list)  # counted requests, in the order of sending
     in_flight: int = 0
     done: int = 0
     lag: Lag | None = None
@@ -78,7 +78,7 @@ def run_load(
     warmup_concurrency: int = 4,
     progress: Progress | None = None,
     keep_texts: bool = False,
-) -> Run:
+) -> LoadRun:
     """`keep_texts`: what was answered stays in the records, not only when."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, no_collector():
         return runner.run(_run(target, load, list(warmup), warmup_concurrency, progress, keep_texts))
@@ -103,14 +103,14 @@ async def _run(
     warmup_concurrency: int,
     progress: Progress | None,
     keep_texts: bool,
-) -> Run:
+) -> LoadRun:
     dialect = find_dialect(target.dialect)
     if warmup:
-        warm = Run()
+        warm = LoadRun()
         client = Client(target.url, dialect, target.model, target.api_key, warm.began)
         await _closed(Sender(client, warm, target.timeout_s), ClosedLoop(warmup_concurrency, warmup, len(warmup)))
         client.close()
-    run, meter = Run(), LagMeter()
+    run, meter = LoadRun(), LagMeter()
     client = Client(target.url, dialect, target.model, target.api_key, run.began)
     sender = Sender(client, run, target.timeout_s, keep_texts=keep_texts)
     watching = asyncio.create_task(_watch(run, progress)) if progress else None
@@ -131,7 +131,7 @@ async def _run(
     return run
 
 
-async def _watch(run: Run, progress: Progress) -> None:
+async def _watch(run: LoadRun, progress: Progress) -> None:
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
         progress(run)
@@ -140,7 +140,7 @@ async def _watch(run: Run, progress: Progress) -> None:
 class Sender:
     """Sends sessions, one turn after the other, and keeps their records."""
 
-    def __init__(self, client: Client, run: Run, timeout_s: float, *, keep_texts: bool = False) -> None:
+    def __init__(self, client: Client, run: LoadRun, timeout_s: float, *, keep_texts: bool = False) -> None:
         self._client, self._run, self._timeout_s, self._keep_texts = client, run, timeout_s, keep_texts
 
     async def send(self, session: Session, scheduled_s: float | None = None) -> None:
@@ -149,7 +149,7 @@ class Sender:
             ask = session.next_ask(number, said)
             request = self._client.encode(ask)
             now = self._run.now_s
-            record = Record(
+            record = BenchRecord(
                 number=len(self._run.records),
                 scheduled_s=now if scheduled_s is None or number else scheduled_s,
                 asked_input=ask.input_len,
@@ -161,7 +161,7 @@ class Sender:
                 return
             said.append((session.turns[number].messages[-1]["content"], "".join(record.texts or ())))
 
-    async def _exchange(self, request: bytes, record: Record) -> None:
+    async def _exchange(self, request: bytes, record: BenchRecord) -> None:
         run = self._run
         run.records.append(record)
         run.in_flight += 1

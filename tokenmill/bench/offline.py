@@ -21,7 +21,7 @@ from tokenmill.arch.cost import DTYPE_BYTES, bytes_per_value, decode_flops, kv_b
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
-from tokenmill.bench.engine_steps import Run, drive, model_clock, random_requests
+from tokenmill.bench.engine_steps import StepRun, drive, model_clock, random_requests
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
@@ -92,18 +92,18 @@ def rows_by_default(config: EngineConfig) -> int:
 
 def open_measured(config: EngineConfig) -> Measured:
     llm = LLM(config)
-    while llm.core.use_spare_time():  # a GPU's graphs of every size: a server has them by the time anybody looks
+    while llm.core.run_idle_task():  # a GPU's graphs of every size: a server has them by the time anybody looks
         pass
     runner: Any = llm.core.runner
     parts, dtype = stored_weights(llm, runner.model)
     kv_dtype = str(runner.storage.keys.dtype).removeprefix("torch.")
     kv_dtype = "fp8" if kv_dtype.startswith("float8") else kv_dtype
-    return Measured(llm, llm.front.spec, parts, kv_dtype, dtype, runner.storage.device.type)
+    return Measured(llm, llm.frontend.spec, parts, kv_dtype, dtype, runner.storage.device.type)
 
 
 def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
     """Bytes of the weights as the engine keeps them, and the type most of them have."""
-    path, config, spec = llm.front.model_path, llm.config.model, llm.front.spec
+    path, config, spec = llm.frontend.model_path, llm.config.model, llm.frontend.spec
     is_native = hasattr(model, "weight_bytes")
     if is_native and path.suffix == ".gguf" and config.load_format != "dummy":
         return gguf_weight_parts(read_gguf_model(path)), main_type(path)
@@ -146,7 +146,7 @@ def measure_concurrency(m: Measured, workload: OfflineWorkload, concurrency: int
     return figures(m, concurrency, inputs, prefill, decode)
 
 
-def _run(m: Measured, inputs: Sequence[int], outputs: Sequence[int], seed: int, name: str) -> Run:
+def _run(m: Measured, inputs: Sequence[int], outputs: Sequence[int], seed: int, name: str) -> StepRun:
     """On a GPU the model is not timed from inside: waiting for it there would take away the overlap being measured."""
     requests = random_requests(inputs, outputs, m.spec.vocab_size, seed=seed, name=name)
     if m.device == "cuda":
@@ -155,7 +155,9 @@ def _run(m: Measured, inputs: Sequence[int], outputs: Sequence[int], seed: int, 
         return drive(m.llm.core, requests, clock)
 
 
-def figures(m: Measured, concurrency: int, inputs: Sequence[int], prefill: Run, decode: Run | None) -> dict[str, Any]:
+def figures(
+    m: Measured, concurrency: int, inputs: Sequence[int], prefill: StepRun, decode: StepRun | None
+) -> dict[str, Any]:
     prompt_flops = sum(prefill_flops(m.spec, length) for length in inputs)
     found: dict[str, Any] = {
         "concurrency": concurrency,
@@ -170,7 +172,7 @@ def figures(m: Measured, concurrency: int, inputs: Sequence[int], prefill: Run, 
     return found | (decode_figures(m, concurrency, inputs, decode) if decode else {"decode_tok_s": None})
 
 
-def decode_figures(m: Measured, concurrency: int, inputs: Sequence[int], run: Run) -> dict[str, Any]:
+def decode_figures(m: Measured, concurrency: int, inputs: Sequence[int], run: StepRun) -> dict[str, Any]:
     steps = run.full_decode
     if not steps:
         raise InvalidConfig(
@@ -195,7 +197,7 @@ def decode_figures(m: Measured, concurrency: int, inputs: Sequence[int], run: Ru
     }
 
 
-def host_figures(run: Run, concurrency: int) -> dict[str, Any]:
+def host_figures(run: StepRun, concurrency: int) -> dict[str, Any]:
     """What a step costs beside the model; unknown where the model was not timed."""
     host_s = [step.host_s for step in run.full_decode if step.host_s is not None]
     return {

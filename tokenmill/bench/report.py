@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.slo import metric_values
 from tokenmill.bench.totals import in_flight
-from tokenmill.observe.charts import Axis, Series, cdf, histogram, line_chart, page, table
+from tokenmill.report.charts import Axis, Series, cdf, histogram, line_chart, page, table
 
 ROWS = (
     ("requests", "requests", 1, "{:,.0f}"),
@@ -32,7 +32,7 @@ MAX_PLOTTED = 50_000
 class ReportRun:
     name: str
     figures: dict[str, Any]
-    records: list[Record]
+    records: list[BenchRecord]
 
 
 def comparison_rows(runs: Sequence[ReportRun]) -> list[list[str]]:
@@ -108,7 +108,7 @@ def _token_rate(runs: Sequence[ReportRun]) -> str:
     return line_chart("Output over time", Axis("seconds"), Axis("pieces/s"), lines, marks=False)
 
 
-def tokens_per_second(records: Sequence[Record], num_bins: int = 60) -> list[tuple[float, float]]:
+def tokens_per_second(records: Sequence[BenchRecord], num_bins: int = 60) -> list[tuple[float, float]]:
     times = [at for record in records for at in record.times_s]
     if not times:
         return []
@@ -125,7 +125,7 @@ def _against_concurrency(runs: Sequence[ReportRun]) -> str:
     return line_chart("Throughput against concurrency", Axis("requests running"), Axis("pieces/s"), lines)
 
 
-def throughput_by_concurrency(records: Sequence[Record], num_groups: int = 16) -> list[tuple[float, float]]:
+def throughput_by_concurrency(records: Sequence[BenchRecord], num_groups: int = 16) -> list[tuple[float, float]]:
     line = in_flight(records)
     if len(line) < 2:
         return []

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenmill
-from tokenmill.bench.load import Run
-from tokenmill.bench.records import Record
+from tokenmill.bench.load import LoadRun
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
 
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 30
 
 
-def result(run: Run, settings: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
+def result(run: LoadRun, settings: dict[str, Any], totals: dict[str, Any]) -> dict[str, Any]:
     assert run.lag is not None
     return {
         "benchmark": "serve",
@@ -40,17 +40,17 @@ def without_key(arguments: list[str]) -> list[str]:
     return ["…" if before == "--api-key" else argument for before, argument in zip(["", *hidden], hidden, strict=False)]
 
 
-def write_result(path: Path, found: dict[str, Any], run: Run) -> None:
+def write_result(path: Path, found: dict[str, Any], run: LoadRun) -> None:
     path.write_text(json.dumps({**found, "records": [record.as_dict() for record in run.records]}), encoding="utf-8")
 
 
-def read_result(path: Path) -> tuple[dict[str, Any], list[Record]]:
+def read_result(path: Path) -> tuple[dict[str, Any], list[BenchRecord]]:
     """A run's figures and its records."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidConfig(f"{path} is too large for a result")
         found = json.loads(path.read_bytes())
-        records = [Record.from_dict(kept) for kept in found.pop("records")]
+        records = [BenchRecord.from_dict(kept) for kept in found.pop("records")]
     except OSError as problem:
         raise InvalidConfig(f"{path} can't be read: {problem.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

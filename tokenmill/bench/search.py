@@ -6,7 +6,8 @@ Where the first level fails already, levels are halved until one passes. A level
 arrival rate (open loop). It passes when the percentiles are within the limits, nearly nothing failed, and the run was
 steady: a queue that grows will break any limit if only one waits, so growth is failure even while the percentiles still
 pass. Close to the edge single trials are luck, and so is the gap they lead to: the last part weighs all trials together
-(`bench/edge.py`) and goes on until their edge is sure. Trials are kept in a file, so a search can be resumed.
+(`bench/capacity_belief.py`) and goes on until their edge is sure. Trials are kept in a file, so a search can be
+resumed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.edge import Belief, belief_of
+from tokenmill.bench.capacity_belief import Belief, belief_of
 from tokenmill.bench.measures import median
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.slo import Limit
 from tokenmill.errors import InvalidConfig
 
@@ -101,13 +102,13 @@ class SearchSettings:
 Try = Callable[[float], Trial]
 
 
-def judge(level: float, records: Sequence[Record], limits: Sequence[Limit], rates: dict[str, float]) -> Trial:
+def judge(level: float, records: Sequence[BenchRecord], limits: Sequence[Limit], rates: dict[str, float]) -> Trial:
     """Whether one run holds the limits."""
     measured = {str(limit): limit.measured(records) for limit in limits}
     return Trial(level, not (why := _why_failed(records, limits, measured)), measured, why, len(records), **rates)
 
 
-def _why_failed(records: Sequence[Record], limits: Sequence[Limit], measured: dict[str, float]) -> str:
+def _why_failed(records: Sequence[BenchRecord], limits: Sequence[Limit], measured: dict[str, float]) -> str:
     if not records:
         raise InvalidConfig("no request came within a trial", param="trial_s", hint="a longer --trial-s")
     failed = sum(not record.is_ok for record in records)
@@ -124,7 +125,7 @@ def _why_failed(records: Sequence[Record], limits: Sequence[Limit], measured: di
     return "the queue grows" if queue_grows(records, tightest) else ""
 
 
-def queue_grows(records: Sequence[Record], limit_s: float = math.inf) -> bool:
+def queue_grows(records: Sequence[BenchRecord], limit_s: float = math.inf) -> bool:
     """Waiting gets longer and longer: the median TTFT of the last quarter is well above that of the second, by an
     amount that matters, and the third lies between them. The first quarter is a start, not a state."""
     done = sorted((record for record in records if record.is_ok), key=lambda record: record.sent_s)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenmill.bench.measures import median
 from tokenmill.bench.search import Trial, Verdict
-from tokenmill.observe.charts import Axis, Series, line_chart, page, table
+from tokenmill.report.charts import Axis, Series, line_chart, page, table
 
 
 def curve_rows(trials: Sequence[Trial]) -> list[list[str]]:

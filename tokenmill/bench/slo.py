@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill.bench.measures import percentile
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -25,7 +25,7 @@ class Limit:
         of = f"p{self.percentile:g}" if self.percentile is not None else "mean"
         return f"{self.metric}_{of}={self.limit_s * 1e3:g}ms"
 
-    def measured(self, records: Sequence[Record]) -> float:
+    def measured(self, records: Sequence[BenchRecord]) -> float:
         values = metric_values(records, self.metric)
         if not values:
             return math.nan
@@ -93,7 +93,7 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-def metric_values(records: Sequence[Record], metric: str) -> list[float]:
+def metric_values(records: Sequence[BenchRecord], metric: str) -> list[float]:
     done = [record for record in records if record.is_ok]
     match metric:
         case "ttft":
@@ -106,7 +106,7 @@ def metric_values(records: Sequence[Record], metric: str) -> list[float]:
             return [float(gap) for record in done for gap in record.gaps_s]
 
 
-def meets(record: Record, limits: dict[str, float]) -> bool:
+def meets(record: BenchRecord, limits: dict[str, float]) -> bool:
     if not record.is_ok:
         return False
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2e": record.e2e_s}

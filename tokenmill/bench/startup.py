@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.measures import median
-from tokenmill.engine.child import own_python
+from tokenmill.engine.core_process import own_python
 from tokenmill.errors import RequestFailed
 
 STAGES = ("python_s", "import_s", "engine_import_s", "load_s", "first_token_s", "total_s")
@@ -40,7 +40,7 @@ from tokenmill.params import SamplingParams
 engine = time.time()
 llm = LLM(sys.argv[2], **json.loads(sys.argv[3]))
 loaded = time.time()
-prompt = "hi" if llm.front.tokenizer else [1, 2, 3]
+prompt = "hi" if llm.frontend.tokenizer else [1, 2, 3]
 next(iter(llm.stream(prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))))
 first = time.time()
 began = float(sys.argv[1])

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from tokenmill.bench.measures import Floats, bootstrap, percentile, summarize
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.slo import METRICS, meets, metric_values
 
 CI_PERCENTILES = (50, 95, 99)
 
 
 def totals(
-    records: Sequence[Record], *, goodput: dict[str, float] | None = None, usd_per_hour: float | None = None
+    records: Sequence[BenchRecord], *, goodput: dict[str, float] | None = None, usd_per_hour: float | None = None
 ) -> dict[str, Any]:
     done = [record for record in records if record.is_ok]
     span = _span_s(records)
@@ -76,13 +76,13 @@ def described(values: Sequence[float]) -> dict[str, Any] | None:
     return {**summary.as_dict(), "ci95": intervals}
 
 
-def _span_s(records: Sequence[Record]) -> float:
+def _span_s(records: Sequence[BenchRecord]) -> float:
     if not records:
         return 1e-9
     return max(max(r.end_s for r in records) - min(r.sent_s for r in records), 1e-9)
 
 
-def in_flight(records: Sequence[Record]) -> list[tuple[float, int]]:
+def in_flight(records: Sequence[BenchRecord]) -> list[tuple[float, int]]:
     """How many requests were running, at each moment that changed."""
     changes = sorted([(r.sent_s, 1) for r in records] + [(r.end_s, -1) for r in records])
     running, line = 0, []

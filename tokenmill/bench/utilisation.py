@@ -15,14 +15,14 @@ from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
-from tokenmill.bench.records import Record
+from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.peaks import DevicePeaks, find_device
 
 KV_DTYPE = "bfloat16"
 
 
-def utilisation(records: Sequence[Record], model: Path, device: str) -> dict[str, float]:
+def utilisation(records: Sequence[BenchRecord], model: Path, device: str) -> dict[str, float]:
     peaks, spec = known_device(device), read_spec(model)
     parts = gguf_weight_parts(read_gguf_model(model)) if model.suffix == ".gguf" else weight_parts(spec, "bfloat16")
     done = [record for record in records if record.is_ok]
@@ -42,7 +42,7 @@ def known_device(name: str) -> DevicePeaks:
     return peaks
 
 
-def total_flops(spec: ModelSpec, done: Sequence[Record]) -> float:
+def total_flops(spec: ModelSpec, done: Sequence[BenchRecord]) -> float:
     total = 0.0
     for record in done:
         prompt, cached = record.input_tokens or record.asked_input, record.cached_tokens or 0
@@ -51,7 +51,7 @@ def total_flops(spec: ModelSpec, done: Sequence[Record]) -> float:
     return total
 
 
-def total_bytes(spec: ModelSpec, parts: WeightParts, done: Sequence[Record], span: float) -> float:
+def total_bytes(spec: ModelSpec, parts: WeightParts, done: Sequence[BenchRecord], span: float) -> float:
     tokens = sum(record.num_tokens for record in done)
     running = max(1.0, sum(record.e2e_s for record in done) / span)
     weights = tokens / running * weights_read_bytes(spec, parts, round(running))

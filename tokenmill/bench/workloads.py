@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.dialects import Ask, Message
+from tokenmill.bench.dialects import Message, RequestSpec
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.traces import HASH_BLOCK_TOKENS, TraceRow
 from tokenmill.errors import InvalidConfig
@@ -38,9 +38,9 @@ SHORT_PROMPT, SHORT_ANSWER = Lengths(128, 128), Lengths(64, 64)
 class Session:
     """Turns of one conversation; most have one."""
 
-    turns: tuple[Ask, ...]
+    turns: tuple[RequestSpec, ...]
 
-    def next_ask(self, number: int, said: Sequence[tuple[str, str]]) -> Ask:
+    def next_ask(self, number: int, said: Sequence[tuple[str, str]]) -> RequestSpec:
         """Turn `number` after what was `said` before: pairs of question and answer."""
         ask = self.turns[number]
         history: list[Message] = []
@@ -75,7 +75,7 @@ def random_text(drawing: random.Random, num_words: int) -> str:
 
 
 def plain(text: str, input_len: int, output_len: int, schema: dict[str, Any] | None = None) -> Session:
-    return Session((Ask(({"role": "user", "content": text},), output_len, input_len, schema=schema),))
+    return Session((RequestSpec(({"role": "user", "content": text},), output_len, input_len, schema=schema),))
 
 
 def _random(w: Workload, drawing: random.Random) -> Iterator[Session]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from tokenmill.cli.endings import ending
+from tokenmill.cli.exit_codes import ending
 
 # A verb is a file here with a function `command`; its line is what `--help` shows.
 VERBS = {
@@ -49,9 +49,9 @@ def _obey(arguments: list[str]) -> int:
     if verb not in VERBS:
         print(f"tokenmill: {_unknown(verb)}", file=sys.stderr)
         return 2
-    from tokenmill.cli.ahead import core_ahead
+    from tokenmill.cli.prestart import prestart_core
 
-    with core_ahead(verb, arguments[1:]):
+    with prestart_core(verb, arguments[1:]):
         from tokenmill.cli.dispatch import dispatch
 
         return dispatch(verb, f"tokenmill.cli.{_MODULES.get(verb, verb)}", arguments[1:])

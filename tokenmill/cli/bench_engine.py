@@ -63,8 +63,8 @@ def latency(
         [f"{r['concurrency']} × {r['input_len']:.0f}", number(r["ttft_last_s"] * 1e3), number(r["decode_step_ms"], 2)]
         for r in results
     ]
-    print_rich_table(f"{measured.llm.front.name}: latency", ("sequences × prompt", "TTFT ms", "ms per token"), rows)
-    print_json_line({"benchmark": "latency", "model": measured.llm.front.name, "results": results})
+    print_rich_table(f"{measured.llm.frontend.name}: latency", ("sequences × prompt", "TTFT ms", "ms per token"), rows)
+    print_json_line({"benchmark": "latency", "model": measured.llm.frontend.name, "results": results})
     return 0
 
 

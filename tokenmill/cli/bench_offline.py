@@ -88,7 +88,7 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
     results = [bench.against_peaks(result, found) for result in bench.in_turns(measured, [workload], tell)]
     report: dict[str, Any] = {
         "benchmark": "offline",
-        "model": measured.llm.front.name,
+        "model": measured.llm.frontend.name,
         "device": measured.device,
         "weight_dtype": measured.weight_dtype,
         "weight_bytes": measured.parts.total,

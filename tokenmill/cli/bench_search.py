@@ -15,13 +15,13 @@ from cyclopts import Group, Parameter
 from tokenmill.cli import load_flags
 from tokenmill.cli.amounts import Amount, AmountOrZero, Count
 from tokenmill.cli.bench_serve import ArrivalConfig
-from tokenmill.cli.endings import INTERRUPTED
+from tokenmill.cli.checks import refuse_idle, require_folder
+from tokenmill.cli.exit_codes import INTERRUPTED
 from tokenmill.cli.load_flags import RunConfig, WorkloadConfig, closed_load, settings_of
-from tokenmill.cli.refusals import refuse_idle, require_folder
 from tokenmill.cli.tables import print_json_line, print_rich_table
 
 if TYPE_CHECKING:
-    from tokenmill.bench.load import Run, Target
+    from tokenmill.bench.load import LoadRun, Target
     from tokenmill.bench.search import SearchSettings, Trial
 
 
@@ -137,7 +137,7 @@ def trier(
 
     limits, work = parse_limits(asked.slo), workload.sessions()
 
-    def run_at(level: float) -> Run:
+    def run_at(level: float) -> LoadRun:
         if asked.is_closed:
             return measurement.run(aim, closed_load(work, int(level), max(8, int(level) * asked.waves), None), work)
         return measurement.run(aim, ArrivalConfig(rate=level, duration_s=asked.trial_s).load(work, workload), work)

@@ -11,14 +11,14 @@ from cyclopts import Group, Parameter
 
 from tokenmill.cli import load_flags
 from tokenmill.cli.amounts import Amount, AmountOrZero, Count
+from tokenmill.cli.checks import refuse_idle, require_folder
 from tokenmill.cli.load_flags import WorkloadConfig, closed_load, settings_of
 from tokenmill.cli.load_screen import show_run
-from tokenmill.cli.refusals import refuse_idle, require_folder
 from tokenmill.cli.tables import print_json_line, print_rich_table
 from tokenmill.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tokenmill.bench.load import ClosedLoop, OpenLoop, Run
+    from tokenmill.bench.load import ClosedLoop, LoadRun, OpenLoop
     from tokenmill.bench.workloads import Workload
 
 
@@ -74,10 +74,10 @@ class ArrivalConfig:
         return closed_load(work, self.concurrency or 1, self.count, self.duration_s)
 
     def _open(self, work: Workload, rate: float) -> OpenLoop:
-        from tokenmill.bench.arrivals import Arrivals
+        from tokenmill.bench.arrivals import ArrivalProcess
         from tokenmill.bench.load import OpenLoop
 
-        process = Arrivals(rate, self.arrivals, self.burstiness, self.rate_end, self.duration_s)
+        process = ArrivalProcess(rate, self.arrivals, self.burstiness, self.rate_end, self.duration_s)
         timed = zip(process.times(work.seed), work.sessions(), strict=False)
         return OpenLoop(islice(timed, self.count) if self.count else timed, self.duration_s)
 
@@ -123,7 +123,7 @@ class ResultConfig:
             known_device(self.device)
             read_spec(self.known_model)
 
-    def figures(self, run: Run) -> dict[str, Any]:
+    def figures(self, run: LoadRun) -> dict[str, Any]:
         from tokenmill.bench.slo import parse_goodput
         from tokenmill.bench.totals import totals
         from tokenmill.bench.utilisation import utilisation

@@ -14,7 +14,7 @@ from typing import Any, get_origin, get_type_hints
 import msgspec
 
 from tokenmill.cli import flags, session
-from tokenmill.cli.turns import Turns
+from tokenmill.cli.prompt_input import PromptInput
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.errors import InvalidRequest, TokenmillError
 
@@ -49,7 +49,7 @@ def command(
     config = engine.config(model)
     llm = session.open_model(config)
     try:
-        with Turns(sys.stdin) as turns:
+        with PromptInput(sys.stdin) as turns:
             if turns.is_terminal:
                 print(f"{config.model.model}; /help for help, /exit to leave")
             Conversation(llm, sampling, system).hold(turns)
@@ -61,11 +61,11 @@ def command(
 class Conversation:
     """What was said so far, and how the next answer is drawn."""
 
-    def __init__(self, llm: session.Model, sampling: SamplingConfig, system: str | None) -> None:
+    def __init__(self, llm: session.ChatModel, sampling: SamplingConfig, system: str | None) -> None:
         self.llm, self.sampling, self.system = llm, sampling, system
         self.messages: list[dict[str, Any]] = []
 
-    def hold(self, turns: Turns) -> None:
+    def hold(self, turns: PromptInput) -> None:
         for text in turns:
             if not text.strip():
                 continue

@@ -78,7 +78,7 @@ def _verdict(reading: Reading) -> str:
 
 
 def _token_ids(model: str, text: str) -> list[int]:
-    from tokenmill.engine.front import tokenizer_of  # the tokenizer's libraries, once the arguments are sound
+    from tokenmill.engine.frontend import tokenizer_of  # the tokenizer's libraries, once the arguments are sound
 
     tokenizer = tokenizer_of(resolve_model(model).path)
     if tokenizer is None:

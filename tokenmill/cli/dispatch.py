@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCl
 from cyclopts.config import Dict
 
 from tokenmill.cli.amounts import whole_numbers_only
-from tokenmill.cli.endings import fail
+from tokenmill.cli.exit_codes import fail
 from tokenmill.cli.settings import environment_settings, file_settings, is_setting
 from tokenmill.errors import InvalidConfig, TokenmillError
 

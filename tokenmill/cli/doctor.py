@@ -100,9 +100,9 @@ def choice_rows(store: Store, manifests: list[Manifest]) -> tuple[list[Row], str
 
 
 def _reasons(store: Store, manifest: Manifest) -> list[str]:
-    from tokenmill.engine.build import foreseen  # torch
+    from tokenmill.engine.build import explain_choices  # torch
 
-    return foreseen(EngineConfig(ModelConfig(model=manifest.name)), store.path_of(manifest))
+    return explain_choices(EngineConfig(ModelConfig(model=manifest.name)), store.path_of(manifest))
 
 
 def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[list[str], list[str]]:

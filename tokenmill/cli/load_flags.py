@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from tokenmill.cli.amounts import Amount, Count, CountOrZero
-from tokenmill.cli.refusals import Needs, refuse_idle, require_folder
+from tokenmill.cli.checks import Needs, refuse_idle, require_folder
 from tokenmill.errors import InvalidConfig, RequestFailed
 
 if TYPE_CHECKING:
-    from tokenmill.bench.load import ClosedLoop, OpenLoop, Run, Target
+    from tokenmill.bench.load import ClosedLoop, LoadRun, OpenLoop, Target
     from tokenmill.bench.workloads import Workload
 
 
@@ -141,7 +141,7 @@ class RunConfig:
     html: Path | None = None
     """Write a page with plots to this file."""
 
-    def run(self, target: Target, load: ClosedLoop | OpenLoop, work: Workload) -> Run:
+    def run(self, target: Target, load: ClosedLoop | OpenLoop, work: Workload) -> LoadRun:
         from itertools import islice
 
         from tokenmill.bench.load import run_load

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.cli.tables import number, print_rich_table
 
 if TYPE_CHECKING:
-    from tokenmill.bench.load import Run, Target
+    from tokenmill.bench.load import LoadRun, Target
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("end to end", "e2e"))
 COLUMNS = ("mean", "std", "p50", "p75", "p90", "p95", "p99")
 
 
 @contextmanager
-def live_progress() -> Iterator[Callable[[Run], None] | None]:
+def live_progress() -> Iterator[Callable[[LoadRun], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
@@ -27,7 +27,7 @@ def live_progress() -> Iterator[Callable[[Run], None] | None]:
 
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
 
-        def show(run: Run) -> None:
+        def show(run: LoadRun) -> None:
             failed = sum(record.error is not None for record in run.records)
             pieces = sum(len(record.times_s) for record in run.records[-2000:])
             line = f"{run.now_s:6.1f} s   {run.in_flight} running   {run.done} done   {failed} failed   {pieces} pieces"

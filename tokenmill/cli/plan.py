@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill.cli import plan_flags
+from tokenmill.cli.checks import require_folder
 from tokenmill.cli.plan_flags import DeviceConfig, ShowConfig
-from tokenmill.cli.refusals import require_folder
 from tokenmill.cli.screen import print_facts, print_table
 from tokenmill.cli.tables import print_json_line
 from tokenmill.errors import InvalidConfig

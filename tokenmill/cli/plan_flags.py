@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from tokenmill.cli.amounts import AmountOrZero, Count, Share
-from tokenmill.cli.refusals import refuse_idle
+from tokenmill.cli.checks import refuse_idle
 from tokenmill.errors import InvalidConfig
 
 if TYPE_CHECKING:

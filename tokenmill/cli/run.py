@@ -20,7 +20,7 @@ import msgspec
 from cyclopts import Parameter
 
 from tokenmill.cli import flags, session
-from tokenmill.cli.endings import INTERRUPTED
+from tokenmill.cli.exit_codes import INTERRUPTED
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 from tokenmill.store import is_model_name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.cli import flags, session
-from tokenmill.cli.ahead import take_core
+from tokenmill.cli.prestart import take_core
 
 
 def command(

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
-from tokenmill.cli.ahead import take_core
+from tokenmill.cli.prestart import take_core
 from tokenmill.cli.screen import PullScreen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.child import CoreChild
+from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.stream import EventStream
 from tokenmill.params import SamplingParams
 from tokenmill.store import ResolvedModel, resolve_model
@@ -33,7 +33,7 @@ class Events(Protocol):
     def close(self) -> None: ...
 
 
-class Model(Protocol):
+class ChatModel(Protocol):
     """What is asked of an open model."""
 
     def stream(self, prompt: str, params: SamplingParams) -> Events: ...
@@ -41,7 +41,7 @@ class Model(Protocol):
     def close(self) -> None: ...
 
 
-def open_model(config: EngineConfig) -> Model:
+def open_model(config: EngineConfig) -> ChatModel:
     """Fetch the model if need be, with a progress bar, and load it."""
     fetch(config.model.model)
     return ServedModel(config, take_core())
@@ -57,7 +57,7 @@ class ServedModel:
     """A core in a process of its own, asked for one answer at a time. The child imports while this process reads flags
     and tokenizer; the same core in this process would begin a second later."""
 
-    def __init__(self, config: EngineConfig, child: CoreChild | None) -> None:
+    def __init__(self, config: EngineConfig, child: CoreProcess | None) -> None:
         self._runner = asyncio.Runner()
         self._engine = self._runner.run(AsyncEngine.start(config, child=child))
 

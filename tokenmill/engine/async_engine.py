@@ -1,6 +1,6 @@
 """The serving front: submit a request, get an async iterator of events.
 
-The core lives behind a `CoreLink`. If it dies, the running requests hear of it at once, and a new core is started;
+The core lives behind a `CoreClient`. If it dies, the running requests hear of it at once, and a new core is started;
 until that one is ready, `submit` refuses. Leaving an iterator early (a client went away) aborts its request.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
-from tokenmill.engine.child import CoreChild
-from tokenmill.engine.front import Front, load_front
-from tokenmill.engine.intake import ClientRequest, Intake
-from tokenmill.engine.link import CoreLink, ThreadLink
+from tokenmill.engine.core_client import CoreClient, ThreadCoreClient
+from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.frontend import ModelFrontend, load_frontend
+from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Submit
-from tokenmill.engine.process import ProcessLink
+from tokenmill.engine.process_core_client import ProcessCoreClient
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo
-from tokenmill.engine.stream import Arrivals, EventStream
+from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.errors import Draining, EngineDead, InvalidRequest, Overloaded, RequestFailed, TokenmillError
 from tokenmill.types import ChatRequest, SequenceOutput
 
@@ -44,14 +44,14 @@ class AsyncEngine:
     await engine.close()
     """
 
-    def __init__(self, front: Front, make_link: Callable[[], CoreLink]) -> None:
-        self._front = front
+    def __init__(self, frontend: ModelFrontend, make_link: Callable[[], CoreClient]) -> None:
+        self._frontend = frontend
         self._make_link = make_link
-        self._link: CoreLink | None = None
+        self._link: CoreClient | None = None
         self._core: CoreInfo | None = None
-        self._intake: Intake | None = None
+        self._input_processor: InputProcessor | None = None
         self._info: ModelInfo | None = None
-        self._running: dict[str, Arrivals] = {}
+        self._running: dict[str, EventBuffer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = EngineStats()
         self._health = Health("loading")
@@ -68,7 +68,7 @@ class AsyncEngine:
         model: str | Path | EngineConfig = "smollm2:135m",
         *,
         in_process: bool = False,
-        child: CoreChild | None = None,
+        child: CoreProcess | None = None,
         **settings: Any,
     ) -> AsyncEngine:
         """Load the model and return once it answers; model and settings are those of `LLM`.
@@ -77,17 +77,17 @@ class AsyncEngine:
         beforehand; it imports while the front reads the tokenizer.
         """
         config = engine_config(model, settings)
-        waiting = [] if in_process else [child or CoreChild()]
+        waiting = [] if in_process else [child or CoreProcess()]
         with contextlib.ExitStack() as undo:
             for one in waiting:
                 undo.callback(one.discard)
-            front = await asyncio.to_thread(load_front, config)
+            frontend = await asyncio.to_thread(load_frontend, config)
             undo.pop_all()
 
-        def make_link() -> CoreLink:
-            return open_link(front, in_process=in_process, child=waiting.pop() if waiting else None)
+        def make_link() -> CoreClient:
+            return open_core_client(frontend, in_process=in_process, child=waiting.pop() if waiting else None)
 
-        engine = cls(front, make_link)
+        engine = cls(frontend, make_link)
         await engine.open()
         return engine
 
@@ -105,8 +105,8 @@ class AsyncEngine:
 
     def submit(self, asked: ClientRequest) -> EventStream:
         """Everything wrong with the request is raised here, before the first event."""
-        intake = self._accepting_intake()
-        request = intake.take(asked)
+        input_processor = self._accepting_input_processor()
+        request = input_processor.take(asked)
         if request.params.logits_processors:
             raise InvalidRequest(
                 "logits_processors are functions of your own process, and the engine runs in another",
@@ -115,7 +115,7 @@ class AsyncEngine:
             )
         if request.request_id in self._running:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        arrivals = Arrivals(self._front.outlet(asked, request))
+        arrivals = EventBuffer(self._frontend.output_processor(asked, request))
         assert self._link is not None and self._loop is not None
         self._link.send(Submit(request))
         self._running[request.request_id] = arrivals
@@ -131,19 +131,19 @@ class AsyncEngine:
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
-        return self._loaded_intake().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._loaded_input_processor().tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
         """The token ids of a conversation in the model's chat template."""
-        return self._loaded_intake().chat_ids(request)
+        return self._loaded_input_processor().chat_ids(request)
 
     def detokenize(self, ids: list[int]) -> str:
         """The text of token ids, special ones included."""
-        return self._loaded_intake().tokenizer.decode(ids, skip_special_tokens=False)
+        return self._loaded_input_processor().tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_texts(self, ids: list[int]) -> list[str]:
         """What each of them spells on its own, with its space."""
-        tokenizer = self._loaded_intake().tokenizer
+        tokenizer = self._loaded_input_processor().tokenizer
         return [tokenizer.token_text(token_id) for token_id in ids]
 
     # ── being ──────────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +151,7 @@ class AsyncEngine:
     @property
     def info(self) -> ModelInfo:
         if self._info is None:
-            self._info = self._front.info(self._loaded_intake().max_context)
+            self._info = self._frontend.info(self._loaded_input_processor().max_context)
         return self._info
 
     @property
@@ -206,16 +206,16 @@ class AsyncEngine:
             self._forget(arrivals, tell_core=output.finish_reason is None)
             arrivals.fail(error)
             return
-        for index in arrivals.outlet.take_stopped():
+        for index in arrivals.output_processor.pop_stopped():
             assert self._link is not None
             self._link.send(Abort(output.request_id, index))
-        if arrivals.outlet.is_finished:
+        if arrivals.output_processor.is_finished:
             self._forget(arrivals, tell_core=False)
             arrivals.end()
 
     def _become_ready(self, info: CoreInfo) -> None:
         self._core = info
-        self._intake = self._front.intake(info.max_context)
+        self._input_processor = self._frontend.input_processor(info.max_context)
         if self._health.state == "loading":
             self._health = Health("ready")
         assert self._first_ready is not None
@@ -264,14 +264,14 @@ class AsyncEngine:
 
     # ── one request ────────────────────────────────────────────────────────────────────────────────────
 
-    def _leave(self, arrivals: Arrivals) -> None:
-        if self._running.get(arrivals.outlet.request_id) is arrivals:
+    def _leave(self, arrivals: EventBuffer) -> None:
+        if self._running.get(arrivals.output_processor.request_id) is arrivals:
             self._forget(arrivals, tell_core=True)
 
-    def _forget(self, arrivals: Arrivals, *, tell_core: bool) -> None:
-        self._running.pop(arrivals.outlet.request_id, None)
+    def _forget(self, arrivals: EventBuffer, *, tell_core: bool) -> None:
+        self._running.pop(arrivals.output_processor.request_id, None)
         if tell_core and self._link is not None:
-            self._link.send(Abort(arrivals.outlet.request_id))
+            self._link.send(Abort(arrivals.output_processor.request_id))
         if not self._running:
             self._idle.set()
 
@@ -280,25 +280,25 @@ class AsyncEngine:
             self._forget(arrivals, tell_core=False)
             arrivals.fail(error)
 
-    def _loaded_intake(self) -> Intake:
-        if self._intake is None:
+    def _loaded_input_processor(self) -> InputProcessor:
+        if self._input_processor is None:
             raise EngineDead("the model is still loading")
-        return self._intake
+        return self._input_processor
 
-    def _accepting_intake(self) -> Intake:
+    def _accepting_input_processor(self) -> InputProcessor:
         if self._health.state == "draining":
             raise Draining("the server is shutting down", retry_after_s=5)
         if self._health.state != "ready":
             raise EngineDead(f"the engine is not ready: {self._health.detail or self._health.state}")
         most_running = self._core.max_running if self._core else 0
-        if len(self._running) >= self._front.config.scheduler.max_waiting + most_running:
+        if len(self._running) >= self._frontend.config.scheduler.max_waiting + most_running:
             raise Overloaded("too many requests are waiting", retry_after_s=1)
-        return self._loaded_intake()
+        return self._loaded_input_processor()
 
 
-def open_link(front: Front, *, in_process: bool, child: CoreChild | None = None) -> CoreLink:
+def open_core_client(frontend: ModelFrontend, *, in_process: bool, child: CoreProcess | None = None) -> CoreClient:
     if not in_process:
-        return ProcessLink(front.config, front.model_path, child)
+        return ProcessCoreClient(frontend.config, frontend.model_path, child)
     from tokenmill.engine.build import build_core  # torch, only where the core lives in this process
 
-    return ThreadLink(lambda: build_core(front.config, front.model_path))
+    return ThreadCoreClient(lambda: build_core(frontend.config, frontend.model_path))

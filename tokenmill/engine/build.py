@@ -41,20 +41,22 @@ from tokenmill.types import StepPlan
 log = logging.getLogger(__name__)
 
 
-def no_errand() -> None:
+def nothing_to_do() -> None:
     pass
 
 
-def build_core(config: EngineConfig, model_path: Path, meanwhile: Callable[[], None] = no_errand) -> EngineCore:
-    """`meanwhile` is called where a start waits for compilers, if it does."""
+def build_core(
+    config: EngineConfig, model_path: Path, while_compiling: Callable[[], None] = nothing_to_do
+) -> EngineCore:
+    """`while_compiling` is called where a start waits for compilers, if it does."""
     started = time.monotonic()
-    compilers_ahead(config)
+    prestart_compilers(config)
     spec = read_spec(model_path)
     layout = KVLayout.from_spec(spec)
     facts = machine_facts(config, spec, model_path)
     resolved = resolve(config, spec, layout, facts)
     settled = resolved.config
-    tell_what_is_lost(config, settled, facts.native_reason)
+    warn_slow_backend(config, settled, facts.native_reason)
     assert settled.ops.threads is not None and settled.model.max_context is not None
     # Native kernels bring their own threads; torch's would wait in busy loops on the same cores.
     torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
@@ -74,7 +76,7 @@ def build_core(config: EngineConfig, model_path: Path, meanwhile: Callable[[], N
     )
     if storage.device.type == "cuda":
         step_bytes = planned_bytes(spec, settled, has_words=facts.has_words).step
-        run_largest_step(core.runner, settled.scheduler.num_tokens, step_bytes, meanwhile)
+        run_largest_step(core.runner, settled.scheduler.num_tokens, step_bytes, while_compiling)
     core.info = msgspec.structs.replace(
         core.info,
         reasons=[*resolved.reasons, *op_reasons],
@@ -84,24 +86,24 @@ def build_core(config: EngineConfig, model_path: Path, meanwhile: Callable[[], N
     return core
 
 
-def compilers_ahead(config: EngineConfig) -> None:
+def prestart_compilers(config: EngineConfig) -> None:
     """Triton gets ready while the device is opened and weights are loaded."""
     is_wanted = config.ops.device != "cpu" and config.ops.backend in ("auto", "triton")
     if is_wanted and torch.cuda.is_available() and find_spec("triton") is not None:
-        from tokenmill.ops.triton.ahead import begin  # imports Triton: once, in one thread
+        from tokenmill.ops.triton.launch.preload import begin  # imports Triton: once, in one thread
 
         begin()
 
 
-def tell_what_is_lost(asked: EngineConfig, settled: EngineConfig, reason: str | None) -> None:
+def warn_slow_backend(asked: EngineConfig, settled: EngineConfig, reason: str | None) -> None:
     """Torch's reference serves everything, slowly: nobody should find that out by waiting."""
     if settled.ops.backend == "reference" and asked.ops.backend == "auto":
         log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
 
 
-def run_largest_step(runner: Any, num_tokens: int, step_bytes: int, meanwhile: Callable[[], None]) -> None:
+def run_largest_step(runner: Any, num_tokens: int, step_bytes: int, while_compiling: Callable[[], None]) -> None:
     with advice_where_memory_ends("the largest step does not fit beside the weights and the KV cache", "token_budget"):
-        runner.run_largest_step(num_tokens, step_bytes, meanwhile)
+        runner.run_largest_step(num_tokens, step_bytes, while_compiling)
 
 
 @contextmanager
@@ -118,7 +120,7 @@ def advice_where_memory_ends(told: str, param: str) -> Iterator[None]:
         ) from error
 
 
-def foreseen(config: EngineConfig, model_path: Path) -> list[str]:
+def explain_choices(config: EngineConfig, model_path: Path) -> list[str]:
     """What would be chosen for a model here, and why, without loading it."""
     spec = read_spec(model_path)
     resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec, model_path))
@@ -165,13 +167,13 @@ def assemble(
         block_size=storage.block_size,
         max_running=max_rows,
     )
-    prepare_next = getattr(runner, "prepare_next", nothing_left)
-    return EngineCore(scheduler, runner, info, grammars=grammars, prepare_next=prepare_next)
+    next_idle_task = getattr(runner, "next_idle_task", nothing_left)
+    return EngineCore(scheduler, runner, info, grammars=grammars, next_idle_task=next_idle_task)
 
 
 def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
     # Text is needed for grammars only, and a start is to be quick.
-    from tokenmill.engine.front import eos_ids, tokenizer_of
+    from tokenmill.engine.frontend import eos_ids, tokenizer_of
 
     tokenizer = tokenizer_of(model_path)
     if tokenizer is None:

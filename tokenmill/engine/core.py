@@ -43,16 +43,16 @@ class EngineCore:
         info: CoreInfo,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
-        prepare_next: Callable[[], bool] = nothing_left,
+        next_idle_task: Callable[[], bool] = nothing_left,
     ) -> None:
-        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `prepare_next`: a
+        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `next_idle_task`: a
         moment's work that later steps would have to do themselves; False when nothing is left of it."""
         self.info = info
         self._grammars = grammars or Grammars(Compiler(no_vocabulary), 1, 1)
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._prepare_next = prepare_next
+        self._next_idle_task = next_idle_task
         self._refusals: list[SequenceOutput] = []
         self._num_steps = 0
         self._busy_s = 0.0
@@ -70,9 +70,9 @@ class EngineCore:
         """Compile a request's grammar now rather than while others run; raises InvalidRequest where it has none."""
         self._grammars.prepare(request)
 
-    def use_spare_time(self) -> bool:
+    def run_idle_task(self) -> bool:
         """For when there is no work; False when there is nothing to prepare either."""
-        return self._prepare_next()
+        return self._next_idle_task()
 
     def add(self, request: Request) -> None:
         """Take a request; one that can't be served answers with an error output at the next step."""
@@ -99,7 +99,7 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         started = self._clock()
-        self._settle_grammars()
+        self._admit_compiled()
         outputs, self._refusals = self._refusals, []
         plan = self._scheduler.plan()
         if plan is not None:
@@ -113,7 +113,7 @@ class EngineCore:
         self._busy_s += self._clock() - started
         return outputs
 
-    def _settle_grammars(self) -> None:
+    def _admit_compiled(self) -> None:
         """Requests whose grammars are compiled come in; grammars of requests that are over may go."""
         for request, error in self._grammars.settled():
             if error is None:
@@ -145,7 +145,7 @@ class EngineCore:
             result = self._runner.run(plan, masks) if masks is not None else self._runner.run(plan)
         except Exception as error:
             self._failed_steps += 1
-            self._scheduler.take_back()
+            self._scheduler.cancel_prefetch()
             if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.rows))

@@ -46,7 +46,7 @@ def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, ma
 
 def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, target: ModelSpec) -> None:
     """Guesses are token ids: the same id must be the same text in both models."""
-    from tokenmill.engine.front import tokenizer_of
+    from tokenmill.engine.frontend import tokenizer_of
 
     own, other = tokenizer_of(path), tokenizer_of(target_path)
     problem = None

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from tokenmill.arch.cost import num_parameters
+from tokenmill.arch.packed_formats import stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import weight_parts
-from tokenmill.arch.word_forms import stored_formats
 from tokenmill.config import EngineConfig
 from tokenmill.engine.model import KV_DTYPES
 from tokenmill.engine.resolve import DTYPE_BYTES, MachineFacts, compute_dtype
@@ -24,7 +24,7 @@ from tokenmill.weights.locate import stored_bytes
 def machine_facts(config: EngineConfig, spec: ModelSpec, path: Path) -> MachineFacts:
     machine = probe_machine()
     has_cuda = config.ops.device != "cpu" and torch.cuda.is_available()
-    native_reason = native_refusal(config, spec)
+    native_reason = native_unsupported_reason(config, spec)
     is_native = not has_cuda and native_reason is None and config.ops.backend in ("auto", "cpu")
     stored = kept_formats(config, spec, path) if has_cuda else NOTHING_STORED
     return MachineFacts(
@@ -49,7 +49,7 @@ def unused_gpu(gpu: Gpu) -> str | None:
     return None
 
 
-def native_refusal(config: EngineConfig, spec: ModelSpec) -> str | None:
+def native_unsupported_reason(config: EngineConfig, spec: ModelSpec) -> str | None:
     """Why the native kernels can't compute this model here; None when they can."""
     available, reason = is_available()
     if not available:

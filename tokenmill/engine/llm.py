@@ -14,11 +14,7 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
-from tokenmill.engine.collector import seldom_full
-from tokenmill.engine.core import EngineCore
-from tokenmill.engine.device_ahead import device_ahead
-from tokenmill.engine.front import Front, load_front
-from tokenmill.engine.given import (
+from tokenmill.engine.argument_checks import (
     Conversation,
     Prompt,
     conversations_from,
@@ -28,11 +24,20 @@ from tokenmill.engine.given import (
     prompts_from,
     template_args_from,
 )
-from tokenmill.engine.intake import ClientRequest
-from tokenmill.engine.outlet import Outlet
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.frontend import ModelFrontend, load_frontend
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.progress import Report, no_report, progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
-from tokenmill.engine.torch_import import import_meta_kernels, libraries_ahead, uncollected, without_meta_kernels
+from tokenmill.engine.startup.cuda_preinit import cuda_preinit
+from tokenmill.engine.startup.garbage_collection import relaxed_gc
+from tokenmill.engine.startup.torch_import import (
+    gc_paused,
+    import_meta_kernels,
+    preload_libraries,
+    without_meta_kernels,
+)
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
@@ -57,18 +62,18 @@ class LLM:
         """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
         # A list of prompts is as long as it is: nothing is refused for waiting.
         self.config = engine_config(model, {"max_waiting": sys.maxsize, **settings})
-        with libraries_ahead():
-            self._front: Front = load_front(self.config)
-        with uncollected(), without_meta_kernels(), device_ahead(self.config.ops.device):
+        with preload_libraries():
+            self._frontend: ModelFrontend = load_frontend(self.config)
+        with gc_paused(), without_meta_kernels(), cuda_preinit(self.config.ops.device):
             from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
         try:
-            self._core: EngineCore = build_core(self.config, self._front.model_path, import_meta_kernels)
+            self._core: EngineCore = build_core(self.config, self._frontend.model_path, import_meta_kernels)
         finally:
             import_meta_kernels()
-        self._core.use_spare_time()  # compilers that work beside the first requests
-        self._intake = self._front.intake(self._core.info.max_context)
+        self._core.run_idle_task()  # compilers that work beside the first requests
+        self._input_processor = self._frontend.input_processor(self._core.info.max_context)
         self._turn = threading.RLock()  # whoever computes has it, or two threads would step the same core at once
-        self._outlets: dict[str, Outlet] = {}  # of requests that run
+        self._output_processors: dict[str, OutputProcessor] = {}  # of requests that run
         self._kept: dict[str, list[Arrived]] = {}  # by stream: what has come for it and was not taken yet
 
     @property
@@ -77,9 +82,9 @@ class LLM:
         return self._core
 
     @property
-    def front(self) -> Front:
+    def frontend(self) -> ModelFrontend:
         """What reads and writes text: the tokenizer, the chat template, the model's name."""
-        return self._front
+        return self._frontend
 
     # ── whole answers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -140,22 +145,24 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Go on from one prompt, in pieces as they come. Leaving the iterator early ends the request."""
-        (knobs,) = params_from(params, 1)
-        return self._stream(PromptRequest(prompt=prompt_from(prompt), params=knobs))
+        (params,) = params_from(params, 1)
+        return self._stream(PromptRequest(prompt=prompt_from(prompt), params=params))
 
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None, **template_args: Any
     ) -> Iterator[Event]:
         """The next turn of one conversation, in pieces as they come."""
-        (knobs,) = params_from(params, 1)
+        (params,) = params_from(params, 1)
         return self._stream(
-            ChatRequest(messages=messages_from(messages), params=knobs, template_args=template_args_from(template_args))
+            ChatRequest(
+                messages=messages_from(messages), params=params, template_args=template_args_from(template_args)
+            )
         )
 
     def close(self) -> None:
         """End whatever still runs. The model itself goes when nobody refers to this object any more."""
         with self._turn:
-            for request_id in list(self._outlets):
+            for request_id in list(self._output_processors):
                 self._abort(request_id)
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
@@ -177,7 +184,7 @@ class LLM:
             else:
                 answers[request_id].add(arrived)
 
-        with progress_over(len(requests), enabled=progress) as report, seldom_full():
+        with progress_over(len(requests), enabled=progress) as report, relaxed_gc():
             self._run_until_done(deque(zip(asked, requests, strict=True)), take, report)
         return [answers[request.request_id] for request in requests]
 
@@ -193,7 +200,7 @@ class LLM:
                 for output in self._core.step():
                     for arrived in self._arrived(output, unfinished):
                         take(output.request_id, arrived)
-                    if output.request_id not in self._outlets:
+                    if output.request_id not in self._output_processors:
                         unfinished.discard(output.request_id)
                     report(done=total - len(unfinished), new_tokens=len(output.token_ids))
         finally:
@@ -220,7 +227,7 @@ class LLM:
             request = self._submit(asked)
             kept = self._kept[request.request_id] = []
         try:
-            while kept or request.request_id in self._outlets:
+            while kept or request.request_id in self._output_processors:
                 if not kept:
                     self._bring_some(request.request_id)
                     continue
@@ -235,12 +242,12 @@ class LLM:
     def _bring_some(self, request_id: str) -> None:
         """One step, unless another thread's has brought something, or the end, while this one waited for its turn."""
         with self._turn:
-            if not self._kept[request_id] and request_id in self._outlets:
+            if not self._kept[request_id] and request_id in self._output_processors:
                 for output in self._core.step():
                     self._arrived(output, mine=())
 
     def _taken(self, asked: ClientRequest) -> Request:
-        request = self._intake.take(asked)
+        request = self._input_processor.take(asked)
         self._core.prepare(request)
         return request
 
@@ -250,25 +257,25 @@ class LLM:
         return request
 
     def _add(self, asked: ClientRequest, request: Request) -> None:
-        self._outlets[request.request_id] = self._front.outlet(asked, request)
+        self._output_processors[request.request_id] = self._frontend.output_processor(asked, request)
         self._core.add(request)
 
     def _deliver(self, output: SequenceOutput) -> Sequence[Arrived]:
-        outlet = self._outlets.get(output.request_id)
-        if outlet is None:
+        output_processor = self._output_processors.get(output.request_id)
+        if output_processor is None:
             return []
         if output.finish_reason == "error":
-            del self._outlets[output.request_id]
+            del self._output_processors[output.request_id]
             return [error_with_code(output.error_code, output.error or "the request failed")]
-        events = outlet.push(output)
-        for index in outlet.take_stopped():
+        events = output_processor.push(output)
+        for index in output_processor.pop_stopped():
             self._core.abort(output.request_id, index)
-        if outlet.is_finished:
-            del self._outlets[output.request_id]
+        if output_processor.is_finished:
+            del self._output_processors[output.request_id]
         return events
 
     def _abort(self, request_id: str) -> None:
-        if self._outlets.pop(request_id, None) is not None:
+        if self._output_processors.pop(request_id, None) is not None:
             self._core.abort(request_id)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from tokenmill.engine.collector import seldom_full
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Shutdown, Submit, ToCore
+from tokenmill.engine.startup.garbage_collection import relaxed_gc
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class Mailbox(Protocol):
 def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
     """Serve until told to stop. The one place where any failure of the engine ends up."""
     try:
-        core.use_spare_time()  # the first thing to prepare are compilers, which then work beside the first requests
+        core.run_idle_task()  # the first thing to prepare are compilers, which then work beside the first requests
         mailbox.send(Ready(core.info))
-        with seldom_full():
+        with relaxed_gc():
             _serve(core, mailbox)
     except Exception as error:
         log.exception("the engine stopped")
@@ -47,9 +47,9 @@ def _serve(core: EngineCore, mailbox: Mailbox) -> None:
         for message in messages:
             if isinstance(message, Shutdown):
                 return
-            _obey(core, message)
+            _handle(core, message)
         busy = core.has_work
-        patience_s = QUIET_S if busy or messages else 0.0 if core.use_spare_time() else None
+        patience_s = QUIET_S if busy or messages else 0.0 if core.run_idle_task() else None
         outputs = core.step() if busy else []
         # An idle engine says so once: gauges must not keep the last busy moment.
         if outputs or busy != was_busy or not busy:
@@ -57,7 +57,7 @@ def _serve(core: EngineCore, mailbox: Mailbox) -> None:
         was_busy = busy
 
 
-def _obey(core: EngineCore, message: ToCore) -> None:
+def _handle(core: EngineCore, message: ToCore) -> None:
     match message:
         case Submit(request):
             core.add(request)

@@ -14,7 +14,7 @@ from tokenmill.arch.precision import ComputeDType, gpu_dtype, is_small
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
-from tokenmill.engine.speculation import settled_mode
+from tokenmill.engine.speculation import resolve_mode
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.runner.memory import (
@@ -62,7 +62,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: Ma
     model = _resolve_model(config.model, spec, ops, reasons)
     cache = _resolve_cache(config, spec, model, _auto_kv_dtype(spec, model, ops), layout, machine, reasons)
     model = _within_pool(model, cache, layout, reasons)
-    mode, reason = settled_mode(config.scheduler.speculate, ops.device)
+    mode, reason = resolve_mode(config.scheduler.speculate, ops.device)
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     return Resolved(replace(config, model=model, cache=cache, scheduler=scheduler, ops=ops), reasons)

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.errors import InvalidConfig
-from tokenmill.scheduler.drafting import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
-from tokenmill.speculate.ask import Ask
-from tokenmill.speculate.depth import Eager, Profitable
+from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
+from tokenmill.speculate.depth import CostModelDepth, ThresholdDepth
 from tokenmill.speculate.draft_model import DraftModel
-from tokenmill.speculate.guessing import Guessing
-from tokenmill.speculate.running_ahead import RunningAhead
+from tokenmill.speculate.draft_model_proposer import DraftModelProposer
+from tokenmill.speculate.draft_request import DraftRequest
+from tokenmill.speculate.draft_state import DraftState
+from tokenmill.speculate.ngram_proposer import NgramProposer
 from tokenmill.speculate.step_cost import StepCost
-from tokenmill.speculate.trail import Trail
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,17 @@ def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: Load
     mode = config.scheduler.speculate
     if mode == "off":
         return NO_DRAFTS
-    guessing = UntilItFails(speculation(mode, config, load_draft))
+    guessing = DisableOnError(speculation(mode, config, load_draft))
     return Drafting(guessing, num_allowed, config.scheduler.num_tokens)
 
 
-class UntilItFails:
+class DisableOnError:
     """A speculation until it raises anything; nothing from then on. What it held, a draft model too, is let go."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation: Speculation | None = speculation
 
-    def propose(self, asks: Sequence[Ask], num_rows: int, num_tokens: int) -> list[list[int]]:
+    def propose(self, asks: Sequence[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]:
         if self._speculation is not None:
             try:
                 return self._speculation.propose(asks, num_rows, num_tokens)
@@ -59,7 +59,7 @@ class UntilItFails:
         if self._speculation is not None:
             self._speculation.note_step(num_tokens, seconds)
 
-    def note_end(self, trail: Trail, tokens: Sequence[int], prompt_len: int) -> None:
+    def note_end(self, trail: DraftState, tokens: Sequence[int], prompt_len: int) -> None:
         if self._speculation is not None:
             self._speculation.note_end(trail, tokens, prompt_len)
 
@@ -67,8 +67,8 @@ class UntilItFails:
 def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:
     cost = StepCost()
     if mode.startswith(DRAFT):
-        return RunningAhead(load_draft(draft_config(config)))
-    return Guessing(Eager() if mode == "ngram" else Profitable(cost), cost)
+        return DraftModelProposer(load_draft(draft_config(config)))
+    return NgramProposer(ThresholdDepth() if mode == "ngram" else CostModelDepth(cost), cost)
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
@@ -78,7 +78,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return replace(config, model=model, cache=cache, scheduler=replace(config.scheduler, speculate="off"))
 
 
-def settled_mode(asked: str, device: str) -> tuple[str, str]:
+def resolve_mode(asked: str, device: str) -> tuple[str, str]:
     """The mode to run, and why, in words."""
     if asked not in ("off", "auto", "ngram") and not asked.startswith(DRAFT):
         raise InvalidConfig(f"speculate must be {MODES}, not {asked!r}", param="speculate")

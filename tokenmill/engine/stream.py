@@ -1,6 +1,6 @@
 """The events of one request between the engine, which puts them, and whoever awaits them.
 
-    engine ─► Arrivals (kept by the engine) ─► EventStream (kept by the caller)
+    engine ─► ArrivalProcess (kept by the engine) ─► EventStream (kept by the caller)
 
 The engine must not keep the caller's end alive: dropping it is how most callers leave (`break` out of `async for`).
 """
@@ -12,21 +12,21 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Callable
 
-from tokenmill.engine.fold import folded
-from tokenmill.engine.outlet import Outlet
+from tokenmill.engine.merge import merge_events
+from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import RequestFailed, TokenmillError, error_with_code
 from tokenmill.types import Event, SequenceOutput
 
 log = logging.getLogger(__name__)
 
 
-class Arrivals:
+class EventBuffer:
     """What has come of a request and was not taken yet. Whoever is behind finds what waits for him in one event a
     choice, so the further he is behind the less an event costs a token. One reader, one future: this is passed once
     for every token that is streamed."""
 
-    def __init__(self, outlet: Outlet) -> None:
-        self.outlet = outlet
+    def __init__(self, output_processor: OutputProcessor) -> None:
+        self.output_processor = output_processor
         self._waiting: dict[int, list[Event]] = {}  # by choice; the one that spoke last is the last
         self._error: TokenmillError | None = None
         self._is_over = False
@@ -37,10 +37,10 @@ class Arrivals:
         if output.finish_reason == "error":
             return error_with_code(output.error_code, output.error or "the request failed")
         try:
-            for event in self.outlet.push(output):
+            for event in self.output_processor.push(output):
                 self.put(event)
         except Exception:
-            log.exception("request %s: its tokens could not be made text", self.outlet.request_id)
+            log.exception("request %s: its tokens could not be made text", self.output_processor.request_id)
             return RequestFailed("the answer's tokens could not be made text")
         return None
 
@@ -70,7 +70,7 @@ class Arrivals:
     def take(self) -> Event | None:
         """What has come of a choice since the last time; None when all was taken. A failure is raised once."""
         if self._waiting:
-            return folded(self._waiting.pop(next(iter(self._waiting))))
+            return merge_events(self._waiting.pop(next(iter(self._waiting))))
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -81,20 +81,20 @@ class Arrivals:
             self._wake.set_result(None)
 
 
-OnLeave = Callable[[Arrivals], None]
+OnLeave = Callable[[EventBuffer], None]
 
 
 class EventStream(AsyncIterator[Event]):
     """`aclose`, being cancelled and being dropped all abort what is not finished."""
 
-    def __init__(self, arrivals: Arrivals, on_leave: OnLeave, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, arrivals: EventBuffer, on_leave: OnLeave, loop: asyncio.AbstractEventLoop) -> None:
         self._arrivals = arrivals
         self._on_leave = on_leave
         weakref.finalize(self, _leave_later, loop, on_leave, arrivals).atexit = False
 
     @property
     def request_id(self) -> str:
-        return self._arrivals.outlet.request_id
+        return self._arrivals.output_processor.request_id
 
     async def __anext__(self) -> Event:
         arrivals = self._arrivals
@@ -118,7 +118,7 @@ class EventStream(AsyncIterator[Event]):
         self._on_leave(self._arrivals)
 
 
-def _leave_later(loop: asyncio.AbstractEventLoop, on_leave: OnLeave, arrivals: Arrivals) -> None:
+def _leave_later(loop: asyncio.AbstractEventLoop, on_leave: OnLeave, arrivals: EventBuffer) -> None:
     """Objects die in any thread; the engine is the event loop's."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(on_leave, arrivals)

@@ -20,7 +20,7 @@ from tokenmill.guided.compile import Compilation, Compiled, Compiler
 from tokenmill.guided.masks import MaskTable, StepMasks
 from tokenmill.guided.objections import objection
 from tokenmill.guided.row import RowGrammar
-from tokenmill.types import NewRow, Request, RowPlan, RowResult, StepPlan, StepResult
+from tokenmill.types import Request, RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 
 class Grammars:
@@ -132,7 +132,7 @@ class Grammars:
             return result
         return msgspec.structs.replace(result, token_ids=result.token_ids + grammar.jump())
 
-    def _opened(self, new: NewRow) -> RowGrammar:
+    def _opened(self, new: RowInit) -> RowGrammar:
         assert new.params.guided is not None
         compiled = self._compiler.known(new.params.guided)
         assert compiled is not None, "a request's grammar is held as long as the request"

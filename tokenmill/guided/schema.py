@@ -27,12 +27,12 @@ NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", 
 FORGOTTEN = ("extends", "disallow", "divisibleBy")  # keywords of draft 3, which llguidance takes for annotations
 
 
-class Place(NamedTuple):
+class SchemaLocation(NamedTuple):
     path: str  # a JSON pointer
     schema: dict[str, Any]
 
 
-def places(schema: Any) -> Iterator[Place]:
+def schema_locations(schema: Any) -> Iterator[SchemaLocation]:
     """Every schema inside a schema, outermost first."""
     waiting, num_seen = [("#", schema)], 0
     while waiting:
@@ -42,7 +42,7 @@ def places(schema: Any) -> Iterator[Place]:
         num_seen += 1
         if num_seen > MAX_SCHEMAS:
             refuse(f"more than {MAX_SCHEMAS:,} schemas in one", "#")
-        yield Place(path, found)
+        yield SchemaLocation(path, found)
         waiting += list(_inside(path, found))
 
 
@@ -73,7 +73,7 @@ def check(schema: dict[str, Any]) -> None:
     """Refuses what llguidance would let pass."""
     if "x-guidance" in schema:
         refuse('the key "x-guidance" is not supported', "#")
-    for path, found in places(schema):
+    for path, found in schema_locations(schema):
         _check_forgotten(path, found)
         _check_sizes(path, found)
         _check_num_properties(path, found)
@@ -137,14 +137,14 @@ def _is_about(key: str, message: str) -> bool:
 
 
 def _path_of(schema: dict[str, Any], key: str, value: Any = None) -> str:
-    for path, found in places(schema):
+    for path, found in schema_locations(schema):
         if key in found and value in (None, found[key]):
             return f"{path}/{key}"
     return "#"
 
 
 def _path_of_wrong_regex(schema: dict[str, Any]) -> str:
-    for path, found in places(schema):
+    for path, found in schema_locations(schema):
         if isinstance(found.get("pattern"), str) and _is_wrong(found["pattern"]):
             return f"{path}/pattern"
         named = found.get("patternProperties")

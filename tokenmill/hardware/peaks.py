@@ -81,7 +81,7 @@ DEVICES: tuple[DevicePeaks, ...] = tuple(
         ("RTX 5080", 16, 960, 56.3, 112.6, 225.1, 450.2, 900.4, 360, NO),
         ("RTX 5090", 32, 1792, 104.8, 209.5, 419, 838, 1676, 575, 0.7),
         ("RTX A6000", 48, 768, 38.7, 154.8, NO, 309.7, NO, 300, 0.5),
-        ("RTX 6000 Ada", 48, 960, 91.1, 364.2, 728.5, 728.5, NO, 300, 0.8, "RTX 6000 Ada Generation"),
+        ("RTX 6000 Ada", 48, 960, 91.1, 364.2, 728.5, 728.5, NO, 300, 0.8, "RTX 6000 Ada Segment"),
         ("RTX PRO 6000", 96, 1792, 125, 503.8, 1007.6, 1007.6, 2015, 600, 1.8, "RTX PRO 6000 Blackwell",
          "RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition"),
         ("H20", 96, 4000, 44, 148, 296, 296, NO, 400, NO),

@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from tokenmill.kv.block_table import BlockTable
 from tokenmill.kv.layout import blocks_in_group
 from tokenmill.kv.pool import NULL_BLOCK, BlockPool
 from tokenmill.kv.prefix import HashChain, PrefixIndex
-from tokenmill.kv.table import Table
 
 Copies = list[tuple[int, int]]  # (from block, to block)
 NO_COPIES: Copies = []
 
 
-class Hit(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest computed prefix: full blocks, null where a window can't see them any more."""
 
     num_tokens: int
@@ -67,23 +67,23 @@ class KVCache:
 
     # ── what is there already ──────────────────────────────────────────────────────────────────────────
 
-    def match(self, token_ids: Seq[int], chain: HashChain, limit: int) -> Hit:
+    def match(self, token_ids: Seq[int], chain: HashChain, limit: int) -> PrefixMatch:
         """The longest prefix of at most `limit` tokens whose blocks (those still in sight) are all here."""
         if not self.prefix_caching:
             return self.miss()
         num_blocks = min(limit, len(token_ids)) // self.block_size
         names = chain.extend(token_ids, num_blocks)
         num_blocks = self._full_attention_run(names, num_blocks)
-        num_blocks = self._last_in_sight(names, num_blocks)
+        num_blocks = self._last_visible_block(names, num_blocks)
         groups = [self._hit_blocks(group, names, num_blocks) for group in range(len(self.windows))]
-        return Hit(num_blocks * self.block_size, groups)
+        return PrefixMatch(num_blocks * self.block_size, groups)
 
-    def num_shared(self, hit: Hit) -> int:
+    def num_shared(self, hit: PrefixMatch) -> int:
         """Blocks of a hit that running sequences hold anyway: opening it takes nothing from the free ones."""
         return sum(self.pool.refs[block] > 0 for blocks in hit.groups for block in blocks)
 
-    def miss(self) -> Hit:
-        return Hit(0, [[] for _ in self.windows])
+    def miss(self) -> PrefixMatch:
+        return PrefixMatch(0, [[] for _ in self.windows])
 
     def _full_attention_run(self, names: list[bytes], num_blocks: int) -> int:
         """Groups with full attention need every block from the first on."""
@@ -93,7 +93,7 @@ class KVCache:
                 return index
         return num_blocks
 
-    def _last_in_sight(self, names: list[bytes], num_blocks: int) -> int:
+    def _last_visible_block(self, names: list[bytes], num_blocks: int) -> int:
         """The longest prefix of at most `num_blocks` whose windows are complete at its end."""
         windowed = [group for group, window in enumerate(self.windows) if window is not None]
         best = num_blocks if not windowed else 0
@@ -103,11 +103,11 @@ class KVCache:
                 if self.prefix.find(group, names[index]) is None:
                     missing[group] = index
             end = (index + 1) * self.block_size
-            if all(missing[group] < self.first_in_sight(group, end) for group in windowed):
+            if all(missing[group] < self.first_visible_block(group, end) for group in windowed):
                 best = index + 1
         return best
 
-    def first_in_sight(self, group: int, position: int) -> int:
+    def first_visible_block(self, group: int, position: int) -> int:
         """The first entry that a query at `position` or later can see.
 
         keys:  [ ... | position - window + 1 ............ position ]
@@ -117,21 +117,23 @@ class KVCache:
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def _hit_blocks(self, group: int, names: list[bytes], num_blocks: int) -> list[int]:
-        first = min(self.first_in_sight(group, num_blocks * self.block_size), num_blocks)
+        first = min(self.first_visible_block(group, num_blocks * self.block_size), num_blocks)
         found = (self.prefix.find(group, name) for name in names[first:num_blocks])
         return [NULL_BLOCK] * first + [block for block in found if block is not None]
 
     # ── a table's life ─────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, hit: Hit) -> Table:
+    def open(self, hit: PrefixMatch) -> BlockTable:
         for blocks in hit.groups:
             for block in blocks:
                 self.pool.share(block)
         num_blocks = hit.num_tokens // self.block_size
-        live_from = [min(self.first_in_sight(group, hit.num_tokens), num_blocks) for group in range(len(self.windows))]
-        return Table([list(blocks) for blocks in hit.groups], live_from, num_blocks)
+        live_from = [
+            min(self.first_visible_block(group, hit.num_tokens), num_blocks) for group in range(len(self.windows))
+        ]
+        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks)
 
-    def reserve(self, table: Table, start: int, end: int) -> Copies | None:
+    def reserve(self, table: BlockTable, start: int, end: int) -> Copies | None:
         """Makes [start, end) writable for this table alone; None (and nothing changed) when the pool is short."""
         first, last = start // self.block_size, (end - 1) // self.block_size
         if first == last and self._is_own(table, last):  # decoding, nearly always
@@ -148,12 +150,12 @@ class KVCache:
                 table.append(group, [self._take() for _ in range(last + 1 - len(blocks))])
         return copies
 
-    def _is_own(self, table: Table, index: int) -> bool:
+    def _is_own(self, table: BlockTable, index: int) -> bool:
         """The entry is there in every group, and nobody else holds it."""
         refs = self.pool.refs
         return all(index < len(blocks) and refs[blocks[index]] == 1 for blocks in table.groups)
 
-    def _shared_entries(self, table: Table, first: int, last: int) -> list[tuple[int, int]]:
+    def _shared_entries(self, table: BlockTable, first: int, last: int) -> list[tuple[int, int]]:
         refs = self.pool.refs
         return [
             (group, index)
@@ -162,13 +164,13 @@ class KVCache:
             if refs[blocks[index]] > 1
         ]
 
-    def _copy_on_write(self, table: Table, group: int, index: int) -> tuple[int, int]:
+    def _copy_on_write(self, table: BlockTable, group: int, index: int) -> tuple[int, int]:
         old, new = table.groups[group][index], self._take()
         table.replace(group, index, new)
         self._release_block(old)
         return old, new
 
-    def commit(self, table: Table, num_computed: int, token_ids: Seq[int], chain: HashChain | None) -> None:
+    def commit(self, table: BlockTable, num_computed: int, token_ids: Seq[int], chain: HashChain | None) -> None:
         """Tokens [0, num_computed) are in the cache. Without a chain the blocks stay nameless."""
         num_full = num_computed // self.block_size
         if num_full > table.num_registered:
@@ -179,25 +181,25 @@ class KVCache:
             if window is not None:
                 self._drop_unseen(table, group, num_computed)
 
-    def _register(self, table: Table, num_full: int, names: list[bytes]) -> None:
+    def _register(self, table: BlockTable, num_full: int, names: list[bytes]) -> None:
         for group, blocks in enumerate(table.groups):
             for index in range(table.num_registered, num_full):
                 if blocks[index] != NULL_BLOCK:
                     self.prefix.register(group, names[index], blocks[index])
 
-    def _drop_unseen(self, table: Table, group: int, num_computed: int) -> None:
-        end = min(self.first_in_sight(group, num_computed), len(table.groups[group]))
+    def _drop_unseen(self, table: BlockTable, group: int, num_computed: int) -> None:
+        end = min(self.first_visible_block(group, num_computed), len(table.groups[group]))
         if end > table.live_from[group]:
             for block in reversed(table.drop_before(group, end)):
                 self._release_block(block)
 
-    def fork(self, table: Table) -> Table:
+    def fork(self, table: BlockTable) -> BlockTable:
         for blocks in table.groups:
             for block in blocks:
                 self.pool.share(block)
-        return Table([list(blocks) for blocks in table.groups], list(table.live_from), table.num_registered)
+        return BlockTable([list(blocks) for blocks in table.groups], list(table.live_from), table.num_registered)
 
-    def release(self, table: Table) -> None:
+    def release(self, table: BlockTable) -> None:
         """Ends of sequences go first: beginnings are what others share, so they are evicted last."""
         for blocks in table.groups:
             for block in reversed(blocks):

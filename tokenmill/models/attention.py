@@ -6,8 +6,8 @@ import torch
 
 from tokenmill.arch.spec import AttentionSpec
 from tokenmill.kv.layout import KVLayout
+from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.loading import Loader
-from tokenmill.models.step import Step
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 
@@ -27,28 +27,28 @@ class Attention:
         sinks = load.vector(f"{name}.sinks") if spec.has_sinks else None
         self.args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks)
 
-    def mixed_for(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def attend_for(self, x: torch.Tensor, step: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] → what is to be projected back [T, heads * D], or that of the wanted tokens [L, heads * D]"""
         mixed = self.mixed(self.ops.linear(x, self.qkv), step)
         return mixed if wanted is None else mixed[wanted]
 
-    def mixed(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+    def mixed(self, qkv: torch.Tensor, step: ForwardContext) -> torch.Tensor:
         """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
         cache, plan = step.storage.layer(self.layer), step.attention_plans[self.group]
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         angles = None if self.spec.rope is None else step.angles[self.spec.rope]
-        if self.ops.place_and_attend is not None:
-            done = self.ops.place_and_attend(qkv, cache, norms, self.norm_eps, angles, plan, self.args)
+        if self.ops.fused_decode_attention is not None:
+            done = self.ops.fused_decode_attention(qkv, cache, norms, self.norm_eps, angles, plan, self.args)
             if done is not None:
                 return done
         slots = step.batch.groups[self.group].slots
-        if self.ops.place_qkv is not None:
-            queries = self.ops.place_qkv(qkv, cache, slots, norms, self.norm_eps, angles)
+        if self.ops.norm_rope_write_kv is not None:
+            queries = self.ops.norm_rope_write_kv(qkv, cache, slots, norms, self.norm_eps, angles)
         else:
             queries = self._placed(qkv, cache, slots, step)
         return self.ops.attention(queries, cache, plan, self.args)
 
-    def _placed(self, qkv: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: Step) -> torch.Tensor:
+    def _placed(self, qkv: torch.Tensor, cache: LayerCache, slots: torch.Tensor, step: ForwardContext) -> torch.Tensor:
         """→ queries [T, heads, D]; keys and values are in the cache."""
         queries, keys, values = self._split(qkv)
         queries = self._place(queries, self.q_norm, step)
@@ -63,7 +63,7 @@ class Attention:
         queries, keys, values = (part.reshape(len(qkv), -1, spec.head_dim) for part in parts)
         return queries, keys, values
 
-    def _place(self, x: torch.Tensor, norm: torch.Tensor | None, step: Step) -> torch.Tensor:
+    def _place(self, x: torch.Tensor, norm: torch.Tensor | None, step: ForwardContext) -> torch.Tensor:
         if norm is not None:
             x = self.ops.rms_norm(x, norm, self.norm_eps)
         if self.spec.rope is not None:

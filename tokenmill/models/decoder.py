@@ -10,13 +10,13 @@ import torch
 from tokenmill.arch.spec import ModelSpec, RopeSpec
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
+from tokenmill.models.forward_context import ForwardContext, plan_forward
 from tokenmill.models.layer import Layer
 from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import BestLogits
 from tokenmill.models.rope import RopeTable, make_rope_table
-from tokenmill.models.step import Step, plan_step
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.interface import StreamOps
+from tokenmill.ops.interface import FusedNormOps
 
 
 class Decoder:
@@ -34,7 +34,7 @@ class Decoder:
         self.final_norm = load.vector("final_norm.weight")
         self.head = self.embedding if spec.tied_head else load.linear(["head"])
         stream = load.ops.stream
-        self.stream_ops = stream if stream and all(layer.is_along(stream) for layer in self.layers) else None
+        self.stream_ops = stream if stream and all(layer.uses_stream(stream) for layer in self.layers) else None
         self.ropes = rope_tables(spec, max_context or spec.max_context, load.device)
 
     @property
@@ -43,7 +43,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        step = plan_step(self.ops, self.ropes, batch, storage)
+        step = plan_forward(self.ops, self.ropes, batch, storage)
         residual = self._embed(batch.token_ids)
         delta: torch.Tensor | None = None
         if self.stream_ops is not None and self.stream_ops.takes(len(residual)):
@@ -61,7 +61,7 @@ class Decoder:
         normed, _ = self.ops.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
         return normed
 
-    def _along(self, ops: StreamOps, embedded: torch.Tensor, step: Step) -> torch.Tensor:
+    def _along(self, ops: FusedNormOps, embedded: torch.Tensor, step: ForwardContext) -> torch.Tensor:
         """The residual stream [T, H] behind all layers; behind all but the last where few tokens are looked at."""
         is_whole = len(step.batch.logit_rows) == len(embedded)
         norms = [*(layer.attn_norm for layer in self.layers), self.final_norm]
@@ -77,12 +77,12 @@ class Decoder:
 
     @property
     def best_logits(self) -> BestLogits | None:
-        return None if self.ops.pick_best is None else self._best_logits
+        return None if self.ops.argmax is None else self._best_logits
 
     @torch.inference_mode()
     def _best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.ops.pick_best is not None, "see `best_logits`"
-        return self.ops.pick_best(self._logits(hidden))
+        assert self.ops.argmax is not None, "see `best_logits`"
+        return self.ops.argmax(self._logits(hidden))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """In the head's own precision, unless there is more to compute"""

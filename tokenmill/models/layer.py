@@ -4,7 +4,7 @@ with the norm that follows it:
     delta, residual ─► residual += delta; norm ─► attention ─► (post norm) ─► residual += it; norm ─► MLP ─► (post norm)
 
 Where a backend's products can add to the residual stream themselves, nothing is left to be added: delta is None.
-Where a backend wants norms in a form of its own, a layer is what happens to the stream (`along`, see `StreamOps`).
+Where a backend wants norms in a form of its own, a layer is what happens to the stream (`along`, see `FusedNormOps`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from tokenmill.arch.spec import LayerSpec, MlpSpec, MoeSpec
 from tokenmill.kv.layout import KVLayout
 from tokenmill.models.attention import Attention
+from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.loading import Loader
 from tokenmill.models.mlp import Mlp
 from tokenmill.models.moe import Moe
-from tokenmill.models.step import Step
-from tokenmill.ops.interface import LinearWeight, StreamOps
+from tokenmill.ops.interface import FusedNormOps, LinearWeight
 
 
 class Layer:
@@ -36,13 +36,17 @@ class Layer:
         self.mlp = _make_mlp(spec.mlp, name, load)
 
     def __call__(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
+        self,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        step: ForwardContext,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """`wanted` [L]: which tokens' results are returned, all by default. The residual may be overwritten."""
         normed, residual = self._add_norm(delta, residual, self.attn_norm)
         if wanted is not None:
             residual = residual[wanted]
-        mixed = self.attention.mixed_for(normed, step, wanted)
+        mixed = self.attention.attend_for(normed, step, wanted)
         delta, residual = self._project(mixed, self.attention.out, residual, self.attn_post_norm)
         if isinstance(self.mlp, Mlp):
             normed, residual = self._add_norm(delta, residual, self.mlp_norm)
@@ -63,15 +67,15 @@ class Layer:
                 return None, total
         return self._post(self.ops.linear(x, weight), post_norm), residual
 
-    def is_along(self, ops: StreamOps) -> bool:
+    def uses_stream(self, ops: FusedNormOps) -> bool:
         """Whether `along` can be computed with these."""
         if not isinstance(self.mlp, Mlp):
             return False
         return all(map(ops.can_multiply, (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)))
 
-    def along(self, ops: StreamOps, stream: Any, step: Step, next_norm: torch.Tensor) -> Any:
+    def along(self, ops: FusedNormOps, stream: Any, step: ForwardContext, next_norm: torch.Tensor) -> Any:
         """The stream behind this layer"""
-        assert isinstance(self.mlp, Mlp), "see `is_along`"
+        assert isinstance(self.mlp, Mlp), "see `uses_stream`"
         mixed = self.attention.mixed(ops.normed_linear(stream, self.attention.qkv), step)
         delta = self._post(ops.any_linear(mixed, self.attention.out), self.attn_post_norm)
         stream = ops.join(delta, stream, self.mlp_norm, self.eps)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from tokenmill.models.protocol import WeightSource
+from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.blocks import FORMATS
 from tokenmill.ops.interface import LinearWeight, Ops
 from tokenmill.ops.raw import RawTensor
@@ -22,7 +22,7 @@ NUM_READERS = 4
 
 @dataclass(frozen=True)
 class Loader:
-    source: WeightSource
+    source: WeightReader
     ops: Ops
     dtype: torch.dtype
     device: torch.device

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.kv.storage import KVStorage
-from tokenmill.ops.batch import DrawingRows, DrawKnobs, ForwardBatch
+from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch
 from tokenmill.ops.raw import RawTensor
 
 BestLogits = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -19,12 +19,12 @@ any of the line is"""
 class DirectModel(Protocol):
     """The whole of a step whose rows only draw: inputs, forward and head in one call, without tensors in between."""
 
-    def best_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
+    def greedy_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
         """The best next token behind each of the rows' wanted ones; -1 where its logit is no finite number."""
         ...
 
-    def draw_next(self, rows: DrawingRows, knobs: DrawKnobs, storage: KVStorage) -> list[int]:
-        """The same with tokens drawn as the knobs say."""
+    def draw_next(self, rows: DrawingRows, params: DrawParams, storage: KVStorage) -> list[int]:
+        """The same with tokens drawn as the parameters say."""
         ...
 
     def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Model(Protocol):
         ...
 
 
-class WeightSource(Protocol):
+class WeightReader(Protocol):
     """Tensors of a checkpoint under our own names (see TensorSpec)."""
 
     def get(self, name: str) -> RawTensor: ...

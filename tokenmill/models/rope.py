@@ -39,7 +39,7 @@ class RopeTable:
         return self.turns[1]
 
     def at(self, positions: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = ops.pick_rows(self.turns, positions)
+        cos, sin = ops.gather_rows(self.turns, positions)
         return cos, sin
 
 

@@ -51,7 +51,7 @@ class DrawingRows(NamedTuple):
     block_size: int
 
 
-class DrawKnobs(NamedTuple):
+class DrawParams(NamedTuple):
     """How tokens are drawn from logits; one entry a line."""
 
     temperatures: list[float]  # 0: the logits stay as they are

@@ -49,7 +49,7 @@ class AttentionArgs:
     sinks: torch.Tensor | None = None  # float32 [heads]
 
 
-class PlaceQkv(Protocol):
+class NormRopeWriteKv(Protocol):
     def __call__(
         self,
         qkv: torch.Tensor,
@@ -64,7 +64,7 @@ class PlaceQkv(Protocol):
         ...
 
 
-class PlaceAndAttend(Protocol):
+class FusedDecodeAttention(Protocol):
     def __call__(
         self,
         qkv: torch.Tensor,
@@ -96,7 +96,7 @@ class AddNormExperts(Protocol):
 
 
 @dataclass(frozen=True)
-class StreamOps:
+class FusedNormOps:
     """A layer told as what happens to the residual stream, where norms and gates can do something for the products
     behind them. A stream has the residual stream as `total` [T, H], and its norm in the form that products like best;
     that, and what a gated product returns, are a backend's own affair.
@@ -129,7 +129,7 @@ class Ops:
     # ── once a step and KV group ──
     plan_attention: Callable[[ForwardBatch, int, int | None], Any]
     """(batch, group, window) → what `attention` of this group's layers reads."""
-    pick_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(tables [K, N, W], numbers [T]) → [K, T, W]: each token's row of every table"""
     # ── every layer ──
     embed: Callable[[torch.Tensor, LinearWeight], torch.Tensor]
@@ -155,16 +155,16 @@ class Ops:
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
     """cap * tanh(x / cap)"""
     # ── several of the above in one pass, where a backend can ──
-    place_qkv: PlaceQkv | None = None
-    place_and_attend: PlaceAndAttend | None = None
+    norm_rope_write_kv: NormRopeWriteKv | None = None
+    fused_decode_attention: FusedDecodeAttention | None = None
     gated_linear: Callable[[torch.Tensor, LinearWeight, Activation], torch.Tensor] | None = None
     """act_mul(linear(x))"""
     add_linear: Callable[[torch.Tensor, LinearWeight, torch.Tensor], torch.Tensor | None] | None = None
     """(x, weight, residual) → residual + linear(x), written over the residual; None where nothing is won by it"""
     add_norm_experts: AddNormExperts | None = None
-    pick_best: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """Logits of any precision [L, vocab] → see `BestLogits` of models"""
-    stream: StreamOps | None = None
+    stream: FusedNormOps | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Every knob of one generation, validated once, here.
+"""Every parameter of one generation, validated once, here.
 
 sampling   `SamplingParams`: what users write, what travels to the engine process and what the sampler reads
-parts      the knobs that have knobs of their own: what an answer must follow, beams, a watermark
+parts      the parameters that have parameters of their own: what an answer must follow, beams, a watermark
 checks     how a value is refused
 
 A value that cannot be honoured raises `InvalidRequest` naming the field; nobody checks again later.

@@ -1,4 +1,5 @@
-"""How a knob's value is looked at: what is wrong with it is said with the knob's name. `true` is no number."""
+"""How a parameter's value is looked at: what is wrong with it is said with the parameter's name. `true` is no
+number."""
 
 from __future__ import annotations
 

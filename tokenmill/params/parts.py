@@ -1,4 +1,4 @@
-"""Knobs that have knobs of their own. Each is sound by itself once it is made; how it combines with others
+"""Knobs that have parameters of their own. Each is sound by itself once it is made; how it combines with others
 `SamplingParams` knows.
 """
 

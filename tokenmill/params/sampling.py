@@ -1,7 +1,7 @@
-"""All knobs of one generation and how they combine.
+"""All parameters of one generation and how they combine.
 
 Defaults change nothing: temperature 1, no truncation, no penalties. `max_tokens=None` means "up to the end of the
-context". What a knob does is said in docs/SAMPLING.md.
+context". What a parameter does is said in docs/SAMPLING.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INT32_MAX = 2**31 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's answer is drawn: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)`.
 
-    Checked when it is made. Defaults change nothing; every knob is explained in docs/SAMPLING.md.
+    Checked when it is made. Defaults change nothing; every parameter is explained in docs/SAMPLING.md.
     """
 
     n: int = 1
@@ -101,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.beam.width if self.beam else (self.best_of or self.n)
 
 
-# What a knob that is one number may be: low, high.
+# What a parameter that is one number may be: low, high.
 NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -151,7 +151,7 @@ TEXTS: dict[str, tuple[int, int]] = {
 }
 TOKEN_LISTS: dict[str, int | None] = {
     "stop_token_ids": MAX_STOP_STRINGS,
-    "allowed_token_ids": None,  # as many as the vocabulary has; which ids there are the intake knows
+    "allowed_token_ids": None,  # as many as the vocabulary has; which ids there are the input processor knows
     "banned_token_ids": None,
 }
 
@@ -215,8 +215,8 @@ def _check_markers(params: SamplingParams) -> None:
 
 
 # Those that leave unlikely tokens out, and whatever else only a draw has a use for.
-CUTTING_KNOBS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "top_a", "epsilon_cutoff", "eta_cutoff")
-DRAWING_KNOBS = (*CUTTING_KNOBS, "dynatemp_range", "mirostat", "xtc_probability")
+TRUNCATION_PARAMS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "top_a", "epsilon_cutoff", "eta_cutoff")
+SAMPLING_ONLY_PARAMS = (*TRUNCATION_PARAMS, "dynatemp_range", "mirostat", "xtc_probability")
 
 
 def _check_beam(params: SamplingParams, beam: BeamParams) -> None:
@@ -227,7 +227,7 @@ def _check_beam(params: SamplingParams, beam: BeamParams) -> None:
     if params.temperature not in (0.0, 1.0):
         refuse("temperature", "does not combine with beam search, which draws nothing; leave it at 0 or 1")
     defaults = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
-    for name in DRAWING_KNOBS:
+    for name in SAMPLING_ONLY_PARAMS:
         if getattr(params, name) != defaults[name]:
             refuse(name, "does not combine with beam search, which draws nothing")
     if params.stop_regex:

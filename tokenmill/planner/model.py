@@ -16,10 +16,10 @@ from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
+from tokenmill.arch.packed_formats import grouped_formats, stored_formats
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
-from tokenmill.arch.word_forms import grouped_formats, stored_formats
 from tokenmill.errors import InvalidConfig
 from tokenmill.runner.memory import gpu_weight_parts
 from tokenmill.store import resolve_model

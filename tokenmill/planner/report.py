@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from tokenmill.observe.charts import Axis, Series, line_chart, page, stacked_bars, table
 from tokenmill.planner.plan import Plan
 from tokenmill.planner.reading import READERS, readers_kept_up_with
+from tokenmill.report.charts import Axis, Series, line_chart, page, stacked_bars, table
 
 GB = 1e9
 

@@ -12,8 +12,8 @@ next step (`plan_ahead`), and they are started too, before this step is waited f
 What a row computed in vain wrote lies behind the end of its sequence: no full block is ever touched, and whoever gets
 the block writes it first, later on the same stream.
 
-Tokens are drawn on the device, by every knob that `device_draws` knows. Rows that need more (grammars, logprobs,
-vectors, rare knobs) go through the plain runner, with the host in between.
+Tokens are drawn on the device, by every parameter that `device_draws` knows. Rows that need more (grammars, logprobs,
+vectors, rare parameters) go through the plain runner, with the host in between.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.runner.decode_graphs import DecodeGraphs, Fed, Kind, best_tokens
-from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs, Kind, best_tokens
+from tokenmill.runner.device_sampler import DeviceSampler
+from tokenmill.runner.inflight import NO_PREFILL, InflightDecode, InflightPrefill, PendingTokens
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.on_their_way import NOTHING_EARLY, Ahead, Drawing, Early
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, drawn_result
 from tokenmill.runner.sliced_sampler import SlicedSampler
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
-from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult
+from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 NO_LIMIT = 1 << 62
 NONE_LEFT = -2  # drawn in place of a token
@@ -64,7 +64,7 @@ class CudaRunner:
         self._model = model
         self._storage = storage
         self._rows = self._plain.rows
-        self._draws = DeviceDraws(model.vocab_size, max_rows, storage.device)
+        self._draws = DeviceSampler(model.vocab_size, max_rows, storage.device)
         self._kinds: list[Kind] = ["hidden"] * max_rows  # how each row's tokens are chosen
         self._max_outputs = [0] * max_rows  # tokens each row draws at most
         self._held = [0] * max_rows  # blocks in each row's tables
@@ -72,16 +72,16 @@ class CudaRunner:
         self._max_context = max_context
         self._graphs = DecodeGraphs(model, storage, self._draws, max_rows, self._rows.tables.shape[2], max_context)
         self._runs_ahead = runs_ahead
-        self._ahead: Ahead | None = None
+        self._ahead: InflightDecode | None = None
         self._plan_ahead = plan_ahead
-        self._early = NOTHING_EARLY
+        self._early = NO_PREFILL
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
         self._preparations: Iterator[Callable[[], object]] = iter(())
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         began = time.perf_counter()
-        early, self._early = self._early, NOTHING_EARLY
+        early, self._early = self._early, NO_PREFILL
         self._apply_changes(plan, [row for row in plan.rows if not early.knows(row)])
         expected, begun, fresh, other = self._sort(plan.rows, early)
         waited = [(self._ahead.drawing, expected)] if self._ahead is not None and expected else []
@@ -106,16 +106,16 @@ class CudaRunner:
     def storage(self) -> KVStorage:
         return self._storage
 
-    def run_largest_step(self, token_budget: int, step_bytes: int, meanwhile: Callable[[], object]) -> None:
+    def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         """Takes all the memory that steps will ever take, `step_bytes` for what is planned. Nothing may be running yet.
-        `meanwhile` is called while kernels are compiled."""
-        self.compile_first(token_budget, meanwhile)
+        `while_compiling` is called while kernels are compiled."""
+        self.compile_first(token_budget, while_compiling)
         self.hold(step_bytes)
         self.run_widest_step(token_budget)
         self.capture_largest()
 
-    def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
-        self._warm_up.compile_first(token_budget, meanwhile)
+    def compile_first(self, token_budget: int, while_compiling: Callable[[], object]) -> None:
+        self._warm_up.compile_first(token_budget, while_compiling)
 
     def hold(self, num_bytes: int) -> None:
         """Steps with rarer wishes (logits that the host draws from, prompts that are scored) take more than the widest
@@ -131,10 +131,10 @@ class CudaRunner:
 
     def prepare(self) -> None:
         """Spends a few seconds now that would otherwise be spent on the first batches of each size."""
-        while self.prepare_next():
+        while self.next_idle_task():
             pass
 
-    def prepare_next(self) -> bool:
+    def next_idle_task(self) -> bool:
         """The same a moment at a time, for whoever has one to spare; False: nothing is left."""
         prepare = next(self._preparations, None)
         if prepare is not None:
@@ -173,7 +173,7 @@ class CudaRunner:
 
     # ── who computes what ──────────────────────────────────────────────────────────────────────────────
 
-    def _sort(self, plans: Sequence[RowPlan], early: Early) -> tuple[list[RowPlan], ...]:
+    def _sort(self, plans: Sequence[RowPlan], early: InflightPrefill) -> tuple[list[RowPlan], ...]:
         """Rows that were computed ahead; prompts that were started early; rows to compute now; rows for the plain
         runner."""
         expected: list[RowPlan] = []
@@ -196,7 +196,7 @@ class CudaRunner:
         is_asked = plan.num_logprobs is not None or plan.num_prompt_logprobs is not None
         return self._kinds[plan.row] != "hidden" and not is_asked
 
-    def _kind_of(self, new: NewRow) -> Kind:
+    def _kind_of(self, new: RowInit) -> Kind:
         if not self._draws.can_draw(new):
             return "hidden"
         return "best" if new.params.is_greedy and not steps_used(new.params) else "draw"
@@ -218,7 +218,7 @@ class CudaRunner:
 
     # ── onto the stream ────────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, plans: list[RowPlan]) -> Drawing:
+    def _start(self, plans: list[RowPlan]) -> PendingTokens:
         if all(len(plan.token_ids) == 1 and plan.sample for plan in plans):
             return self._start_graph(_fed(plans))
         # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
@@ -236,18 +236,18 @@ class CudaRunner:
         rows = [plan.row for plan in plans]
         if self._kind(rows) == "best":
             drawn = best_tokens(self._model, hidden)
-            self._graphs.newest.index_copy_(0, self._sent(rows, torch.int64), drawn)
+            self._graphs.newest.index_copy_(0, self._to_device(rows, torch.int64), drawn)
             return drawn
         indices = [plan.output_index for plan in plans]
-        uniforms = self._sent(self._draws.uniforms(rows, indices), torch.float64)
-        seats, places = self._sent(rows, torch.int32), self._sent(indices, torch.int32)
-        self._draws.count_fed(seats, places, self._sent([plan.token_ids[-1] for plan in plans], torch.int32))
+        uniforms = self._to_device(self._draws.uniforms(rows, indices), torch.float64)
+        seats, places = self._to_device(rows, torch.int32), self._to_device(indices, torch.int32)
+        self._draws.count_fed(seats, places, self._to_device([plan.token_ids[-1] for plan in plans], torch.int32))
         return self._draws.draw(self._model.logits(hidden), seats, places, uniforms, self._graphs.newest)
 
-    def _sent(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    def _to_device(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self._storage.device, non_blocking=True)
 
-    def _start_ahead(self, plans: list[RowPlan]) -> Ahead | None:
+    def _start_ahead(self, plans: list[RowPlan]) -> InflightDecode | None:
         """The step after this one, for rows that draw now and have room for one more token."""
         ready = [
             (plan.row, end, plan.output_index + 1)
@@ -259,33 +259,35 @@ class CudaRunner:
         if not ready:
             return None
         rows, ends, indices = (list(part) for part in zip(*ready, strict=True))
-        return Ahead(self._start_graph(Fed(rows, ends, None, indices)), dict(zip(rows, ends, strict=True)))
+        return InflightDecode(
+            self._start_graph(DecodeInputs(rows, ends, None, indices)), dict(zip(rows, ends, strict=True))
+        )
 
-    def _start_early(self, plan: StepPlan | None) -> Early:
+    def _start_early(self, plan: StepPlan | None) -> InflightPrefill:
         if plan is None:
-            return NOTHING_EARLY
+            return NO_PREFILL
         self._apply_changes(plan, plan.rows)
         simple = [row for row in plan.rows if self._is_simple(row)]
         drawing = self._start(simple) if simple else None
-        return Early({row.row: row for row in plan.rows}, {row.row: row for row in simple}, drawing)
+        return InflightPrefill({row.row: row for row in plan.rows}, {row.row: row for row in simple}, drawing)
 
     def _has_room(self, row: int, position: int) -> bool:
         return position < self._max_context and self._held[row] > position // self._storage.block_size
 
-    def _start_graph(self, fed: Fed) -> Drawing:
+    def _start_graph(self, fed: DecodeInputs) -> PendingTokens:
         return self._graphs.start(fed, self._kind(fed.rows))
 
-    def _on_its_way(self, drawn: torch.Tensor, rows: list[int]) -> Drawing:
+    def _on_its_way(self, drawn: torch.Tensor, rows: list[int]) -> PendingTokens:
         tokens = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
         tokens.copy_(drawn, non_blocking=True)
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_there.record()
-        return Drawing({row: line for line, row in enumerate(rows)}, tokens, is_there)
+        return PendingTokens({row: line for line, row in enumerate(rows)}, tokens, is_there)
 
 
-def _fed(plans: list[RowPlan]) -> Fed:
+def _fed(plans: list[RowPlan]) -> DecodeInputs:
     """Of rows that feed one token each."""
-    return Fed(
+    return DecodeInputs(
         rows=[plan.row for plan in plans],
         positions=[plan.start for plan in plans],
         tokens=[plan.token_ids[0] for plan in plans],

@@ -6,7 +6,7 @@ there, looks up the rest, runs the model, and leaves the drawn tokens where the 
 the host will. So a step can be started before the one ahead of it is done, and nothing lies between two graphs.
 
     best     every row takes the most likely token
-    draw     each row by its own knobs (see `device_draws`)
+    draw     each row by its own parameters (see `device_draws`)
     hidden   the host draws: the step ends with hidden states
 
 A graph is captured when its kind and batch size are first met. Sizes are padded to a few; the rows that only fill up
@@ -26,13 +26,19 @@ import torch
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
-from tokenmill.ops.triton.best import pick_best
-from tokenmill.ops.triton.seats import Exchange, Found, change_tables, hand_over, look_up
-from tokenmill.ops.triton.wide_cuts import recorded
-from tokenmill.runner.device_draws import DeviceDraws
+from tokenmill.ops.triton.batch.decode_inputs import (
+    GatheredInputs,
+    StepMailbox,
+    change_tables,
+    gather_inputs,
+    publish_tokens,
+)
+from tokenmill.ops.triton.gemm.hopper_select import recorded
+from tokenmill.ops.triton.sampling.argmax import argmax
+from tokenmill.runner.device_sampler import DeviceSampler
+from tokenmill.runner.inflight import PendingTokens
 from tokenmill.runner.memory import graph_sizes, table_width
-from tokenmill.runner.on_their_way import Drawing
-from tokenmill.runner.pinned import Letters, RowTables, new_exchange
+from tokenmill.runner.pinned_inputs import PinnedStepInputs, RowTables, new_mailbox
 
 Kind = Literal["best", "draw", "hidden"]
 IDLE_KINDS: tuple[Kind, ...] = ("best", "draw")
@@ -45,7 +51,7 @@ class DecodeGraph:
 
 
 @dataclass(frozen=True)
-class Fed:
+class DecodeInputs:
     """What the rows of a step feed: `tokens` None takes each row's newest."""
 
     rows: list[int]
@@ -62,13 +68,13 @@ def recording_stream() -> torch.cuda.Stream:
 def best_tokens(model: Model, hidden: torch.Tensor) -> torch.Tensor:
     """The most likely tokens behind hidden states [R, H], int64 [R]; negative where there is none."""
     best_logits = model.best_logits
-    tokens, _ = pick_best(model.logits(hidden)) if best_logits is None else best_logits(hidden)
+    tokens, _ = argmax(model.logits(hidden)) if best_logits is None else best_logits(hidden)
     return tokens
 
 
 class DecodeGraphs:
     def __init__(
-        self, model: Model, storage: KVStorage, draws: DeviceDraws, max_rows: int, max_blocks: int, max_context: int
+        self, model: Model, storage: KVStorage, draws: DeviceSampler, max_rows: int, max_blocks: int, max_context: int
     ) -> None:
         device = storage.device
         width = table_width(max_blocks)
@@ -83,21 +89,21 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_rows)
         self._captured: dict[tuple[int, Kind], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._letters = Letters(max_rows, device)
-        self._rehearsed = new_exchange(max_rows, device)
+        self._letters = PinnedStepInputs(max_rows, device)
+        self._rehearsed = new_mailbox(max_rows, device)
 
-    def start(self, fed: Fed, kind: Kind) -> Drawing:
+    def start(self, fed: DecodeInputs, kind: Kind) -> PendingTokens:
         """Puts a step on the stream, which draws."""
         tokens, _ = self._launch(fed, kind)
-        return Drawing({row: line for line, row in enumerate(fed.rows)}, tokens, self._letters.launched())
+        return PendingTokens({row: line for line, row in enumerate(fed.rows)}, tokens, self._letters.launched())
 
-    def hidden(self, fed: Fed) -> torch.Tensor:
+    def hidden(self, fed: DecodeInputs) -> torch.Tensor:
         """Puts a step on the stream; hidden states [R, H], overwritten by the next step of the same size"""
         _, result = self._launch(fed, "hidden")
         self._letters.launched()
         return result[: len(fed.rows)]
 
-    def _launch(self, fed: Fed, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    def _launch(self, fed: DecodeInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
         """Where its tokens will be, in the host's memory, and on the device"""
         size = next(size for size in self._sizes if size >= len(fed.rows))
         graph = self._captured.get((size, kind)) or self._capture(size, kind)
@@ -109,7 +115,7 @@ class DecodeGraphs:
     def ask_for_kernels(self) -> None:
         """Those that are in no other step, for `compile_beside`."""
         found = self._found(1, self._rehearsed)
-        hand_over(found, found.token_ids, self._rehearsed, self.newest)
+        publish_tokens(found, found.token_ids, self._rehearsed, self.newest)
         change_tables(self.newest.new_empty(2, 1), self.rows.tables)
 
     def ask_for_draws(self) -> None:
@@ -133,8 +139,8 @@ class DecodeGraphs:
     def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False) -> DecodeGraph:
         """`keeps_room`: for logits in float32, which the pool has from then on"""
 
-        def step(exchange: Exchange) -> torch.Tensor:
-            result = self._step(size, exchange, kind)
+        def step(mailbox: StepMailbox) -> torch.Tensor:
+            result = self._step(size, mailbox, kind)
             if keeps_room:
                 torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=self._storage.device)
             return result
@@ -142,7 +148,7 @@ class DecodeGraphs:
         with torch.inference_mode(), recorded():
             step(self._rehearsed)  # rows that only fill up change nothing
             torch.cuda.synchronize()
-            captured = DecodeGraph(*self._recorded(partial(step, self._letters.exchange)))
+            captured = DecodeGraph(*self._recorded(partial(step, self._letters.mailbox)))
         self._captured[(size, kind)] = captured
         return captured
 
@@ -157,26 +163,26 @@ class DecodeGraphs:
                 graph.capture_end()
         return graph, result
 
-    def _step(self, size: int, exchange: Exchange, kind: Kind) -> torch.Tensor:
-        found = self._found(size, exchange)
+    def _step(self, size: int, mailbox: StepMailbox, kind: Kind) -> torch.Tensor:
+        found = self._found(size, mailbox)
         if kind == "draw":
             self._draws.count_fed(found.rows, found.indices, found.token_ids)
         hidden = self._model.forward(self._batch(found), self._storage)
         if kind == "hidden":
-            hand_over(found, None, exchange, self.newest)
+            publish_tokens(found, None, mailbox, self.newest)
             return hidden
         if kind == "draw":
             logits = self._model.logits(hidden)
             drawn = self._draws.draw(logits, found.rows, found.indices, found.uniforms, self.newest)
         else:
             drawn = best_tokens(self._model, hidden)
-        hand_over(found, drawn, exchange, self.newest)
+        publish_tokens(found, drawn, mailbox, self.newest)
         return drawn
 
-    def _found(self, size: int, exchange: Exchange) -> Found:
-        return look_up(size, exchange, self.rows.tables, self.newest, self._storage.block_size)
+    def _found(self, size: int, mailbox: StepMailbox) -> GatheredInputs:
+        return gather_inputs(size, mailbox, self.rows.tables, self.newest, self._storage.block_size)
 
-    def _batch(self, found: Found) -> ForwardBatch:
+    def _batch(self, found: GatheredInputs) -> ForwardBatch:
         size = len(found.rows)
         return ForwardBatch(
             token_ids=found.token_ids,

@@ -3,7 +3,7 @@ planner's estimate and the engine's allocation are this.
 
     GPU memory   [ runtime | weights | rows | largest step | graphs | KV pool ................ | kept free ]
 
-    rows            tables of the permanent rows: block ids, knobs, seen tokens, angles of every position
+    rows            tables of the permanent rows: block ids, parameters, seen tokens, angles of every position
     largest step    the widest moment of a step of `token_budget` tokens, or its logits; held from the start
     graphs          the same of a decoding step of `max_running` rows, in a pool of its own
 """
@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
+from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored, packed_int_format
 from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.traffic import WeightParts
-from tokenmill.arch.word_forms import EXPANDED_BYTES, Stored, word_form
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout, blocks_in_group
 
@@ -144,7 +144,7 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored:
     size = prod(tensor.shape)
     if tensor.kind == "vector":
         return 4 * size if not tensor.name.endswith(".bias") else value_bytes * size
-    form = word_form(tensor.name, tensor.shape, stored)
+    form = packed_int_format(tensor.name, tensor.shape, stored)
     if form is not None:
         return form.num_bytes(size)
     columns, is_of_experts = tensor.shape[-1], len(tensor.shape) == 3
@@ -155,7 +155,7 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored:
         return size + 4 * tensor.shape[0]
     if quantization in ("fp8", "int8"):  # experts have no products with fp8 matrices
         return size + size // BLOCK_COLUMNS * 2
-    copies = 1 if columns % (2 * GROUP_COLUMNS) or is_of_experts else 2  # of scales: see `WordForm.num_bytes`
+    copies = 1 if columns % (2 * GROUP_COLUMNS) or is_of_experts else 2  # of scales: see `PackedIntFormat.num_bytes`
     return size // 2 + size // GROUP_COLUMNS * value_bytes * copies
 
 

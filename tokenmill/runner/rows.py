@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.models.pooling import Pooler
-from tokenmill.types import NewRow, TableUpdate
+from tokenmill.types import BlockTableUpdate, RowInit
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Row:
     pooler: Pooler | None  # set when a vector is wanted, not tokens
 
 
-class Rows:
+class RowTable:
     def __init__(self, num_groups: int, max_rows: int, max_blocks: int) -> None:
         self.tables: NDArray[np.int32] = np.zeros((num_groups, max_rows, max_blocks), np.int32)
         self._live: dict[int, Row] = {}
@@ -33,7 +33,7 @@ class Rows:
     def __getitem__(self, row: int) -> Row:
         return self._live[row]
 
-    def add(self, new: NewRow) -> None:
+    def add(self, new: RowInit) -> None:
         """Takes a row, or takes it anew for another sequence's state (a fork, a resumed or reordered one)."""
         pooler = Pooler(new.pooling, len(new.prompt_token_ids)) if new.pooling else None
         self._live[new.row] = Row(new.prompt_token_ids, pooler)
@@ -41,6 +41,6 @@ class Rows:
     def free(self, row: int) -> None:
         del self._live[row]
 
-    def update_tables(self, row: int, updates: Sequence[TableUpdate]) -> None:
+    def update_tables(self, row: int, updates: Sequence[BlockTableUpdate]) -> None:
         for update in updates:
             self.tables[update.group, row, update.start : update.start + len(update.blocks)] = update.blocks

@@ -21,19 +21,19 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
-from tokenmill.ops.batch import DrawingRows, DrawKnobs
+from tokenmill.ops.batch import DrawingRows, DrawParams
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.prompt_scores import score_prompt, scored_tokens
-from tokenmill.runner.rows import Rows
-from tokenmill.sampling.chosen import Chosen, HeadOutput, chosen_highest
-from tokenmill.sampling.draw import Drawn
-from tokenmill.types import NewRow, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenmill.runner.prompt_logprobs import score_prompt, scored_tokens
+from tokenmill.runner.rows import RowTable
+from tokenmill.sampling.draw import Sample
+from tokenmill.sampling.model_sampled import HeadOutput, ModelSampled, chosen_highest
+from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence (in float16: try --dtype bfloat16)"
 
 
 class RowSampler(Protocol):
-    def add_row(self, new_row: NewRow) -> None: ...
+    def add_row(self, new_row: RowInit) -> None: ...
 
     def free_row(self, row: int) -> None: ...
 
@@ -41,11 +41,11 @@ class RowSampler(Protocol):
 
     def needs_logits(self, rows: Sequence[RowPlan]) -> bool: ...
 
-    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawKnobs | None: ...
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawParams | None: ...
 
-    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]: ...
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]: ...
 
-    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]: ...
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ModelRunner:
         self.storage = storage
         self.sampler = sampler
         max_blocks = -(-max_context // storage.block_size)
-        self.rows = Rows(len(storage.layout.groups), max_rows, max_blocks)
+        self.rows = RowTable(len(storage.layout.groups), max_rows, max_blocks)
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
         began = time.perf_counter()
@@ -118,10 +118,10 @@ class ModelRunner:
 
     def _direct_head(self, model: DirectModel, rows: DrawingRows, drawing: Sequence[RowPlan]) -> HeadOutput:
         if not self.sampler.needs_logits(drawing):
-            return Chosen(model.best_next(rows, self.storage))
-        knobs = self.sampler.plain_draws(drawing)
-        if knobs is not None:
-            return Chosen(model.draw_next(rows, knobs, self.storage))
+            return ModelSampled(model.greedy_next(rows, self.storage))
+        params = self.sampler.plain_draws(drawing)
+        if params is not None:
+            return ModelSampled(model.draw_next(rows, params, self.storage))
         return model.logits_next(rows, self.storage)
 
     # ── any rows ───────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +147,7 @@ class ModelRunner:
 
     def _draw(
         self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor], masks: StepMasks | None
-    ) -> dict[int, list[Drawn]]:
+    ) -> dict[int, list[Sample]]:
         """The sampler's answer by row, for the rows that draw."""
         drawing = [
             (task.plan, part[-1 - task.plan.num_drafts :])
@@ -167,7 +167,7 @@ class ModelRunner:
             return self.model.logits(hidden)
         return chosen_highest(*best_logits(hidden))
 
-    def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Drawn]]) -> RowResult:
+    def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Sample]]) -> RowResult:
         if task.pooler is not None:
             return _pooled(task.plan, task.pooler, hidden)
         scores = self._scores(task, hidden)
@@ -184,7 +184,7 @@ class ModelRunner:
         return score_prompt(scoring, task.targets, num, self.model.logits, self.model.vocab_size)
 
 
-def drawn_result(row: int, drawn: Sequence[Drawn], scores: list[TokenLogprobs] | None) -> RowResult:
+def drawn_result(row: int, drawn: Sequence[Sample], scores: list[TokenLogprobs] | None) -> RowResult:
     if not drawn:
         return RowResult(row=row, prompt_logprobs=scores)
     if drawn[0].error is not None:

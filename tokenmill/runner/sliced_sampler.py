@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from tokenmill.guided.masks import StepMasks
-from tokenmill.ops.batch import DrawKnobs
+from tokenmill.ops.batch import DrawParams
 from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.runner.runner import RowSampler
-from tokenmill.sampling.chosen import HeadOutput
-from tokenmill.sampling.draw import Drawn
-from tokenmill.types import NewRow, RowPlan
+from tokenmill.sampling.draw import Sample
+from tokenmill.sampling.model_sampled import HeadOutput
+from tokenmill.types import RowInit, RowPlan
 
 
 class SlicedSampler:
@@ -19,7 +19,7 @@ class SlicedSampler:
         self._sampler = sampler
         self._num_rows = max(1, MAX_HOST_LOGITS // vocab_size)
 
-    def add_row(self, new_row: NewRow) -> None:
+    def add_row(self, new_row: RowInit) -> None:
         self._sampler.add_row(new_row)
 
     def free_row(self, row: int) -> None:
@@ -31,20 +31,20 @@ class SlicedSampler:
     def needs_logits(self, rows: Sequence[RowPlan]) -> bool:
         return self._sampler.needs_logits(rows)
 
-    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawKnobs | None:
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawParams | None:
         return self._sampler.plain_draws(rows)
 
-    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
         """Rows draw independently of each other, so it does not matter where they are cut."""
-        drawn: list[Drawn] = []
+        drawn: list[Sample] = []
         for first in range(0, len(rows), self._num_rows):
             part = slice(first, first + self._num_rows)
             drawn += self._sampler.sample(logits[part], rows[part], masks)
         return drawn
 
-    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]:
         """The same where a row may have several lines: it stays in one slice with all of them."""
-        drawn: list[list[Drawn]] = []
+        drawn: list[list[Sample]] = []
         line = 0
         while len(drawn) < len(rows):
             part = self._next_slice(rows[len(drawn) :])

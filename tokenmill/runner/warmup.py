@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.excerpt import excerpt
 from tokenmill.models.protocol import Model
+from tokenmill.models.representative_layers import representative_layers
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.triton.kernel import Compiling, compile_beside
-from tokenmill.ops.triton.wide_cuts import recorded
+from tokenmill.ops.triton.gemm.hopper_select import recorded
+from tokenmill.ops.triton.launch.kernel import Compiling, compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
@@ -37,7 +37,7 @@ Chunk = tuple[int, int]  # first position and number of a row's tokens
 
 class WarmUp:
     def __init__(self, model: Model, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int) -> None:
-        self._model = excerpt(model)
+        self._model = representative_layers(model)
         self._storage = storage
         self._graphs = graphs
         self._max_rows = max_rows
@@ -45,11 +45,11 @@ class WarmUp:
         self._compiling: Compiling | None = None
 
     @torch.inference_mode()
-    def compile_first(self, token_budget: int, meanwhile: Callable[[], object]) -> None:
-        """`meanwhile` is called while compilers work; then it is noted what they will be asked for next."""
+    def compile_first(self, token_budget: int, while_compiling: Callable[[], object]) -> None:
+        """`while_compiling` is called while compilers work; then it is noted what they will be asked for next."""
         self._load_products()
         self._compiling = compile_beside(*self._first_asks(token_budget))
-        meanwhile()
+        while_compiling()
         self._compiling.note(self._ask_for_rest)
         self._compiling.join()
 

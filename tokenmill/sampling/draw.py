@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenmill.types import TokenLogprobs
 
 
-class Drawn(NamedTuple):
+class Sample(NamedTuple):
     """`token_id` is meaningless where `error` is set."""
 
     token_id: int

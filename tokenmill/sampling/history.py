@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.sampling.counts import TokenCounts
+from tokenmill.sampling.dry import Breakers, RepeatRuns
 from tokenmill.sampling.ngrams import NgramIndex
-from tokenmill.sampling.repeats import Breakers, RepeatRuns
 from tokenmill.sampling.thinking import Thinking
-from tokenmill.types import NewRow
+from tokenmill.types import RowInit
 
 LOOK_AT_TOKENS = ("watermark", "processors")  # steps that read the tokens themselves
 
@@ -35,7 +35,7 @@ class History:
             self.tokens.append(token)
 
 
-def history_of(new_row: NewRow, steps: frozenset[str], vocab_size: int) -> History | None:
+def history_of(new_row: RowInit, steps: frozenset[str], vocab_size: int) -> History | None:
     """None where no step of the row looks back."""
     params, prompt, output = new_row.params, new_row.prompt_token_ids, new_row.output_token_ids
     history = History(num_tokens=len(prompt) + len(output), prompt_len=len(prompt))
@@ -44,7 +44,7 @@ def history_of(new_row: NewRow, steps: frozenset[str], vocab_size: int) -> Histo
     if "no_repeat_ngram" in steps:
         history.ngrams = NgramIndex(params.no_repeat_ngram_size, (*prompt, *output))
     if "dry" in steps:
-        breakers = Breakers(new_row.spelled.dry_break_ids, new_row.spelled.dry_breakers)
+        breakers = Breakers(new_row.tokenized.dry_break_ids, new_row.tokenized.dry_breakers)
         history.repeats = RepeatRuns((*prompt, *output), breakers)
     if "thinking" in steps:
         history.thinking = _thinking(new_row)
@@ -54,11 +54,11 @@ def history_of(new_row: NewRow, steps: frozenset[str], vocab_size: int) -> Histo
     return history if any(part is not None for part in parts) else None
 
 
-def _thinking(new_row: NewRow) -> Thinking:
-    spelled, budget = new_row.spelled, new_row.params.thinking_budget
-    assert budget is not None and spelled.think_end_ids, "a budget comes with the markers' tokens"
-    is_open = spelled.starts_thinking
-    thinking = Thinking(budget, spelled.think_start_ids, spelled.think_end_ids, is_open=is_open)
+def _thinking(new_row: RowInit) -> Thinking:
+    tokenized, budget = new_row.tokenized, new_row.params.thinking_budget
+    assert budget is not None and tokenized.think_end_ids, "a budget comes with the markers' tokens"
+    is_open = tokenized.starts_thinking
+    thinking = Thinking(budget, tokenized.think_start_ids, tokenized.think_end_ids, is_open=is_open)
     for token in new_row.output_token_ids:
         thinking.record(token)
     return thinking

@@ -1,4 +1,5 @@
-"""Log-probabilities of the model's own distribution: of the logits as they came, before any knob (vLLM's raw_logprobs).
+"""Log-probabilities of the model's own distribution: of the logits as they came, before any parameter (vLLM's
+raw_logprobs).
 
 Tokens are ordered by logit, and equals by id, lowest first; `rank` and `top_ids` both follow that order, so they agree
 with each other, with greedy decoding, and with themselves in any batch.
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.sampling.best import best
 from tokenmill.sampling.fixed_point import aligned_rows
+from tokenmill.sampling.topk import best
 from tokenmill.types import TokenLogprobs
 
 _SLICE_ELEMENTS = 1 << 22  # a slice of logits worked on at once: 16 MB of float32

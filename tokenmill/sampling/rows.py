@@ -1,6 +1,7 @@
 """What the sampler knows of each permanent row, and the view of it that one step gathers.
 
-Numeric knobs live in one table on the device, [max_rows, knob], written once when a row is taken; a step gathers the
+Numeric parameters live in one table on the device, [max_rows, parameter], written once when a row is taken; a step
+gathers the
 lines of its rows. Token lists (bias, allowed, banned, stop ids) and history stay on the host, per row, and only where
 a row uses them. Taking a row replaces everything the row held before.
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from tokenmill.guided.masks import StepMasks
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.history import History, history_of
-from tokenmill.sampling.stream import uniform
-from tokenmill.types import NewRow, RowPlan
+from tokenmill.sampling.rng import uniform
+from tokenmill.types import RowInit, RowPlan
 
-# Column of the knob table -> its value. Functions like log are taken here, on the host, once: on a device the last
+# Column of the parameter table -> its value. Functions like log are taken here, on the host, once: on a device the last
 # bit of a vectorised log depends on where in the batch the element lies.
-KNOBS: dict[str, Callable[[SamplingParams], float]] = {
+PARAM_NAMES: dict[str, Callable[[SamplingParams], float]] = {
     "temperature": lambda p: p.temperature,
     "top_k": lambda p: p.top_k,
     "top_p": lambda p: p.top_p,
@@ -39,7 +40,7 @@ KNOBS: dict[str, Callable[[SamplingParams], float]] = {
     "presence_penalty": lambda p: p.presence_penalty,
     "frequency_penalty": lambda p: p.frequency_penalty,
 }
-_COLUMN = {name: column for column, name in enumerate(KNOBS)}
+_COLUMN = {name: column for column, name in enumerate(PARAM_NAMES)}
 
 PLAIN_STEPS = frozenset({"temperature", "top_k", "top_p", "min_p"})
 LEAST_TEMPERATURE = 1e-37  # below, a float32 is no longer exact, or 0, and one over it is no number
@@ -57,7 +58,7 @@ class RowState:
     mirostat_mu: float | None = None  # where mirostat is on: the most surprise that the next token may have
     refusal: str | None = None  # why no token can be drawn for this row
     takes_highest: bool = field(init=False)  # the next token is the one with the model's own highest logit
-    is_plain: bool = field(init=False)  # it is that, or drawn with the usual knobs and nothing else
+    is_plain: bool = field(init=False)  # it is that, or drawn with the usual parameters and nothing else
 
     def __post_init__(self) -> None:
         self.takes_highest = self.params.is_greedy and not self.steps
@@ -94,20 +95,20 @@ class RowsInUse:
 
     states: Sequence[RowState]
     output_indices: Sequence[int]
-    knobs: Tensor  # float64 [U, len(KNOBS)]
+    params: Tensor  # float64 [U, len(KNOBS)]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rows: Sequence[int] = ()  # their numbers
     vocab_size: int = 0  # logits have this many columns before they are padded
     masks: StepMasks | None = None  # what grammars allow, by row number
     num_drafts: Sequence[int] = ()  # how many drafts stand before each line's draw
 
-    def knob(self, name: str) -> Tensor:
+    def param(self, name: str) -> Tensor:
         """float32 [U, 1]"""
-        return self.knobs[:, _COLUMN[name], None].float()
+        return self.params[:, _COLUMN[name], None].float()
 
-    def knob64(self, name: str) -> Tensor:
+    def param64(self, name: str) -> Tensor:
         """float64 [U, 1]"""
-        return self.knobs[:, _COLUMN[name], None]
+        return self.params[:, _COLUMN[name], None]
 
     def uniforms(self, purpose: int) -> list[float]:
         return [uniform(s.seed, i, purpose) for s, i in zip(self.states, self.output_indices, strict=True)]
@@ -122,7 +123,7 @@ class RowsInUse:
         return RowsInUse(
             states=[self.states[line] for line in lines],
             output_indices=[self.output_indices[line] for line in lines],
-            knobs=self.knobs.index_select(0, index),
+            params=self.params.index_select(0, index),
             device=self.device,
             rows=[self.rows[line] for line in lines] if self.rows else (),
             vocab_size=self.vocab_size,
@@ -138,21 +139,23 @@ class RowsInUse:
         return torch.from_numpy(lines).to(self.device), torch.from_numpy(flat).to(self.device)
 
 
-class Rows:
+class SamplerRows:
     """Permanent rows: `take` fills one (again), `free` empties it, `gather` is what a step sees."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self.device = device
         self._states: list[RowState | None] = [None] * max_rows
-        self._knobs = torch.zeros(max_rows, len(KNOBS), dtype=torch.float64, device=device)
+        self._params_of = torch.zeros(max_rows, len(PARAM_NAMES), dtype=torch.float64, device=device)
 
-    def take(self, new_row: NewRow, steps: frozenset[str]) -> None:
+    def take(self, new_row: RowInit, steps: frozenset[str]) -> None:
         params = new_row.params
         refusal = _foreign_ids(params, self._vocab_size)
         if refusal:
             steps = frozenset()
-        self._knobs[new_row.row] = torch.tensor([value(params) for value in KNOBS.values()], dtype=torch.float64)
+        self._params_of[new_row.row] = torch.tensor(
+            [value(params) for value in PARAM_NAMES.values()], dtype=torch.float64
+        )
         self._states[new_row.row] = RowState(
             params=params,
             seed=new_row.seed,
@@ -181,7 +184,7 @@ class Rows:
         return RowsInUse(
             states=[self.state(plan.row) for plan in plans],
             output_indices=[plan.output_index for plan in plans],
-            knobs=self._knobs.index_select(0, index),
+            params=self._params_of.index_select(0, index),
             device=self.device,
             rows=[plan.row for plan in plans],
             vocab_size=self._vocab_size,
@@ -195,7 +198,7 @@ class Rows:
         return state
 
 
-def _first_mu(new_row: NewRow) -> float:
+def _first_mu(new_row: RowInit) -> float:
     """Where the row left off, or twice the wanted surprise, as llama.cpp."""
     return 2.0 * new_row.params.mirostat_tau if new_row.mirostat_mu is None else new_row.mirostat_mu
 

@@ -1,6 +1,7 @@
 """The batched sampler: logits in, one drawn token per row out.
 
-A row's token is a pure function of its own logits, knobs, history, seed and output index; nothing of its neighbours
+A row's token is a pure function of its own logits, parameters, history, seed and output index; nothing of its
+neighbours
 enters (see `fixed_point` and `stream`). A row whose logits are broken gets an error, and the others never notice.
 
     sampler.add_row(new_row)        take a row, or take it anew: replaces all it held (resume, fork, beam reorder)
@@ -22,17 +23,17 @@ import torch
 from torch import Tensor
 
 from tokenmill.guided.masks import StepMasks
-from tokenmill.ops.batch import DrawKnobs
-from tokenmill.sampling.chosen import BROKEN, Chosen, HeadOutput, highest_of, places_of_highest
-from tokenmill.sampling.draw import Drawn, draw
+from tokenmill.ops.batch import DrawParams
+from tokenmill.sampling.draw import Sample, draw
 from tokenmill.sampling.fixed_point import aligned_rows, weights
 from tokenmill.sampling.logprobs import token_logprobs
-from tokenmill.sampling.native_draws import NativeDraws, draw_knobs
-from tokenmill.sampling.rows import Rows, RowsInUse, RowState
+from tokenmill.sampling.model_sampled import BROKEN, HeadOutput, ModelSampled, highest_of, places_of_highest
+from tokenmill.sampling.native_sampler import NativeDraws, draw_params
+from tokenmill.sampling.rng import DRAW
+from tokenmill.sampling.rows import RowsInUse, RowState, SamplerRows
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
-from tokenmill.sampling.stream import DRAW
 from tokenmill.sampling.verify import Attempt, accepted_of, next_lines
-from tokenmill.types import NewRow, RowPlan, TokenLogprobs
+from tokenmill.types import RowInit, RowPlan, TokenLogprobs
 
 Alternatives = Callable[[Tensor, list[int], list[int], RowsInUse], list[TokenLogprobs]]
 
@@ -48,10 +49,10 @@ _ERRORS = {
 class Sampler:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
-        self._rows = Rows(vocab_size, max_rows, torch.device(device))
+        self._rows = SamplerRows(vocab_size, max_rows, torch.device(device))
         self._native = NativeDraws(self._rows.device)
 
-    def add_row(self, new_row: NewRow) -> None:
+    def add_row(self, new_row: RowInit) -> None:
         self._rows.take(new_row, steps_used(new_row.params))
 
     def free_row(self, row: int) -> None:
@@ -65,7 +66,7 @@ class Sampler:
         """Whether more is asked for than the token with the highest logit of each line."""
         return not all(plan.num_logprobs is None and self._rows.state(plan.row).takes_highest for plan in rows)
 
-    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawKnobs | None:
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawParams | None:
         """Knobs for all lines of these rows where nothing else decides on their tokens; else None."""
         states: list[RowState] = []
         indices: list[int] = []
@@ -75,15 +76,15 @@ class Sampler:
                 return None
             states += [state] * (1 + plan.num_drafts)
             indices += range(plan.output_index, plan.output_index + 1 + plan.num_drafts)
-        return draw_knobs(states, indices)
+        return draw_params(states, indices)
 
-    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Drawn]:
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
         """Draw for logits float32 [S, vocab], row i for rows[i]; the logits are left as they were.
 
         `masks`: what the grammars of rows with `params.guided` allow.
         """
         self._check(logits, len(rows))
-        if isinstance(logits, Chosen):  # rows that a model can draw for remember nothing
+        if isinstance(logits, ModelSampled):  # rows that a model can draw for remember nothing
             return self._taken(logits, rows)
         with torch.inference_mode():
             drawn = self._draw(logits, rows, masks)
@@ -92,14 +93,14 @@ class Sampler:
                 self._rows.state(plan.row).record(one.token_id, one.mirostat_mu)
         return drawn
 
-    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Drawn]]:
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]:
         """Draw at the last token of each row and after each of its drafts, as far as these are what was drawn.
 
         logits float32 [S, vocab]: 1 + num_drafts lines for each of rows, in order.
         """
         if not any(plan.num_drafts for plan in rows):
             return [[one] for one in self.sample(logits, rows, masks)]
-        if isinstance(logits, Chosen):  # nothing is left to draw, and these rows remember nothing
+        if isinstance(logits, ModelSampled):  # nothing is left to draw, and these rows remember nothing
             self._check(logits, sum(1 + plan.num_drafts for plan in rows))
             return accepted_of(rows, logits.tokens, self._told)
         attempts = [Attempt(plan, self._rows.state(plan.row)) for plan in rows]
@@ -114,10 +115,10 @@ class Sampler:
         return [attempt.accepted for attempt in attempts]
 
     def _check(self, logits: HeadOutput, num_lines: int) -> None:
-        wanted = (num_lines,) if isinstance(logits, Chosen) else (num_lines, self._vocab_size)
+        wanted = (num_lines,) if isinstance(logits, ModelSampled) else (num_lines, self._vocab_size)
         assert logits.shape == wanted, f"{tuple(logits.shape)} logits for {num_lines} lines"
 
-    def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Drawn]:
+    def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Sample]:
         """One token a line, recorded nowhere."""
         if not rows:
             return []
@@ -126,16 +127,16 @@ class Sampler:
         errors = [state.refusal or _ERRORS.get(token) for state, token in zip(in_use.states, tokens, strict=True)]
         logprobs = _asked_logprobs(logits, rows, in_use, tokens, errors)
         return [
-            Drawn(token, logprobs.get(line), in_use.states[line].mu_after(surprises.get(line)), errors[line])
+            Sample(token, logprobs.get(line), in_use.states[line].mu_after(surprises.get(line)), errors[line])
             for line, token in enumerate(tokens)
         ]
 
-    def _taken(self, chosen: Chosen, rows: list[RowPlan]) -> list[Drawn]:
+    def _taken(self, chosen: ModelSampled, rows: list[RowPlan]) -> list[Sample]:
         return [self._told(plan, token) for plan, token in zip(rows, chosen.tokens, strict=True)]
 
-    def _told(self, plan: RowPlan, token: int) -> Drawn:
+    def _told(self, plan: RowPlan, token: int) -> Sample:
         """What a model chose for a row, or what is wrong with it."""
-        return Drawn(token, error=self._rows.state(plan.row).refusal or _ERRORS.get(token))
+        return Sample(token, error=self._rows.state(plan.row).refusal or _ERRORS.get(token))
 
     def _choose(self, logits: Tensor, rows: RowsInUse) -> tuple[list[int], dict[int, float]]:
         """A token, BROKEN or _EMPTY for each row; and by line the surprise of each token that mirostat drew."""
@@ -214,7 +215,8 @@ def _asked_logprobs(
 
 
 def _told_apart(lines: list[int], rows: RowsInUse) -> list[tuple[list[int], Alternatives]]:
-    """A beam chooses among the alternatives, so they must be as its knobs make them; anyone else sees the model's."""
+    """A beam chooses among the alternatives, so they must be as its parameters make them; anyone else sees the
+    model's."""
     edited = [line for line in lines if rows.states[line].params.beam and rows.states[line].steps]
     plain = [line for line in lines if line not in edited]
     parts: list[tuple[list[int], Alternatives]] = [(plain, _any_tokens), (edited, _edited_tokens)]

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from tokenmill.params import SamplingParams
-from tokenmill.sampling import cuts, edits, truncate
+from tokenmill.sampling import logit_processors, truncation, truncation_sorted
 from tokenmill.sampling.processors import run_processors
 from tokenmill.sampling.rows import RowsInUse
 
 
 @dataclass(frozen=True)
-class Step:
+class SamplerStep:
     name: str
     is_used: Callable[[SamplingParams], bool]
     apply: Callable[[Tensor, RowsInUse], Tensor]
@@ -47,33 +47,37 @@ def _scales_temperature(p: SamplingParams) -> bool:
     return p.temperature != 1.0 and p.dynatemp_range == 0.0
 
 
-LOGITS_STEPS: tuple[Step, ...] = (
-    Step("penalties", _has_penalty, edits.penalise_repeats),
-    Step("dry", lambda p: p.dry_multiplier > 0.0 and p.dry_penalty_last_n != 0, edits.penalise_repeated_passages),
-    Step("bias", lambda p: bool(p.logit_bias), edits.add_bias),
-    Step("allowed", lambda p: p.allowed_token_ids is not None, edits.keep_allowed),
-    Step("banned", lambda p: bool(p.banned_token_ids), edits.remove_banned),
-    Step("no_repeat_ngram", lambda p: p.no_repeat_ngram_size > 0, edits.remove_repeating),
-    Step("processors", lambda p: bool(p.logits_processors), run_processors),
-    Step("grammar", lambda p: p.guided is not None, edits.keep_grammatical),
-    Step("min_tokens", _holds_back_stops, edits.hold_back_stops),
-    Step("top_n_sigma", lambda p: p.top_n_sigma > 0.0, truncate.keep_top_n_sigma, for_greedy=False),
-    Step("temperature", _scales_temperature, truncate.scale_temperature, for_greedy=False),
-    Step("dynatemp", lambda p: p.dynatemp_range > 0.0, truncate.move_temperature, for_greedy=False),
-    Step("watermark", lambda p: p.watermark is not None, edits.favour_green),
-    Step("top_k", lambda p: p.top_k > 0, truncate.keep_top_k, for_greedy=False),
-    Step("typical", lambda p: p.typical_p < 1.0, truncate.keep_typical, for_greedy=False),
-    Step("thinking", lambda p: p.thinking_budget is not None, edits.end_thinking),
+LOGITS_STEPS: tuple[SamplerStep, ...] = (
+    SamplerStep("penalties", _has_penalty, logit_processors.penalise_repeats),
+    SamplerStep(
+        "dry",
+        lambda p: p.dry_multiplier > 0.0 and p.dry_penalty_last_n != 0,
+        logit_processors.penalise_repeated_passages,
+    ),
+    SamplerStep("bias", lambda p: bool(p.logit_bias), logit_processors.add_bias),
+    SamplerStep("allowed", lambda p: p.allowed_token_ids is not None, logit_processors.keep_allowed),
+    SamplerStep("banned", lambda p: bool(p.banned_token_ids), logit_processors.remove_banned),
+    SamplerStep("no_repeat_ngram", lambda p: p.no_repeat_ngram_size > 0, logit_processors.remove_repeating),
+    SamplerStep("processors", lambda p: bool(p.logits_processors), run_processors),
+    SamplerStep("grammar", lambda p: p.guided is not None, logit_processors.keep_grammatical),
+    SamplerStep("min_tokens", _holds_back_stops, logit_processors.hold_back_stops),
+    SamplerStep("top_n_sigma", lambda p: p.top_n_sigma > 0.0, truncation.keep_top_n_sigma, for_greedy=False),
+    SamplerStep("temperature", _scales_temperature, truncation.scale_temperature, for_greedy=False),
+    SamplerStep("dynatemp", lambda p: p.dynatemp_range > 0.0, truncation.move_temperature, for_greedy=False),
+    SamplerStep("watermark", lambda p: p.watermark is not None, logit_processors.favour_green),
+    SamplerStep("top_k", lambda p: p.top_k > 0, truncation.keep_top_k, for_greedy=False),
+    SamplerStep("typical", lambda p: p.typical_p < 1.0, truncation.keep_typical, for_greedy=False),
+    SamplerStep("thinking", lambda p: p.thinking_budget is not None, logit_processors.end_thinking),
 )
 
-CUTS: tuple[Step, ...] = (
-    Step("top_p", lambda p: p.top_p < 1.0, cuts.keep_top_p, for_greedy=False),
-    Step("min_p", lambda p: p.min_p > 0.0, cuts.keep_min_p, for_greedy=False),
-    Step("top_a", lambda p: p.top_a > 0.0, cuts.keep_top_a, for_greedy=False),
-    Step("epsilon", lambda p: p.epsilon_cutoff > 0.0, cuts.keep_epsilon, for_greedy=False),
-    Step("eta", lambda p: p.eta_cutoff > 0.0, cuts.keep_eta, for_greedy=False),
-    Step("xtc", lambda p: p.xtc_probability > 0.0, cuts.exclude_top_choices, for_greedy=False),
-    Step("mirostat", lambda p: p.mirostat == 2, cuts.keep_unsurprising, for_greedy=False),
+CUTS: tuple[SamplerStep, ...] = (
+    SamplerStep("top_p", lambda p: p.top_p < 1.0, truncation_sorted.keep_top_p, for_greedy=False),
+    SamplerStep("min_p", lambda p: p.min_p > 0.0, truncation_sorted.keep_min_p, for_greedy=False),
+    SamplerStep("top_a", lambda p: p.top_a > 0.0, truncation_sorted.keep_top_a, for_greedy=False),
+    SamplerStep("epsilon", lambda p: p.epsilon_cutoff > 0.0, truncation_sorted.keep_epsilon, for_greedy=False),
+    SamplerStep("eta", lambda p: p.eta_cutoff > 0.0, truncation_sorted.keep_eta, for_greedy=False),
+    SamplerStep("xtc", lambda p: p.xtc_probability > 0.0, truncation_sorted.exclude_top_choices, for_greedy=False),
+    SamplerStep("mirostat", lambda p: p.mirostat == 2, truncation_sorted.keep_unsurprising, for_greedy=False),
 )
 
 
@@ -82,7 +86,7 @@ def steps_used(params: SamplingParams) -> frozenset[str]:
     return frozenset(s.name for s in every if s.is_used(params) and (s.for_greedy or not params.is_greedy))
 
 
-def run_steps(values: Tensor, rows: RowsInUse, steps: tuple[Step, ...]) -> Tensor:
+def run_steps(values: Tensor, rows: RowsInUse, steps: tuple[SamplerStep, ...]) -> Tensor:
     """[S, V] values after every step its row uses; the argument is left as it was."""
     for step in steps:
         lines = rows.lines_using(step.name)
@@ -91,7 +95,7 @@ def run_steps(values: Tensor, rows: RowsInUse, steps: tuple[Step, ...]) -> Tenso
     return values
 
 
-def _run_step(step: Step, values: Tensor, rows: RowsInUse, lines: list[int]) -> Tensor:
+def _run_step(step: SamplerStep, values: Tensor, rows: RowsInUse, lines: list[int]) -> Tensor:
     if len(lines) == len(rows.states):
         return step.apply(values, rows)
     index = torch.tensor(lines, device=values.device)

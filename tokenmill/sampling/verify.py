@@ -1,5 +1,6 @@
 """Which drafts are right. Each place gets the draw that it would have got alone, with its own random number; a draft is
-right if it is what was drawn. So drafts change no token, drawn or greedy, whatever knobs are set: that is more than the
+right if it is what was drawn. So drafts change no token, drawn or greedy, whatever parameters are set: that is more
+than the
 rejection sampling of the literature promises, which keeps only the distribution.
 
     fed       t  a  b  c           drafts a b c
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tokenmill.sampling.draw import Drawn
+from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.rows import RowState
 from tokenmill.types import RowPlan
 
@@ -28,7 +29,7 @@ class Attempt:
         self._state = state
         self._drafts = plan.token_ids[len(plan.token_ids) - plan.num_drafts :]
         self.lines = [_after(plan, count) for count in range(plan.num_drafts + 1)] if self._drafts else [plan]
-        self.accepted: list[Drawn] = []
+        self.accepted: list[Sample] = []
         self._is_open = True
         self._num_asked = 0
 
@@ -40,13 +41,13 @@ class Attempt:
         self._num_asked = len(asked)
         return asked
 
-    def take(self, drawn: Iterator[Drawn]) -> None:
+    def take(self, drawn: Iterator[Sample]) -> None:
         """What was drawn for the lines asked for last; keeps it up to the first draft that is not it."""
         for one in [next(drawn) for _ in range(self._num_asked)]:
             if self._is_open:
                 self._settle(one)
 
-    def _settle(self, one: Drawn) -> None:
+    def _settle(self, one: Sample) -> None:
         place = len(self.accepted)
         if one.error is not None and place:
             self._is_open = False  # behind a right draft: the next step will meet it as its first draw
@@ -58,10 +59,10 @@ class Attempt:
 
 
 def accepted_of(
-    plans: Sequence[RowPlan], tokens: Sequence[int], told: Callable[[RowPlan, int], Drawn]
-) -> list[list[Drawn]]:
+    plans: Sequence[RowPlan], tokens: Sequence[int], told: Callable[[RowPlan, int], Sample]
+) -> list[list[Sample]]:
     """The same for rows without memory whose lines are all drawn: `tokens`, one a line, of all plans in order."""
-    found: list[list[Drawn]] = []
+    found: list[list[Sample]] = []
     first = 0
     for plan in plans:
         accepted = [told(plan, tokens[first])]

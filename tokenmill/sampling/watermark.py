@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.params import Watermark
-from tokenmill.sampling.stream import GOLDEN, mix
+from tokenmill.sampling.rng import GOLDEN, mix
 
 _RANGE = 1 << 64
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from tokenmill.scheduler.beam_stops import BeamStops
 from tokenmill.scheduler.finish import Ending, ending_after
-from tokenmill.scheduler.job import Job
+from tokenmill.scheduler.outputs import failure, whole_output
+from tokenmill.scheduler.request_state import RequestState
 from tokenmill.scheduler.sequence import Sequence
-from tokenmill.scheduler.siblings import failure, whole_output
 from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
 
 
@@ -45,12 +45,12 @@ class Hypothesis(NamedTuple):
 class BeamSearch:
     holds_back = True
 
-    def __init__(self, job: Job) -> None:
-        params = job.request.params
+    def __init__(self, state: RequestState) -> None:
+        params = state.request.params
         assert params.beam is not None
-        self._job = job
+        self._job = state
         self._beam = params.beam
-        self._stops = BeamStops(job.request)
+        self._stops = BeamStops(state.request)
         self.num_logprobs: int | None = max(2 * params.beam.width, params.logprobs or 0)
         self._reports: dict[Sequence, RowResult] = {}
         self._finished: list[Hypothesis] = []
@@ -62,11 +62,11 @@ class BeamSearch:
             self._finished = [self._finish(0.0, sequence, Ending("length"), 1)] * self._beam.width
             return self._end()
         self._reports[sequence] = result
-        gang = sequence.gang
-        assert gang is not None
-        if gang.unborn or not all(self._has_reported(member) for member in gang.members):
+        group = sequence.group
+        assert group is not None
+        if group.pending_forks or not all(self._has_reported(member) for member in group.members):
             return []
-        branches = self._choose(self._ranked(gang.members))
+        branches = self._choose(self._ranked(group.members))
         if self._is_over(branches):
             return self._end()
         self._branches = branches
@@ -158,8 +158,8 @@ class BeamSearch:
         return self._beam.early_stopping or best_live <= self._finished[-1].score
 
     def _end(self) -> list[SequenceOutput]:
-        for gang in self._job.gangs:
-            for sequence in [*gang.members, *gang.unborn]:
+        for group in self._job.groups:
+            for sequence in [*group.members, *group.pending_forks]:
                 sequence.is_finished = True
         num_asked = self._job.request.params.n
         best = self._finished[:num_asked]

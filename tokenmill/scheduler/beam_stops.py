@@ -13,7 +13,7 @@ class BeamStops:
     def __init__(self, request: Request) -> None:
         self._stops = [stop.encode("utf-8", "replace") for stop in request.params.stop]
         self._longest = max(map(len, self._stops), default=0)
-        self._pieces = request.spelled.stop_pieces
+        self._pieces = request.tokenized.stop_pieces
         self._min_tokens = request.params.min_tokens
 
     def is_met(self, outputs: list[int], token_id: int) -> bool:

@@ -15,7 +15,7 @@ class TokenBudget:
 
     def grant(self, wanted: int) -> int:
         """To a running sequence, in exchange for its promise."""
-        self.give_up(1)
+        self.unreserve(1)
         return self.spend(wanted)
 
     def spend(self, wanted: int) -> int:
@@ -29,5 +29,5 @@ class TokenBudget:
         """What could be spent now."""
         return max(0, self.left - self._promised)
 
-    def give_up(self, num_promises: int) -> None:
+    def unreserve(self, num_promises: int) -> None:
         self._promised = max(0, self._promised - num_promises)

@@ -1,6 +1,6 @@
 """When a sequence ends: a stop id (not before min_tokens), or its last allowed token.
 
-Stop strings are not here: text is the outlet's business. The id that ended a sequence stays in its tokens.
+Stop strings are not here: text is the output processor's business. The id that ended a sequence stays in its tokens.
 """
 
 from __future__ import annotations

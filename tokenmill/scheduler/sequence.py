@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tokenmill.kv.block_table import BlockTable
 from tokenmill.kv.prefix import HashChain
-from tokenmill.kv.table import Table
-from tokenmill.sampling.stream import GOLDEN, mix
+from tokenmill.sampling.rng import GOLDEN, mix
 from tokenmill.scheduler.window import num_dropped, window_of
-from tokenmill.speculate.trail import Trail
-from tokenmill.types import NewRow, TokenLogprobs
+from tokenmill.speculate.draft_state import DraftState
+from tokenmill.types import RowInit, TokenLogprobs
 
 if TYPE_CHECKING:
-    from tokenmill.scheduler.job import Gang, Job
+    from tokenmill.scheduler.request_state import RequestState, SequenceGroup
 
 
 def mixed_seed(seed: int, index: int) -> int:
@@ -32,12 +32,11 @@ class Sequence:
     __slots__ = (
         "chain",
         "computed",
-        "gang",
-        "has_spoken",
+        "group",
+        "has_emitted",
         "index",
         "is_finished",
-        "is_seated",
-        "job",
+        "is_on_runner",
         "logprob_sum",
         "logprobs",
         "mirostat_mu",
@@ -47,35 +46,36 @@ class Sequence:
         "prompt_len",
         "row",
         "seed",
+        "state",
         "table",
         "tokens",
         "trail",
         "window",
     )
 
-    def __init__(self, job: Job, index: int, chain: HashChain) -> None:
-        self.job = job
-        self.gang: Gang | None = None
+    def __init__(self, state: RequestState, index: int, chain: HashChain) -> None:
+        self.state = state
+        self.group: SequenceGroup | None = None
         self.index = index
-        self.seed = mixed_seed(job.request.seed, index)
-        self.tokens = list(job.request.prompt_token_ids)
+        self.seed = mixed_seed(state.request.seed, index)
+        self.tokens = list(state.request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.window = self.tokens  # what is to be in the cache; a list of its own once something was dropped
         self.num_dropped = 0
         self.computed = 0  # of the window
         self.chain = chain  # of the window
-        self.table: Table | None = None
+        self.table: BlockTable | None = None
         self.row = -1
-        self.is_seated = False  # the runner knows the row
+        self.is_on_runner = False  # the runner knows the row
         self.is_finished = False
-        self.has_spoken = False  # an output was emitted
-        self.trail: Trail | None = None  # what speculation remembers of it
+        self.has_emitted = False  # an output was emitted
+        self.trail: DraftState | None = None  # what speculation remembers of it
         self.num_drafted = 0  # guesses that were computed
         self.num_accepted = 0  # ... and right
         self.logprob_sum = 0.0
         self.mirostat_mu: float | None = None
         self.logprobs: list[TokenLogprobs] = []  # kept only where results are held back to the end
-        self.refit()
+        self.update_window()
 
     @property
     def num_outputs(self) -> int:
@@ -86,7 +86,7 @@ class Sequence:
         return self.tokens[self.prompt_len :]
 
     @property
-    def held_table(self) -> Table:
+    def held_table(self) -> BlockTable:
         assert self.table is not None, "a running sequence has a table"
         return self.table
 
@@ -102,15 +102,15 @@ class Sequence:
         if self.window is not self.tokens:
             self.window.append(token_id)
 
-    def refit(self) -> bool:
+    def update_window(self) -> bool:
         """Cuts another window where this one is not (or no longer) the right one; True: what was computed is void.
 
         While a prompt longer than the context is scored, the window is that of the next token without a score.
         """
-        shift = self.job.request.shift
+        shift = self.state.request.shift
         if shift is None:
             return False
-        num_tokens = self.job.num_scored + 1 if self.job.wants_prompt_logprobs else len(self.tokens)
+        num_tokens = self.state.num_scored + 1 if self.state.wants_prompt_logprobs else len(self.tokens)
         dropped = num_dropped(shift, num_tokens)
         if dropped == self.num_dropped and len(self.window) <= shift.context:
             return False
@@ -125,23 +125,23 @@ class Sequence:
 
     # ── its likes ──────────────────────────────────────────────────────────────────────────────────────
 
-    def new_row(self) -> NewRow:
-        request = self.job.request
-        return NewRow(
+    def new_row(self) -> RowInit:
+        request = self.state.request
+        return RowInit(
             row=self.row,
             params=request.params,
             seed=self.seed,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=self.outputs,
-            stop_token_ids=self.job.stop_token_ids,
+            stop_token_ids=self.state.stop_token_ids,
             pooling=request.pooling,
-            spelled=request.spelled,
+            tokenized=request.tokenized,
             mirostat_mu=self.mirostat_mu,
         )
 
     def fork(self) -> Sequence:
         """A twin with the same tokens; table and row are the caller's to give."""
-        twin = Sequence(self.job, self.index, self.chain)
+        twin = Sequence(self.state, self.index, self.chain)
         twin.tokens = list(self.tokens)
         twin.join(self)
         twin.logprob_sum = self.logprob_sum

@@ -6,17 +6,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokenmill.engine.status import EngineStats
 from tokenmill.observe.metrics import EngineState, Metrics, RequestTimes
-from tokenmill.server.door import Door
-from tokenmill.server.record import Record
+from tokenmill.server.gate import EngineGate
+from tokenmill.server.request_record import RequestRecord
 
 
 class Accounting:
-    def __init__(self, metrics: Metrics, door: Door) -> None:
+    def __init__(self, metrics: Metrics, door: EngineGate) -> None:
         self._metrics = metrics
         self._door = door
         self._engine_pid = 0
 
-    def finish(self, record: Record) -> None:
+    def finish(self, record: RequestRecord) -> None:
         if not record.is_generation:
             return
         if record.model is None:

@@ -10,38 +10,40 @@ from fastapi.responses import PlainTextResponse, Response
 
 import tokenmill
 from tokenmill.engine.status import Health
-from tokenmill.server.desk import Desk, json_response
-from tokenmill.server.openai import answers
+from tokenmill.server.openai import response_schemas
 from tokenmill.server.openai.errors import error_type
+from tokenmill.server.route_context import RouteContext, json_response
 
 RETRY_AFTER_S = 2
 
 
-def admin_router(desk: Desk, render_metrics: Callable[[], tuple[bytes, str]]) -> APIRouter:
+def admin_router(desk: RouteContext, render_metrics: Callable[[], tuple[bytes, str]]) -> APIRouter:
     router = APIRouter(tags=["Operation"])
 
     @router.get(
         "/health",
         response_model=None,
-        responses=answers.HEALTH,
+        responses=response_schemas.HEALTH,
         description="Ready: 200. Loading, draining or dead: 503.",
     )
     async def health(request: Request) -> Response:
         return health_response(desk.door.health())
 
-    @router.get("/ping", response_model=None, responses=answers.PING, description="The front process is alive.")
+    @router.get(
+        "/ping", response_model=None, responses=response_schemas.PING, description="The front process is alive."
+    )
     async def ping(request: Request) -> Response:
         return json_response({"status": "ok"})
 
-    @router.get("/version", response_model=None, responses=answers.VERSION)
+    @router.get("/version", response_model=None, responses=response_schemas.VERSION)
     async def show_version(request: Request) -> Response:
         return json_response({"version": tokenmill.__version__})
 
-    @router.get("/", response_model=None, responses=answers.ROOT)
+    @router.get("/", response_model=None, responses=response_schemas.ROOT)
     async def root(request: Request) -> Response:
         return json_response({"name": "tokenmill", "version": tokenmill.__version__, "docs": "/docs"})
 
-    @router.get("/metrics", response_model=None, response_class=PlainTextResponse, responses=answers.METRICS)
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse, responses=response_schemas.METRICS)
     async def metrics(request: Request) -> Response:
         content, content_type = render_metrics()
         return Response(content, headers={"content-type": content_type})

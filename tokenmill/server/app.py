@@ -20,23 +20,23 @@ from tokenmill.observe.metrics import Metrics
 from tokenmill.server.accounting import Accounting
 from tokenmill.server.admin import admin_router
 from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
-from tokenmill.server.desk import Desk
-from tokenmill.server.door import Door, Engine
-from tokenmill.server.failures import RefusedByRouting
-from tokenmill.server.limits import Bodies
+from tokenmill.server.bodies import BodyReader
+from tokenmill.server.errors import RefusedByRouting
+from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.middleware import RequestMiddleware
 from tokenmill.server.openai.errors import error_response
 from tokenmill.server.openai.routes import openai_router
-from tokenmill.server.reception import Reception
+from tokenmill.server.route_context import RouteContext
 from tokenmill.server.tokens import tokens_router
 
 
 def create_app(
-    engine: Engine | Door, config: ServerConfig, metrics: Metrics, *, keys: tuple[bytes, ...] | None = None
+    engine: ServedEngine | EngineGate, config: ServerConfig, metrics: Metrics, *, keys: tuple[bytes, ...] | None = None
 ) -> FastAPI:
     """`engine` may be a `Door` that opens later, once the model is loaded. `keys`: by default those in `config`."""
-    door = engine if isinstance(engine, Door) else Door(engine)
+    door = engine if isinstance(engine, EngineGate) else EngineGate(engine)
     accounting = Accounting(metrics, door)
-    desk = Desk(door, config, Bodies(config))
+    desk = RouteContext(door, config, BodyReader(config))
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     app = FastAPI(
         title="Tokenmill",
@@ -55,7 +55,7 @@ def create_app(
 
 
 def _layers(config: ServerConfig, keys: tuple[bytes, ...], accounting: Accounting) -> list[Middleware]:
-    layers = [Middleware(Reception, on_done=accounting.finish)]
+    layers = [Middleware(RequestMiddleware, on_done=accounting.finish)]
     if config.cors_origin:
         layers.append(
             Middleware(

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
-from tokenmill.server.failures import MissingKey
+from tokenmill.server.errors import MissingKey
 from tokenmill.server.openai.errors import error_response
 
 PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version"})

@@ -47,7 +47,7 @@ def refuse(name: str, problem: str, hint: str | None = None) -> NoReturn:
     raise InvalidRequest(f"{name} {problem}", param=name, hint=hint)
 
 
-class Fields:
+class BodyFields:
     """One JSON object; `prefix` is its place in the body (`messages[2].`) for error messages."""
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
@@ -120,13 +120,13 @@ class Fields:
             refuse(self.name(key), f"takes at most {max_items} items, got {len(value)}")
         return value
 
-    def object(self, key: str) -> Fields | None:
+    def object(self, key: str) -> BodyFields | None:
         value = self.get(key)
         if value is None:
             return None
         if not isinstance(value, dict):
             refuse(self.name(key), f"must be an object, got {shown(value)}")
-        return Fields(value, f"{self.name(key)}.")
+        return BodyFields(value, f"{self.name(key)}.")
 
     def token_ids(self, key: str, max_items: int, vocab_size: int) -> list[int] | None:
         ids = self.items(key, max_items)

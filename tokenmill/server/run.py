@@ -26,15 +26,15 @@ from fastapi import FastAPI
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.child import CoreChild
-from tokenmill.engine.collector import seldom_full
+from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.errors import InvalidConfig, TokenmillError
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
-from tokenmill.server.door import Door, Engine
-from tokenmill.server.heads import BoundedHeads
+from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.http_protocol import LimitedHttpProtocol
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
@@ -44,7 +44,7 @@ KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so t
 EXIT_FORCED = 1
 MAX_DESCRIPTORS = 65_536
 
-StartEngine = Callable[[], Awaitable[Engine]]
+StartEngine = Callable[[], Awaitable[ServedEngine]]
 MakePlan = Callable[[], list[str]]  # what the settings will take, in lines
 PLAN_WARNING = "plan: warning: "  # begins those that are warnings
 
@@ -52,14 +52,14 @@ PLAN_WARNING = "plan: warning: "  # begins those that are warnings
 def run_server(
     engine_config: EngineConfig,
     server_config: ServerConfig,
-    child: CoreChild | None = None,
+    child: CoreProcess | None = None,
     plan: MakePlan | None = None,
 ) -> int:
     """Serve until told to stop; the process's exit code. `child`: the core's process, if it was started already."""
     configure_logging(server_config.log_level)
     unused = [child] if child else []
 
-    async def start_engine() -> Engine:
+    async def start_engine() -> ServedEngine:
         planning = asyncio.gather(asyncio.to_thread(plan or list), return_exceptions=True)  # while the model loads
         engine = await AsyncEngine.start(engine_config, child=unused.pop() if unused else None)
         log_plan(*await planning)
@@ -101,12 +101,12 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     keys = load_keys(config, os.environ)
     require_safe_exposure(config, keys)
     listener = bind(config.host, config.port)
-    door = Door()
+    door = EngineGate()
     app = create_app(door, config, metrics, keys=keys)
-    front = Front(front_config(app, FLUSH_S))
+    front = HttpServer(uvicorn_config(app, FLUSH_S))
     allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Life(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
+        return runner.run(ServerLifecycle(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
 
 
 def allow_many_connections() -> None:
@@ -119,10 +119,10 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def front_config(app: FastAPI, flush_s: int) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, flush_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=BoundedHeads,
+        http=LimitedHttpProtocol,
         lifespan="off",
         ws="none",
         access_log=False,
@@ -150,7 +150,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise problem from None
 
 
-class Front(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, with the signals left to us, and an end for clients that do not read: uvicorn would cancel their tasks,
     with a traceback for each of them."""
 
@@ -172,9 +172,9 @@ class Front(uvicorn.Server):
             connection.transport.abort()
 
 
-class Life:
+class ServerLifecycle:
     def __init__(
-        self, front: Front, listener: socket.socket, door: Door, config: ServerConfig, *, needs_key: bool
+        self, front: HttpServer, listener: socket.socket, door: EngineGate, config: ServerConfig, *, needs_key: bool
     ) -> None:
         self._front = front
         self._listener = listener
@@ -182,7 +182,7 @@ class Life:
         self._config = config
         self._needs_key = needs_key
         self._stop = asyncio.Event()
-        self._engine: Engine | None = None
+        self._engine: ServedEngine | None = None
 
     async def live(self, start_engine: StartEngine) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -192,7 +192,7 @@ class Life:
             if await self._load(start_engine):
                 print(welcome(self._listener, self._door.info.name, needs_key=self._needs_key), flush=True)
                 gc.freeze()  # what was imported and loaded stays: streams need not wait while it is looked through
-                with seldom_full():
+                with relaxed_gc():
                     await self._stop.wait()
                     await self._drain()
         finally:

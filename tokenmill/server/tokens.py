@@ -9,30 +9,37 @@ from fastapi.responses import Response
 
 from tokenmill.engine.lengths import require_plausible_length
 from tokenmill.engine.status import ModelInfo
-from tokenmill.server.desk import Desk, json_response
-from tokenmill.server.door import Engine
-from tokenmill.server.fields import Fields, refuse
-from tokenmill.server.openai import answers, described
+from tokenmill.server.fields import BodyFields, refuse
+from tokenmill.server.gate import ServedEngine
+from tokenmill.server.openai import request_schemas, response_schemas
 from tokenmill.server.openai.messages import num_characters, parse_messages
 from tokenmill.server.openai.parse import require_model, template_args
+from tokenmill.server.route_context import RouteContext, json_response
 from tokenmill.types import ChatRequest
 
 MAX_DETOKENIZED = 1_000_000
 
 
-def tokens_router(desk: Desk) -> APIRouter:
+def tokens_router(desk: RouteContext) -> APIRouter:
     router = APIRouter(tags=["Tokens"])
 
-    @router.post("/tokenize", response_model=None, responses=answers.TOKENIZED, openapi_extra=described.TOKENIZE)
+    @router.post(
+        "/tokenize", response_model=None, responses=response_schemas.TOKENIZED, openapi_extra=request_schemas.TOKENIZE
+    )
     async def tokenize(request: Request) -> Response:
-        fields = Fields(await desk.read(request))
+        fields = BodyFields(await desk.read(request))
         engine = desk.door.engine
         require_model(fields, desk.info, desk.config, is_required=False)
         return json_response(tokenized(fields, engine, desk.info))
 
-    @router.post("/detokenize", response_model=None, responses=answers.DETOKENIZED, openapi_extra=described.DETOKENIZE)
+    @router.post(
+        "/detokenize",
+        response_model=None,
+        responses=response_schemas.DETOKENIZED,
+        openapi_extra=request_schemas.DETOKENIZE,
+    )
     async def detokenize(request: Request) -> Response:
-        fields = Fields(await desk.read(request))
+        fields = BodyFields(await desk.read(request))
         engine = desk.door.engine
         require_model(fields, desk.info, desk.config, is_required=False)
         ids = fields.token_ids("tokens", MAX_DETOKENIZED, desk.info.vocab_size)
@@ -43,7 +50,7 @@ def tokens_router(desk: Desk) -> APIRouter:
     return router
 
 
-def tokenized(fields: Fields, engine: Engine, info: ModelInfo) -> dict[str, Any]:
+def tokenized(fields: BodyFields, engine: ServedEngine, info: ModelInfo) -> dict[str, Any]:
     ids = _ids(fields, engine, info)
     reply: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
     if fields.boolean("return_token_strs"):
@@ -51,7 +58,7 @@ def tokenized(fields: Fields, engine: Engine, info: ModelInfo) -> dict[str, Any]
     return reply
 
 
-def _ids(fields: Fields, engine: Engine, info: ModelInfo) -> list[int]:
+def _ids(fields: BodyFields, engine: ServedEngine, info: ModelInfo) -> list[int]:
     if (fields.get("prompt") is None) == (fields.get("messages") is None):
         refuse("prompt", "or messages is required, and not both")
     if fields.get("messages") is not None:
@@ -61,7 +68,7 @@ def _ids(fields: Fields, engine: Engine, info: ModelInfo) -> list[int]:
     return engine.tokenize(text, fields.boolean("add_special_tokens", True))
 
 
-def _conversation(fields: Fields, info: ModelInfo) -> ChatRequest:
+def _conversation(fields: BodyFields, info: ModelInfo) -> ChatRequest:
     messages = parse_messages(fields)
     require_plausible_length(num_characters(messages), info.max_context, "messages")
     fields.refuse_any(("tools", "chat_template", "continue_final_message"))

@@ -1,1 +1,2 @@
-"""Guessing ahead: proposers, how likely their guesses are right, how many of them pay. Verifying is the sampler's."""
+"""Speculation: proposers, how likely their guesses are right, how many of them pay. Verifying is the
+sampler's."""

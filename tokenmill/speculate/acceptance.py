@@ -1,6 +1,7 @@
 """How likely a guess is right, learned from what was really drawn, whether or not the guess was computed.
 
-A guess behind a long agreement is surer than one behind a short one (`RightGuesses` keeps a rate for each length, for
+A guess behind a long agreement is surer than one behind a short one (`AcceptanceRates` keeps a rate for each length,
+for
 all requests), and some requests repeat themselves more than others (`Skill`: how a request does against those rates).
 A guess that was never fed costs nothing and still teaches: it is compared with the token that came.
 """
@@ -22,7 +23,7 @@ def length_class(length: int) -> int:
     return _CLASS_OF_LENGTH[length] if length < len(_CLASS_OF_LENGTH) else len(FIRST_RATES) - 1
 
 
-class RightGuesses:
+class AcceptanceRates:
     """Of all requests, by class of agreement."""
 
     def __init__(self, first_rates: Sequence[float] = FIRST_RATES) -> None:
@@ -42,7 +43,7 @@ class RightGuesses:
         self._seen[kind] += 1
 
 
-class Skill:
+class RequestAcceptance:
     """How one request's guesses do, against what would be expected of such guesses."""
 
     __slots__ = ("_expected", "_right", "_seen")

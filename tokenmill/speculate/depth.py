@@ -16,9 +16,9 @@ from typing import Protocol
 
 from tokenmill.speculate.step_cost import StepCost
 
-MOST_DRAFTS = 15  # of one sequence in one step
+MAX_DRAFTS = 15  # of one sequence in one step
 NEGLIGIBLE = 0.05  # chances below are not worth a look
-LEAST_CHANCE = 0.3  # `Eager` feeds guesses that are at least this likely
+MIN_CHANCE = 0.3  # `Eager` feeds guesses that are at least this likely
 CAUTION = 1.15  # drafts are reckoned dearer than they seem, since promises err
 PROBE_DEPTH = 2
 FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the next look
@@ -37,10 +37,10 @@ class Depth(Protocol):
         ...
 
 
-class Eager:
+class ThresholdDepth:
     """All that are likely enough, whatever they cost."""
 
-    def __init__(self, least_chance: float = LEAST_CHANCE) -> None:
+    def __init__(self, least_chance: float = MIN_CHANCE) -> None:
         self._least = least_chance
 
     def least_chance(self, num_rows: int, num_tokens: int) -> float:
@@ -50,7 +50,7 @@ class Eager:
         return [sum(chance >= self._least for chance in one) for one in chances]
 
 
-class Profitable:
+class CostModelDepth:
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
 

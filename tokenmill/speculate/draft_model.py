@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
 
+from tokenmill.kv.block_table import BlockTable
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.prefix import HashChain
-from tokenmill.kv.table import Table
 from tokenmill.params import SamplingParams
-from tokenmill.params.sampling import CUTTING_KNOBS
-from tokenmill.speculate.ask import Ask
+from tokenmill.params.sampling import TRUNCATION_PARAMS
+from tokenmill.speculate.draft_request import DraftRequest
+from tokenmill.speculate.draft_state import DraftState
 from tokenmill.speculate.step_cost import StepCost
-from tokenmill.speculate.trail import Trail
-from tokenmill.types import NewRow, RowPlan, StepPlan, StepResult
+from tokenmill.types import RowInit, RowPlan, StepPlan, StepResult
 
-SHAPING_KNOBS = ("temperature", "dynatemp_range", "dynatemp_exponent", *CUTTING_KNOBS)
+DISTRIBUTION_PARAMS = ("temperature", "dynatemp_range", "dynatemp_exponent", *TRUNCATION_PARAMS)
 
 
 class PlanRunner(Protocol):
@@ -37,9 +37,9 @@ class PlanRunner(Protocol):
 class DraftRow:
     """What the draft model holds of one sequence."""
 
-    trail: Trail  # whose it is
-    new: NewRow  # how the runner gets to know it
-    table: Table
+    draft_state: DraftState  # whose it is
+    new: RowInit  # how the runner gets to know it
+    table: BlockTable
     chain: HashChain
     computed: int
     num_true: int = 0  # of the sequence's tokens when it was last drafted for
@@ -60,48 +60,54 @@ class DraftModel:
         self._num_rounds = 0
         self.cost = StepCost()
 
-    def draft(self, asks: Sequence[Ask], depths: Sequence[int]) -> list[list[int]]:
+    def draft(self, requests: Sequence[DraftRequest], depths: Sequence[int]) -> list[list[int]]:
         """Up to depths[i] guesses for asks[i]; fewer where its context or the cache is full."""
         self._num_rounds += 1
-        wanted = {ask.row: (ask, depth) for ask, depth in zip(asks, depths, strict=True) if depth > 0}
-        rows = {row: self._synced(ask) for row, (ask, _) in wanted.items()}
-        open_rows = {row: ask for row, (ask, depth) in wanted.items() if self._has_room(ask, rows[row], depth, wanted)}
-        self._catch_up({row: (ask, rows[row]) for row, ask in open_rows.items()})
+        wanted = {request.row: (request, depth) for request, depth in zip(requests, depths, strict=True) if depth > 0}
+        rows = {row: self._synced(request) for row, (request, _) in wanted.items()}
+        open_rows = {
+            row: request
+            for row, (request, depth) in wanted.items()
+            if self._has_room(request, rows[row], depth, wanted)
+        }
+        self._catch_up({row: (request, rows[row]) for row, request in open_rows.items()})
         for _ in range(max(depths, default=0) - 1):
-            going = [(ask, rows[row]) for row, ask in open_rows.items() if len(rows[row].drafts) < wanted[row][1]]
-            plans = [self._fed(ask, row, row.drafts[-1:]) for ask, row in going if not row.is_broken]
+            going = [
+                (request, rows[row]) for row, request in open_rows.items() if len(rows[row].drafts) < wanted[row][1]
+            ]
+            plans = [self._fed(request, row, row.drafts[-1:]) for request, row in going if not row.is_broken]
             if not plans:
                 break
             self._run(plans, rows)
-        return [rows[ask.row].drafts if ask.row in open_rows else [] for ask in asks]
+        return [rows[request.row].drafts if request.row in open_rows else [] for request in requests]
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         """Tokens that the draft model has to feed before its first guess."""
-        row = self._rows.get(ask.row)
-        return len(ask.tokens) - (row.computed if row is not None and row.trail is ask.trail else 0)
+        row = self._rows.get(request.row)
+        return len(request.tokens) - (row.computed if row is not None and row.draft_state is request.draft_state else 0)
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _synced(self, ask: Ask) -> DraftRow:
+    def _synced(self, request: DraftRequest) -> DraftRow:
         """The row of this sequence, with only true tokens counted as computed."""
-        row = self._rows.get(ask.row)
-        if row is None or row.trail is not ask.trail or row.is_broken:
-            row = self._opened(ask)
-        compared = zip(row.drafts[:-1], ask.tokens[row.num_true :], strict=False)
+        row = self._rows.get(request.row)
+        if row is None or row.draft_state is not request.draft_state or row.is_broken:
+            row = self._opened(request)
+        compared = zip(row.drafts[:-1], request.tokens[row.num_true :], strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], compared))
-        row.computed = min(row.computed, row.num_true + right, len(ask.tokens) - 1)
-        row.num_true, row.drafts, row.last_used = len(ask.tokens), [], self._num_rounds
-        self._cache.commit(row.table, row.computed, ask.tokens, row.chain)
+        row.computed = min(row.computed, row.num_true + right, len(request.tokens) - 1)
+        row.num_true, row.drafts, row.last_used = len(request.tokens), [], self._num_rounds
+        self._cache.commit(row.table, row.computed, request.tokens, row.chain)
         return row
 
-    def _opened(self, ask: Ask) -> DraftRow:
-        if ask.row in self._rows:
-            self._close(ask.row)
-        chain = self._cache.chain(ask.trail.salt)
-        hit = self._cache.match(ask.tokens, chain, len(ask.tokens) - 1)
+    def _opened(self, request: DraftRequest) -> DraftRow:
+        if request.row in self._rows:
+            self._close(request.row)
+        chain = self._cache.chain(request.draft_state.salt)
+        hit = self._cache.match(request.tokens, chain, len(request.tokens) - 1)
         table = self._cache.open(hit)
-        row = DraftRow(ask.trail, new_row(ask), table, chain, hit.num_tokens, num_true=hit.num_tokens)
-        self._rows[ask.row] = row
+        row = DraftRow(request.draft_state, new_row(request), table, chain, hit.num_tokens, num_true=hit.num_tokens)
+        self._rows[request.row] = row
         return row
 
     def _close(self, number: int) -> None:
@@ -110,9 +116,11 @@ class DraftModel:
         if row.is_known:
             self._left.append(number)
 
-    def _has_room(self, ask: Ask, row: DraftRow, depth: int, wanted: dict[int, tuple[Ask, int]]) -> bool:
+    def _has_room(
+        self, request: DraftRequest, row: DraftRow, depth: int, wanted: dict[int, tuple[DraftRequest, int]]
+    ) -> bool:
         """Blocks for all that will be fed, if need be those of sequences that are not drafted for now."""
-        end = len(ask.tokens) + depth - 1
+        end = len(request.tokens) + depth - 1
         if end > self._max_context:
             return False
         while (copies := self._cache.reserve(row.table, row.computed, end)) is None:
@@ -125,30 +133,30 @@ class DraftModel:
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _catch_up(self, asked: dict[int, tuple[Ask, DraftRow]]) -> None:
+    def _catch_up(self, asked: dict[int, tuple[DraftRequest, DraftRow]]) -> None:
         """Feeds what is true and new, in chunks; the last token of it draws the first guess."""
         rows = {number: row for number, (_, row) in asked.items()}
         while True:
             left, plans = self._token_budget, []
-            for ask, row in asked.values():
-                count = min(left, len(ask.tokens) - row.computed)
+            for request, row in asked.values():
+                count = min(left, len(request.tokens) - row.computed)
                 if count > 0 and not row.is_broken:
-                    plans.append(self._fed(ask, row, ask.tokens[row.computed : row.computed + count]))
+                    plans.append(self._fed(request, row, request.tokens[row.computed : row.computed + count]))
                     left -= count
             if not plans:
                 return
             self._run(plans, rows)
 
-    def _fed(self, ask: Ask, row: DraftRow, token_ids: list[int]) -> RowPlan:
+    def _fed(self, request: DraftRequest, row: DraftRow, token_ids: list[int]) -> RowPlan:
         """`row.computed` is where the tokens go; they draw if they reach to the last one there is."""
-        num_tokens = len(ask.tokens) + len(row.drafts)
+        num_tokens = len(request.tokens) + len(row.drafts)
         return RowPlan(
-            row=ask.row,
+            row=request.row,
             start=row.computed,
             token_ids=token_ids,
             table_updates=row.table.updates(),
             sample=row.computed + len(token_ids) == num_tokens,
-            output_index=num_tokens - ask.prompt_len,
+            output_index=num_tokens - request.prompt_len,
         )
 
     def _run(self, plans: list[RowPlan], rows: dict[int, DraftRow]) -> None:
@@ -166,11 +174,11 @@ class DraftModel:
             row.is_broken = found.error is not None
 
 
-def new_row(ask: Ask) -> NewRow:
-    return NewRow(
-        row=ask.row,
-        params=without_history(ask.params),
-        seed=ask.seed,
+def new_row(request: DraftRequest) -> RowInit:
+    return RowInit(
+        row=request.row,
+        params=without_history(request.params),
+        seed=request.seed,
         prompt_token_ids=[],
         output_token_ids=[],
         stop_token_ids=[],
@@ -178,5 +186,5 @@ def new_row(ask: Ask) -> NewRow:
 
 
 def without_history(params: SamplingParams) -> SamplingParams:
-    """The knobs that shape a draw by its own logits alone."""
-    return SamplingParams(**{name: getattr(params, name) for name in SHAPING_KNOBS})
+    """The parameters that shape a draw by its own logits alone."""
+    return SamplingParams(**{name: getattr(params, name) for name in DISTRIBUTION_PARAMS})

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary a text may be spelled with: for knobs that are text to users and ids to the core.
+"""Which tokens of a vocabulary a text may be spelled with: for parameters that are text to users and ids to the core.
 
 DRY's sequence breakers (llama.cpp's rules): a breaker occurs where one token holds it, or where a token ends with its
 beginning and the tokens of its rest follow. The rest is cut as the tokenizer cuts it when it stands alone.
@@ -35,9 +35,9 @@ class WordSearch:
         single: set[int] = set()
         longer: list[list[int]] = []
         for text in dict.fromkeys(texts):
-            held, spelled = self._breaker(text)
+            held, tokenized = self._breaker(text)
             single |= set(held)
-            longer += [sequence for sequence in spelled if sequence not in longer]
+            longer += [sequence for sequence in tokenized if sequence not in longer]
         return sorted(single), longer
 
     def stop_pieces(self, stops: Iterable[str], *, skip_special_tokens: bool) -> dict[int, bytes]:

@@ -27,9 +27,9 @@ from tokenmill.version import VERSION
 from tokenmill.weights.file_identity import FileIdentity, identity
 from tokenmill.weights.packed_file import (
     Bytes,
+    FileSection,
     PackedFile,
     PackedWriter,
-    Section,
     Unusable,
     read_record,
     require_written_out,
@@ -73,7 +73,7 @@ class PackedCache:
     def is_hit(self) -> bool:
         return self._reading is not None
 
-    def find(self, name: str) -> tuple[Section, Bytes] | None:
+    def find(self, name: str) -> tuple[FileSection, Bytes] | None:
         return None if self._reading is None else self._reading.find(name)
 
     def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes | None:

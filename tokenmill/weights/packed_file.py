@@ -37,7 +37,7 @@ _PREFIX = struct.Struct("<16sI32s")  # magic, bytes of the record, its digest
 Bytes = NDArray[np.uint8]
 
 
-class Section(msgspec.Struct, frozen=True, array_like=True):
+class FileSection(msgspec.Struct, frozen=True, array_like=True):
     """`count` matrices of one kind and shape, one after another."""
 
     kind: str
@@ -48,7 +48,7 @@ class Section(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class PackedFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What the header says."""
 
     format: int
@@ -78,7 +78,7 @@ class PackedFile:
         self._map.madvise(mmap.MADV_WILLNEED)  # from a cold disk in large pieces, not page by page
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
-    def find(self, name: str) -> tuple[Section, Bytes] | None:
+    def find(self, name: str) -> tuple[FileSection, Bytes] | None:
         section = self._index.get(name)
         if section is None:
             return None
@@ -94,7 +94,7 @@ class PackedWriter:
         self.path, self._source = path, source
         self._aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._file = os.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        self._index: dict[str, Section] = {}
+        self._index: dict[str, FileSection] = {}
         self._end = HEADER_BYTES
 
     def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes:
@@ -102,7 +102,7 @@ class PackedWriter:
         room on the disk would end the process."""
         os.posix_fallocate(self._file, self._end, num_bytes)
         mapped = mmap.mmap(self._file, num_bytes, offset=self._end)
-        self._index[name] = Section(kind, rows, cols, count, self._end, num_bytes)
+        self._index[name] = FileSection(kind, rows, cols, count, self._end, num_bytes)
         self._end = _next_page(self._end + num_bytes)
         return np.frombuffer(mapped, np.uint8)
 
@@ -111,7 +111,7 @@ class PackedWriter:
         index = msgspec.msgpack.encode(self._index)
         os.pwrite(self._file, index, self._end)
         record = msgspec.json.encode(
-            Record(
+            PackedFileRecord(
                 format=FORMAT,
                 source=self._source,
                 boot=boot_id(),
@@ -134,7 +134,7 @@ class PackedWriter:
             self._aside.unlink()
 
 
-def read_record(file: Any) -> Record:
+def read_record(file: Any) -> PackedFileRecord:
     """The header of an open file."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
@@ -146,7 +146,7 @@ def read_record(file: Any) -> Record:
     if hashlib.sha256(text).digest() != digest:
         raise Unusable("its header is damaged")
     try:
-        record = msgspec.json.decode(text, type=Record)
+        record = msgspec.json.decode(text, type=PackedFileRecord)
     except msgspec.DecodeError as problem:
         raise Unusable(f"its header can't be read: {problem}") from None
     if record.format != FORMAT:
@@ -154,7 +154,7 @@ def read_record(file: Any) -> Record:
     return record
 
 
-def require_written_out(record: Record, mode: int) -> None:
+def require_written_out(record: PackedFileRecord, mode: int) -> None:
     """Of a file that nobody saw written out, pages may be missing once the machine has gone down."""
     if mode & stat.S_IWUSR and record.boot != (boot_id() or None):
         raise Unusable("the machine went down before it was written out")
@@ -191,14 +191,14 @@ def _opened(path: Path) -> Any:
     return file
 
 
-def _read_index(file: Any, record: Record, size: int) -> dict[str, Section]:
+def _read_index(file: Any, record: PackedFileRecord, size: int) -> dict[str, FileSection]:
     if not HEADER_BYTES <= record.index_offset <= size or not 0 < record.index_bytes <= MAX_INDEX_BYTES:
         raise Unusable("its index lies outside the file")
     file.seek(record.index_offset)
     packed = file.read(record.index_bytes)
     if hashlib.sha256(packed).hexdigest() != record.index_digest:
         raise Unusable("its index is damaged or cut off")
-    index = msgspec.msgpack.decode(packed, type=dict[str, Section])
+    index = msgspec.msgpack.decode(packed, type=dict[str, FileSection])
     for name, section in index.items():
         ends = section.offset + section.num_bytes
         if (

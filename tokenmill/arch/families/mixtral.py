@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.family import Family
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.names import HF_LLAMA
 from tokenmill.arch.rules import Rule
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.arch.windows import every_layer
 
 
-def _experts(fields: Fields, layer_index: int) -> MoeSpec:
+def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec:
     return MoeSpec(
         num_experts=fields.integer("num_local_experts"),
         num_active=fields.integer("num_experts_per_tok"),

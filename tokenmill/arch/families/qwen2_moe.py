@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED, routed_experts
 from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.names import GGUF, HF_LLAMA
 from tokenmill.arch.rules import Rule
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 
 
-def _experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     routed = routed_experts(fields, layer_index)
     shared = MlpSpec(fields.integer("shared_expert_intermediate_size"))
     return routed and replace(routed, shared=shared, has_shared_gate=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.names import GGUF, HF_LLAMA, HF_QK_NORM
 from tokenmill.arch.rules import Rule, Rules
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.arch.windows import when_used
 
 
-def routed_experts(fields: Fields, layer_index: int) -> MoeSpec | None:
+def routed_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", minimum=0)
     is_sparse = (layer_index + 1) % fields.integer("decoder_sparse_step") == 0
     if not is_sparse or num_experts == 0 or layer_index in fields.integers("mlp_only_layers"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenmill.arch.families import BY_MODEL_TYPE
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.hf_config import MAX_LAYERS, spec_from_hf
 from tokenmill.arch.outline import LayerOutline, Model, ModelOutline
 from tokenmill.arch.outlines.grouped import (
@@ -24,7 +24,7 @@ from tokenmill.arch.outlines.latent import latent_layers
 from tokenmill.arch.outlines.recurrent import nemotron_layers, qwen35_layers
 from tokenmill.errors import UnsupportedModel
 
-Reader = Callable[[Fields], tuple[LayerOutline, ...]]
+Reader = Callable[[ConfigFields], tuple[LayerOutline, ...]]
 
 LAYERS: dict[str, Reader] = {
     "deepseek_v2": latent_layers,
@@ -69,7 +69,7 @@ def outline_from_hf(config: Mapping[str, Any]) -> Model:
     if model_type not in LAYERS:
         known = ", ".join(sorted([*BY_MODEL_TYPE, *SAME_TEXT_MODEL, *LAYERS]))
         raise UnsupportedModel(f"model_type {model_type!r} is not known", hint=f"these are: {known}")
-    return _outline(Fields(merged, model_type, DEFAULTS), model_type)
+    return _outline(ConfigFields(merged, model_type, DEFAULTS), model_type)
 
 
 def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": 10000.0, **{key: value for key, value in config.items() if key not in dropped}}
 
 
-def _outline(fields: Fields, family: str) -> ModelOutline:
+def _outline(fields: ConfigFields, family: str) -> ModelOutline:
     is_phi = family == "phi-msft"
     if fields.integer("n_layer" if is_phi else "num_hidden_layers") > MAX_LAYERS:
         fields.refuse(f"more than {MAX_LAYERS} layers")
@@ -101,7 +101,7 @@ def _outline(fields: Fields, family: str) -> ModelOutline:
     )
 
 
-def _phi(fields: Fields) -> ModelOutline:
+def _phi(fields: ConfigFields) -> ModelOutline:
     """Phi-1.5 and Phi-2 name everything in GPT-2's words; their head has a bias."""
     hidden, vocab = fields.integer("n_embd"), fields.integer("vocab_size")
     return ModelOutline(

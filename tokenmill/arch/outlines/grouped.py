@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.outline import LayerOutline
 from tokenmill.arch.outlines.latent import deepseek_experts
 from tokenmill.arch.outlines.parts import Feed, Mixer, gated, grouped_attention, layer, routed
@@ -14,7 +14,7 @@ from tokenmill.arch.windows import every_layer
 Layers = tuple[LayerOutline, ...]
 
 
-def attention(fields: Fields, **details: Any) -> Mixer:
+def attention(fields: ConfigFields, **details: Any) -> Mixer:
     """In the words of most configs; `details` as `grouped_attention` takes them."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer_or_none("num_key_value_heads") or heads
@@ -22,7 +22,7 @@ def attention(fields: Fields, **details: Any) -> Mixer:
     return grouped_attention(hidden, heads, kv_heads, head_dim, **details)
 
 
-def gpt_oss_layers(fields: Fields) -> Layers:
+def gpt_oss_layers(fields: ConfigFields) -> Layers:
     """Windows on every other layer, a sink per head, biases everywhere, experts included."""
     hidden, inner, heads = (fields.integer(k) for k in ("hidden_size", "intermediate_size", "num_attention_heads"))
     feed = routed(
@@ -36,7 +36,7 @@ def gpt_oss_layers(fields: Fields) -> Layers:
     return tuple(layer(mixers[window], feed, 2 * hidden) for window in windows)
 
 
-def llama4_layers(fields: Fields) -> Layers:
+def llama4_layers(fields: ConfigFields) -> Layers:
     """Three of four layers look back within a chunk only; every `interleave_moe_layer_step`-th has experts."""
     hidden, inner = fields.integer("hidden_size"), fields.integer("intermediate_size")
     sparse = routed(
@@ -54,7 +54,7 @@ def llama4_layers(fields: Fields) -> Layers:
     )
 
 
-def qwen_experts(fields: Fields) -> Feed:
+def qwen_experts(fields: ConfigFields) -> Feed:
     """A gated expert that every token passes beside the routed ones."""
     hidden, shared = fields.integer("hidden_size"), fields.integer("shared_expert_intermediate_size")
     feed = routed(
@@ -64,7 +64,7 @@ def qwen_experts(fields: Fields) -> Feed:
     return Feed(feed.linear + hidden, feed.vectors, feed.width, feed.experts, feed.num_experts, feed.num_active)
 
 
-def glm4_moe_layers(fields: Fields) -> Layers:
+def glm4_moe_layers(fields: ConfigFields) -> Layers:
     hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
     norms = 2 * fields.integer("head_dim") if fields.flag("use_qk_norm") else 0
     mixer = attention(fields, qkv_bias=fields.flag("attention_bias"), norms=norms)
@@ -73,7 +73,7 @@ def glm4_moe_layers(fields: Fields) -> Layers:
     return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
 
 
-def minimax_m2_layers(fields: Fields) -> Layers:
+def minimax_m2_layers(fields: ConfigFields) -> Layers:
     """Norms over all queries and over all keys of a layer."""
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads") + fields.integer("num_key_value_heads")
@@ -85,7 +85,7 @@ def minimax_m2_layers(fields: Fields) -> Layers:
     return (layer(mixer, feed, 2 * hidden),) * fields.integer("num_hidden_layers")
 
 
-def phi_layers(fields: Fields) -> Layers:
+def phi_layers(fields: ConfigFields) -> Layers:
     """One norm (weight and bias) before both halves, biases everywhere, an MLP without gate."""
     hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
     inner = fields.integer_or_none("n_inner") or 4 * hidden

@@ -7,12 +7,12 @@ predict further tokens ahead (MTP) are not counted; model cards leave them out t
 
 from __future__ import annotations
 
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.outline import LayerOutline
 from tokenmill.arch.outlines.parts import Feed, Mixer, gated, layer, routed
 
 
-def latent_layers(fields: Fields) -> tuple[LayerOutline, ...]:
+def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
     hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
     if fields.integer("moe_layer_freq") != 1:
         fields.refuse("moe_layer_freq other than 1 is not known")
@@ -22,7 +22,7 @@ def latent_layers(fields: Fields) -> tuple[LayerOutline, ...]:
     return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
 
 
-def latent_attention(fields: Fields, hidden: int) -> Mixer:
+def latent_attention(fields: ConfigFields, hidden: int) -> Mixer:
     heads, rank = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
     nope, rope, value = (fields.integer(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     query, query_rank = heads * (nope + rope), fields.integer_or_none("q_lora_rank")
@@ -40,7 +40,7 @@ def latent_attention(fields: Fields, hidden: int) -> Mixer:
     )
 
 
-def _indexer(fields: Fields, hidden: int, query_rank: int) -> tuple[int, int, int]:
+def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, int, int]:
     """(matrices, vectors, values kept per token) of what chooses the keys that sparse attention looks at."""
     heads = fields.integer_or_none("index_n_heads")
     if heads is None:
@@ -49,7 +49,7 @@ def _indexer(fields: Fields, hidden: int, query_rank: int) -> tuple[int, int, in
     return query_rank * heads * width + hidden * (width + heads), 2 * width, width
 
 
-def deepseek_experts(fields: Fields) -> Feed:
+def deepseek_experts(fields: ConfigFields) -> Feed:
     hidden, inner = fields.integer("hidden_size"), fields.integer("moe_intermediate_size")
     shared = inner * (fields.integer_or_none("n_shared_experts", minimum=0) or 0)
     return routed(

@@ -5,7 +5,7 @@ A state has one size however long the context is, so it is a cost per request, n
 
 from __future__ import annotations
 
-from tokenmill.arch.fields import Fields
+from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.outline import LayerOutline
 from tokenmill.arch.outlines.grouped import attention, qwen_experts
 from tokenmill.arch.outlines.parts import NOTHING_FED, NOTHING_MIXED, Feed, Mixer, gated, layer, routed
@@ -13,7 +13,7 @@ from tokenmill.arch.outlines.parts import NOTHING_FED, NOTHING_MIXED, Feed, Mixe
 Layers = tuple[LayerOutline, ...]
 
 
-def qwen35_layers(fields: Fields) -> Layers:
+def qwen35_layers(fields: ConfigFields) -> Layers:
     """Three layers of the delta rule, then one of attention with gates; unless the config says it layer by layer."""
     hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     feed = qwen_experts(fields) if fields.has("num_experts") else gated(hidden, fields.integer("intermediate_size"))
@@ -25,7 +25,7 @@ def qwen35_layers(fields: Fields) -> Layers:
     return tuple(full if one else linear for one in is_full)
 
 
-def delta_rule(fields: Fields, hidden: int) -> Mixer:
+def delta_rule(fields: ConfigFields, hidden: int) -> Mixer:
     key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     key_dim, value_dim = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
     keys, values = key_heads * key_dim, heads * value_dim
@@ -40,7 +40,7 @@ def delta_rule(fields: Fields, hidden: int) -> Mixer:
     )
 
 
-def nemotron_layers(fields: Fields) -> Layers:
+def nemotron_layers(fields: ConfigFields) -> Layers:
     """A letter each: M a state, * attention, E experts, - an MLP; every layer has one norm."""
     hidden = fields.integer("hidden_size")
     made = {
@@ -60,7 +60,7 @@ def _plain(hidden: int, inner: int) -> Feed:
     return Feed(linear=2 * hidden * inner, width=2 * inner)
 
 
-def mamba(fields: Fields, hidden: int) -> Mixer:
+def mamba(fields: ConfigFields, hidden: int) -> Mixer:
     heads, head_dim, state = (fields.integer(k) for k in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
     inner, kernel = heads * head_dim, fields.integer("conv_kernel")
     mixed = inner + 2 * fields.integer("n_groups") * state
@@ -74,7 +74,7 @@ def mamba(fields: Fields, hidden: int) -> Mixer:
     )
 
 
-def nemotron_experts(fields: Fields, hidden: int) -> Feed:
+def nemotron_experts(fields: ConfigFields, hidden: int) -> Feed:
     latent = fields.integer_or_none("moe_latent_size")
     if latent:
         fields.refuse("experts in a latent space are not known")

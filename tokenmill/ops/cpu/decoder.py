@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from tokenmill.ops.batch import DrawingRows, DrawKnobs, ForwardBatch, LayerCache
+from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
@@ -140,14 +140,14 @@ class NativeDecoder:
         """Seconds spent in kernels so far, by their own clock."""
         return float(self._decoder.kernel_s)
 
-    def best_next(self, rows: DrawingRows, storage: Storage) -> list[int]:
+    def greedy_next(self, rows: DrawingRows, storage: Storage) -> list[int]:
         self._bind(storage)
         tokens: list[int] = self._decoder.best_next(*rows)
         return tokens
 
-    def draw_next(self, rows: DrawingRows, knobs: DrawKnobs, storage: Storage) -> list[int]:
+    def draw_next(self, rows: DrawingRows, params: DrawParams, storage: Storage) -> list[int]:
         self._bind(storage)
-        tokens: list[int] = self._decoder.draw_next(*rows, *knobs)
+        tokens: list[int] = self._decoder.draw_next(*rows, *params)
         return tokens
 
     def logits_next(self, rows: DrawingRows, storage: Storage) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Weights(Protocol):
     def get(self, name: str) -> RawTensor: ...
 
 
-class Section(Protocol):
+class PackedSection(Protocol):
     """Some matrices of one kind and shape."""
 
     @property
@@ -51,7 +51,7 @@ class Section(Protocol):
 class PackedMatrices(Protocol):
     """Where packed matrices come from and go to, by the names of their weights."""
 
-    def find(self, name: str) -> tuple[Section, Bytes] | None: ...
+    def find(self, name: str) -> tuple[PackedSection, Bytes] | None: ...
 
     def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes | None:
         """Memory to pack into; None: wherever there is some."""

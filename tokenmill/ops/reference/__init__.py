@@ -8,7 +8,7 @@ from tokenmill.ops.reference.attention import attention, write_kv
 from tokenmill.ops.reference.attention_plan import plan_attention
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.kv_rounding import LARGEST
-from tokenmill.ops.reference.linear import embed, linear, pack_embedding, pack_linear, pick_rows
+from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.norm import add_rms_norm, rms_norm
 from tokenmill.ops.reference.rotate import rotate
 
@@ -18,7 +18,7 @@ REFERENCE_OPS = Ops(
     pack_embedding=pack_embedding,
     pack_experts=pack_experts,
     plan_attention=plan_attention,
-    pick_rows=pick_rows,
+    gather_rows=gather_rows,
     embed=embed,
     linear=linear,
     rms_norm=rms_norm,

@@ -32,7 +32,7 @@ def _wrap(matrix: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
     return LinearWeight(matrix.shape[0], matrix.shape[1], matrix, bias)
 
 
-def pick_rows(tables: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def gather_rows(tables: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return tables[:, numbers]
 
 

@@ -9,7 +9,7 @@ import torch
 from tokenmill.arch.spec import MoeSpec
 from tokenmill.ops.interface import Backend, Ops, OpsWanted
 from tokenmill.ops.reference.kv_rounding import LARGEST
-from tokenmill.ops.triton.device import has_fp8
+from tokenmill.ops.triton.launch.capabilities import has_fp8
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 256

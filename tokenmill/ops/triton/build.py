@@ -8,22 +8,22 @@ from dataclasses import replace
 
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.ops.triton.activation import act_mul
-from tokenmill.ops.triton.attention import attention, plan_attention
-from tokenmill.ops.triton.best import pick_best
-from tokenmill.ops.triton.chosen_experts import add_norm_experts
-from tokenmill.ops.triton.experts import experts
-from tokenmill.ops.triton.fresh_attention import place_and_attend
-from tokenmill.ops.triton.invariant_attention import invariant_attention
-from tokenmill.ops.triton.invariant_experts import invariant_experts
-from tokenmill.ops.triton.invariant_linear import invariant_linear
-from tokenmill.ops.triton.large_products import add_linear, gated_linear
-from tokenmill.ops.triton.linear import PackLinear, linear
-from tokenmill.ops.triton.lookups import embed, pick_rows
-from tokenmill.ops.triton.norm import add_rms_norm, rms_norm
-from tokenmill.ops.triton.place import place_qkv
-from tokenmill.ops.triton.rounded_stream import IN_HALVES, STREAMS
-from tokenmill.ops.triton.route import route
+from tokenmill.ops.triton.attention.deterministic import deterministic_attention
+from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
+from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
+from tokenmill.ops.triton.attention.plan import attention, plan_attention
+from tokenmill.ops.triton.elementwise.activation import act_mul
+from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
+from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
+from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
+from tokenmill.ops.triton.gemm.epilogues import add_linear, gated_linear
+from tokenmill.ops.triton.gemm.linear import PackLinear, linear
+from tokenmill.ops.triton.moe.deterministic import deterministic_experts
+from tokenmill.ops.triton.moe.gemv import add_norm_experts
+from tokenmill.ops.triton.moe.grouped_gemm import experts
+from tokenmill.ops.triton.moe.topk import route
+from tokenmill.ops.triton.quant.fused_norm_quant import IN_HALVES, STREAMS
+from tokenmill.ops.triton.sampling.argmax import argmax
 
 
 def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops:
@@ -33,7 +33,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         REFERENCE_OPS,
         name="triton",
         plan_attention=plan_attention,
-        pick_rows=pick_rows,
+        gather_rows=gather_rows,
         pack_linear=pack,
         pack_embedding=pack.embedding,
         pack_experts=pack.experts,
@@ -41,8 +41,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         linear=linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
-        place_qkv=place_qkv,
-        place_and_attend=place_and_attend,
+        norm_rope_write_kv=norm_rope_write_kv,
+        fused_decode_attention=fused_decode_attention,
         stream=STREAMS.get(quantization, IN_HALVES),
         attention=attention,
         act_mul=act_mul,
@@ -51,17 +51,17 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         route=route,
         experts=experts,
         add_norm_experts=add_norm_experts,
-        pick_best=pick_best,
+        argmax=argmax,
     )
     if not deterministic:
         return fastest
     return replace(
         fastest,
-        linear=invariant_linear,
+        linear=deterministic_linear,
         gated_linear=None,
         add_linear=None,
-        place_and_attend=None,
-        attention=invariant_attention,
-        experts=invariant_experts,
+        fused_decode_attention=None,
+        attention=deterministic_attention,
+        experts=deterministic_experts,
         add_norm_experts=None,
     )

@@ -12,13 +12,13 @@ import orjson
 
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import RequestFailed
-from tokenmill.server.native import Choice
+from tokenmill.server.generation import FoldedChoice
 from tokenmill.server.openai.parse import EmbeddingCall
-from tokenmill.server.openai.render import Failing
+from tokenmill.server.openai.render import ErrorRendering
 from tokenmill.types import Event, Usage
 
 
-class EmbeddingRendering(Failing):
+class EmbeddingRendering(ErrorRendering):
     def __init__(self, info: ModelInfo, call: EmbeddingCall) -> None:
         self._info = info
         self._call = call
@@ -32,7 +32,7 @@ class EmbeddingRendering(Failing):
     def end(self, usage: Usage) -> bytes:
         raise NotImplementedError("embeddings are never streamed")
 
-    def whole(self, choices: list[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
         data = [
             {"object": "embedding", "index": index, "embedding": self._vector(choice)}
             for index, choice in enumerate(choices)
@@ -40,7 +40,7 @@ class EmbeddingRendering(Failing):
         counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
         return orjson.dumps({"object": "list", "data": data, "model": self._info.name, "usage": counts})
 
-    def _vector(self, choice: Choice) -> Any:
+    def _vector(self, choice: FoldedChoice) -> Any:
         if choice.embedding is None:
             raise RequestFailed("the engine returned no embedding")
         vector = shortened(choice.embedding, self._call.dimensions)

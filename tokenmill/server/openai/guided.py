@@ -12,12 +12,12 @@ import orjson
 
 from tokenmill.guided.grammar import is_gbnf
 from tokenmill.params import Guided
-from tokenmill.server.fields import Fields, refuse, shown
+from tokenmill.server.fields import BodyFields, refuse, shown
 
 MAX_CHOICES = 10_000
 
 
-def parse_guided(fields: Fields) -> Guided | None:
+def parse_guided(fields: BodyFields) -> Guided | None:
     given = {key: guided for key, read in READERS.items() if (guided := read(fields, key)) is not None}
     if len(given) > 1:
         first, second = list(given)[:2]
@@ -25,7 +25,7 @@ def parse_guided(fields: Fields) -> Guided | None:
     return next(iter(given.values()), None)
 
 
-def _response_format(fields: Fields, key: str) -> Guided | None:
+def _response_format(fields: BodyFields, key: str) -> Guided | None:
     wanted = fields.object(key)
     if wanted is None:
         return None
@@ -37,7 +37,7 @@ def _response_format(fields: Fields, key: str) -> Guided | None:
     return Guided("json_object") if kind == "json_object" else None
 
 
-def _named_schema(wanted: Fields) -> Guided:
+def _named_schema(wanted: BodyFields) -> Guided:
     named = wanted.object("json_schema")
     if named is None:
         refuse(wanted.name("json_schema"), "is required")
@@ -50,7 +50,7 @@ def _named_schema(wanted: Fields) -> Guided:
     return Guided.schema(schema.values)
 
 
-def _json(fields: Fields, key: str) -> Guided | None:
+def _json(fields: BodyFields, key: str) -> Guided | None:
     """A schema as an object, or as the text of one."""
     if not isinstance(fields.get(key), str):
         schema = fields.object(key)
@@ -63,12 +63,12 @@ def _json(fields: Fields, key: str) -> Guided | None:
     return Guided("json_schema", text or "")
 
 
-def _regex(fields: Fields, key: str) -> Guided | None:
+def _regex(fields: BodyFields, key: str) -> Guided | None:
     text = _text(fields, key)
     return None if text is None else Guided("regex", text)
 
 
-def _choice(fields: Fields, key: str) -> Guided | None:
+def _choice(fields: BodyFields, key: str) -> Guided | None:
     texts = fields.items(key, MAX_CHOICES)
     if texts is None:
         return None
@@ -77,12 +77,12 @@ def _choice(fields: Fields, key: str) -> Guided | None:
     return Guided.choice(texts)
 
 
-def _grammar(fields: Fields, key: str) -> Guided | None:
+def _grammar(fields: BodyFields, key: str) -> Guided | None:
     text = _text(fields, key)
     return None if text is None else Guided("gbnf" if is_gbnf(text) else "lark", text)
 
 
-def _structured_outputs(fields: Fields, key: str) -> Guided | None:
+def _structured_outputs(fields: BodyFields, key: str) -> Guided | None:
     """vLLM's newer field: one object with exactly one constraint."""
     wanted = fields.object(key)
     if wanted is None:
@@ -96,25 +96,25 @@ def _structured_outputs(fields: Fields, key: str) -> Guided | None:
     return given[0]
 
 
-def _any_object(fields: Fields, key: str) -> Guided | None:
+def _any_object(fields: BodyFields, key: str) -> Guided | None:
     return Guided("json_object") if fields.boolean(key) else None
 
 
-def _text(fields: Fields, key: str) -> str | None:
+def _text(fields: BodyFields, key: str) -> str | None:
     text = fields.text(key)
     if text == "":
         refuse(fields.name(key), "must not be empty")
     return text
 
 
-STRUCTURED: dict[str, Callable[[Fields, str], Guided | None]] = {
+STRUCTURED: dict[str, Callable[[BodyFields, str], Guided | None]] = {
     "json": _json,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
     "json_object": _any_object,
 }
-READERS: dict[str, Callable[[Fields, str], Guided | None]] = {
+READERS: dict[str, Callable[[BodyFields, str], Guided | None]] = {
     "response_format": _response_format,
     "guided_json": _json,
     "guided_regex": _regex,

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from tokenmill.server.fields import Fields, kind_of, refuse, shown
+from tokenmill.server.fields import BodyFields, kind_of, refuse, shown
 from tokenmill.types import Message
 
 MAX_MESSAGES = 8192
@@ -27,7 +27,7 @@ ROLES = {
 }
 
 
-def parse_messages(fields: Fields) -> list[Message]:
+def parse_messages(fields: BodyFields) -> list[Message]:
     given = fields.items("messages", MAX_MESSAGES)
     if not given:
         refuse("messages", "is required and must not be empty")
@@ -42,7 +42,7 @@ def num_characters(messages: list[Message]) -> int:
 def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
         refuse(place, f"must be an object with role and content, got {kind_of(value)}")
-    fields = Fields(value, f"{place}.")
+    fields = BodyFields(value, f"{place}.")
     role = fields.required_text("role")
     if role not in ROLES:
         refuse(fields.name("role"), f"must be one of {', '.join(ROLES)}, got {shown(role)}")
@@ -57,11 +57,11 @@ def _message(value: object, place: str) -> Message:
     )
 
 
-def _tool_call_id(fields: Fields, role: str) -> str | None:
+def _tool_call_id(fields: BodyFields, role: str) -> str | None:
     return fields.required_text("tool_call_id") if role == "tool" else None
 
 
-def _content(fields: Fields, *, may_be_null: bool) -> str | None:
+def _content(fields: BodyFields, *, may_be_null: bool) -> str | None:
     content = fields.get("content")
     if isinstance(content, str):
         return content
@@ -78,14 +78,14 @@ def _content(fields: Fields, *, may_be_null: bool) -> str | None:
 def _part(value: object, place: str) -> str:
     if not isinstance(value, dict):
         refuse(place, f"must be an object with a type, got {kind_of(value)}")
-    fields = Fields(value, f"{place}.")
+    fields = BodyFields(value, f"{place}.")
     kind = fields.required_text("type")
     if kind not in ("text", "refusal"):
         refuse(fields.name("type"), f"{shown(kind)} is not supported by this model; it reads text only")
     return fields.required_text(kind)
 
 
-def _tool_calls(fields: Fields) -> list[dict[str, Any]]:
+def _tool_calls(fields: BodyFields) -> list[dict[str, Any]]:
     calls = fields.items("tool_calls", MAX_TOOL_CALLS) or []
     parsed = [_tool_call(call, f"{fields.name('tool_calls')}[{place}]") for place, call in enumerate(calls)]
     legacy = fields.object("function_call")
@@ -95,7 +95,7 @@ def _tool_calls(fields: Fields) -> list[dict[str, Any]]:
 def _tool_call(value: object, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         refuse(place, f"must be an object, got {kind_of(value)}")
-    fields = Fields(value, f"{place}.")
+    fields = BodyFields(value, f"{place}.")
     fields.one_of("type", ("function",))
     function = fields.object("function")
     if function is None:
@@ -103,7 +103,7 @@ def _tool_call(value: object, place: str) -> dict[str, Any]:
     return {"id": fields.required_text("id"), "type": "function", "function": _function(function)}
 
 
-def _function(fields: Fields) -> dict[str, Any]:
+def _function(fields: BodyFields) -> dict[str, Any]:
     return {"name": fields.required_text("name"), "arguments": _arguments(fields.text("arguments") or "{}")}
 
 

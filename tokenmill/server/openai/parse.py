@@ -14,8 +14,8 @@ from tokenmill.engine.lengths import require_plausible_length
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from tokenmill.params import SamplingParams
-from tokenmill.server.fields import Fields, refuse, require_token_ids, shown
-from tokenmill.server.limits import prompt_limit
+from tokenmill.server.bodies import prompt_limit
+from tokenmill.server.fields import BodyFields, refuse, require_token_ids, shown
 from tokenmill.server.openai.messages import num_characters, parse_messages
 from tokenmill.server.openai.sampling import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
 from tokenmill.text.template import OUR_VARIABLES
@@ -64,7 +64,7 @@ class EmbeddingCall:
 
 
 def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> ChatCall:
-    fields = Fields(body)
+    fields = BodyFields(body)
     require_model(fields, info, config)
     fields.refuse_any(CHAT_UNSUPPORTED)
     _refuse_unsupported_output(fields)
@@ -86,7 +86,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     return ChatCall(request, stream)
 
 
-def template_args(fields: Fields) -> dict[str, Any]:
+def template_args(fields: BodyFields) -> dict[str, Any]:
     given = fields.object("chat_template_kwargs")
     for name in given.values if given else ():
         if name in OUR_VARIABLES:
@@ -94,13 +94,13 @@ def template_args(fields: Fields) -> dict[str, Any]:
     return given.values if given else {}
 
 
-def _refuse_unsupported_output(fields: Fields) -> None:
+def _refuse_unsupported_output(fields: BodyFields) -> None:
     modalities = fields.items("modalities", 16)
     if modalities is not None and modalities != ["text"]:
         refuse("modalities", 'must be ["text"]: this server answers in text only')
 
 
-def _refuse_tools(fields: Fields) -> None:
+def _refuse_tools(fields: BodyFields) -> None:
     """Tools that must not be called (`tool_choice` none) are accepted; the model does not get to see them."""
     choice = fields.get("tool_choice")
     tools = fields.items("tools", 1024)
@@ -115,7 +115,7 @@ def _refuse_tools(fields: Fields) -> None:
     fields.boolean("parallel_tool_calls", True)
 
 
-def _refuse_reasoning(fields: Fields) -> None:
+def _refuse_reasoning(fields: BodyFields) -> None:
     if fields.get("reasoning_effort") not in (None, "none"):
         refuse("reasoning_effort", "is not supported", hint="pass template variables in chat_template_kwargs")
     if fields.get("verbosity") not in (None, "medium"):
@@ -127,7 +127,7 @@ def _refuse_reasoning(fields: Fields) -> None:
 
 
 def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> CompletionCall:
-    fields = Fields(body)
+    fields = BodyFields(body)
     require_model(fields, info, config)
     fields.refuse_any(COMPLETION_UNSUPPORTED)
     _refuse_unsupported_output(fields)
@@ -142,7 +142,7 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     return CompletionCall([_prompt_request(fields, prompt, params) for prompt in prompts], stream, echo)
 
 
-def _prompt_request(fields: Fields, prompt: str | list[int], params: SamplingParams) -> PromptRequest:
+def _prompt_request(fields: BodyFields, prompt: str | list[int], params: SamplingParams) -> PromptRequest:
     return PromptRequest(
         prompt=prompt,
         params=params,
@@ -159,7 +159,7 @@ def _require_bounded_choices(num_prompts: int, params: SamplingParams, config: S
 
 
 def parse_prompts(
-    fields: Fields, key: str, info: ModelInfo, max_tokens: int, max_prompts: int
+    fields: BodyFields, key: str, info: ModelInfo, max_tokens: int, max_prompts: int
 ) -> list[str | list[int]]:
     """A string, a list of strings, one list of token ids, or a list of such lists; never a mixture."""
     given = fields.get(key)
@@ -198,7 +198,7 @@ def _require_prompt(prompt: object, kind: type, key: str, vocab_size: int, max_t
 
 
 def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> EmbeddingCall:
-    fields = Fields(body)
+    fields = BodyFields(body)
     require_model(fields, info, config)
     if not info.can_embed:
         raise InvalidRequest(f"the model {info.name} has no embeddings", param="model")
@@ -218,7 +218,7 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
 # ── fields of every call ───────────────────────────────────────────────────────────────────────────────
 
 
-def require_model(fields: Fields, info: ModelInfo, config: ServerConfig, *, is_required: bool = True) -> None:
+def require_model(fields: BodyFields, info: ModelInfo, config: ServerConfig, *, is_required: bool = True) -> None:
     name = fields.text("model")
     if config.any_model_name or name == info.name:
         return
@@ -230,7 +230,7 @@ def require_model(fields: Fields, info: ModelInfo, config: ServerConfig, *, is_r
         refuse("model", "is required", hint=f"this server has {info.name}")
 
 
-def _stream_options(fields: Fields) -> StreamOptions:
+def _stream_options(fields: BodyFields) -> StreamOptions:
     is_stream = fields.boolean("stream")
     options = fields.object("stream_options")
     if options is None:
@@ -241,11 +241,11 @@ def _stream_options(fields: Fields) -> StreamOptions:
     return StreamOptions(is_stream, options.boolean("include_usage"))
 
 
-def _priority(fields: Fields) -> int:
+def _priority(fields: BodyFields) -> int:
     return fields.integer("priority", -MAX_COUNT, MAX_COUNT) or 0
 
 
-def _cache_salt(fields: Fields) -> str:
+def _cache_salt(fields: BodyFields) -> str:
     salt = fields.text("cache_salt", MAX_SALT_LENGTH)
     if salt == "":
         refuse("cache_salt", "must not be empty")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import TokenmillError
 from tokenmill.server import sse
-from tokenmill.server.native import Choice
+from tokenmill.server.generation import FoldedChoice
 from tokenmill.server.openai.errors import error_body, error_response
 from tokenmill.server.openai.logprobs import LegacyLogprobs, chat_logprobs, echoed_logprobs, prompt_logprobs
 from tokenmill.types import Event, TokenInfo, Usage
@@ -77,7 +77,7 @@ class TextChunks:
         return around[0] + orjson.dumps(text) + around[1]
 
 
-class Failing:
+class ErrorRendering:
     """Errors look the same in all of OpenAI's replies."""
 
     def failure(self, error: TokenmillError) -> bytes:
@@ -90,7 +90,7 @@ class Failing:
 # ── chat ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ChatRendering(Failing):
+class ChatRendering(ErrorRendering):
     def __init__(self, info: ModelInfo, *, num_choices: int, is_stream: bool, include_usage: bool) -> None:
         kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self._envelope = Envelope(info, "chatcmpl", kind, include_usage)
@@ -131,14 +131,14 @@ class ChatRendering(Failing):
     def end(self, usage: Usage) -> bytes:
         return self._envelope.end(usage)
 
-    def whole(self, choices: list[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
         prompt = choices[0].prompt_logprobs
         extra = {} if prompt is None else {"prompt_logprobs": prompt_logprobs(prompt)}
         rendered = [_chat_choice(index, choice) for index, choice in enumerate(choices)]
         return self._envelope.whole(rendered, usage, extra)
 
 
-def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
+def _chat_choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
     return {
         "index": index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -151,7 +151,7 @@ def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
 # ── completions ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class CompletionRendering(Failing):
+class CompletionRendering(ErrorRendering):
     """`echoes`: the prompt of every choice, where the client wants it back in front of the answer."""
 
     def __init__(
@@ -196,11 +196,11 @@ class CompletionRendering(Failing):
     def end(self, usage: Usage) -> bytes:
         return self._envelope.end(usage)
 
-    def whole(self, choices: list[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
         rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return self._envelope.whole(rendered, usage, {})
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: FoldedChoice) -> dict[str, Any]:
         echo = self._echoes[index] if self._echoes else ""
         rendered = {
             "index": index,
@@ -213,7 +213,7 @@ class CompletionRendering(Failing):
             rendered["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs or [])
         return rendered
 
-    def _choice_logprobs(self, index: int, choice: Choice) -> dict[str, Any] | None:
+    def _choice_logprobs(self, index: int, choice: FoldedChoice) -> dict[str, Any] | None:
         if not self._wants_logprobs:
             return None
         infos = choice.logprobs or []

@@ -1,4 +1,4 @@
-"""The knobs of a generation as OpenAI and vLLM name them, into `SamplingParams`.
+"""The parameters of a generation as OpenAI and vLLM name them, into `SamplingParams`.
 
 OpenAI's ranges hold for OpenAI's fields; the extensions that users of vLLM and llama.cpp know have their own.
 """
@@ -26,7 +26,7 @@ from tokenmill.params import (
     SamplingParams,
     Watermark,
 )
-from tokenmill.server.fields import Fields, refuse, shown
+from tokenmill.server.fields import BodyFields, refuse, shown
 from tokenmill.server.openai.guided import parse_guided
 
 MAX_COUNT = 2**31 - 1
@@ -51,7 +51,7 @@ UNSUPPORTED = (
 )
 
 
-def parse_chat_params(fields: Fields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
+def parse_chat_params(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
     settings = _shared(fields, info, config)
     aliases = [key for key in ("max_completion_tokens", "max_tokens") if fields.get(key) is not None]
     limits = [fields.integer(key, 1, MAX_COUNT) for key in aliases]  # both are checked, the first one counts
@@ -64,7 +64,7 @@ def parse_chat_params(fields: Fields, info: ModelInfo, config: ServerConfig) -> 
     return _build(settings)
 
 
-def parse_completion_params(fields: Fields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
+def parse_completion_params(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
     settings = _shared(fields, info, config)
     max_tokens = fields.integer("max_tokens", 0, MAX_COUNT)
     settings["max_tokens"] = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
@@ -79,7 +79,7 @@ def _build(settings: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
 
 
-def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:
+def _shared(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:
     fields.refuse_any(UNSUPPORTED)
     return {
         **_numbers(fields),
@@ -103,8 +103,8 @@ def _shared(fields: Fields, info: ModelInfo, config: ServerConfig) -> dict[str, 
     }
 
 
-def _numbers(fields: Fields) -> dict[str, float | int | None]:
-    """All knobs that are one number, by our names, which are vLLM's and llama.cpp's where they have them."""
+def _numbers(fields: BodyFields) -> dict[str, float | int | None]:
+    """All parameters that are one number, by our names, which are vLLM's and llama.cpp's where they have them."""
     numbers: dict[str, float | int | None] = {
         name: fields.number(name, low, high)
         for name, (low, high) in NUMBERS.items()
@@ -124,7 +124,7 @@ def _numbers(fields: Fields) -> dict[str, float | int | None]:
     }
 
 
-def _choices(fields: Fields, config: ServerConfig) -> dict[str, Any]:
+def _choices(fields: BodyFields, config: ServerConfig) -> dict[str, Any]:
     n = fields.integer("n", 1, config.max_choices) or 1
     best_of = fields.integer("best_of", 1, min(MAX_BEST_OF, config.max_choices))
     if best_of is not None and best_of < n:
@@ -138,7 +138,7 @@ def _choices(fields: Fields, config: ServerConfig) -> dict[str, Any]:
     return {"n": n, "best_of": None if beam or best_of == n else best_of, "beam": beam}
 
 
-def _beam(fields: Fields, width: int) -> BeamParams | None:
+def _beam(fields: BodyFields, width: int) -> BeamParams | None:
     length_penalty = fields.number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     early_stopping = fields.boolean("early_stopping")
     if fields.boolean("use_beam_search"):
@@ -148,14 +148,14 @@ def _beam(fields: Fields, width: int) -> BeamParams | None:
     return None
 
 
-def _prompt_logprobs(fields: Fields) -> int | None:
+def _prompt_logprobs(fields: BodyFields) -> int | None:
     count = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
     if count is not None and fields.boolean("stream"):
         refuse("prompt_logprobs", "does not combine with stream")
     return count
 
 
-def _texts(fields: Fields, key: str, most: int) -> list[str] | None:
+def _texts(fields: BodyFields, key: str, most: int) -> list[str] | None:
     """One string or a list of them."""
     given = fields.get(key)
     texts = [given] if isinstance(given, str) else fields.items(key, most)
@@ -165,7 +165,7 @@ def _texts(fields: Fields, key: str, most: int) -> list[str] | None:
     return texts
 
 
-def _markers(fields: Fields) -> tuple[str, str] | None:
+def _markers(fields: BodyFields) -> tuple[str, str] | None:
     texts = _texts(fields, "thinking_markers", 2)
     if texts is None:
         return None
@@ -174,7 +174,7 @@ def _markers(fields: Fields) -> tuple[str, str] | None:
     return texts[0], texts[1]
 
 
-def _watermark(fields: Fields) -> Watermark | None:
+def _watermark(fields: BodyFields) -> Watermark | None:
     given = fields.object("watermark")
     if given is None:
         return None
@@ -190,7 +190,7 @@ def _watermark(fields: Fields) -> Watermark | None:
     return msgspec.structs.replace(Watermark(key), **changes)
 
 
-def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float] | None:
+def _logit_bias(fields: BodyFields, vocab_size: int) -> dict[int, float] | None:
     given = fields.object("logit_bias")
     if given is None:
         return None
@@ -206,7 +206,7 @@ def _bias_token(key: str, vocab_size: int) -> int:
     return int(key)
 
 
-def _bias_value(given: Fields, key: str) -> float:
+def _bias_value(given: BodyFields, key: str) -> float:
     value = given.values[key]
     if type(value) not in (int, float) or not -100 <= value <= 100:
         refuse("logit_bias", f"values must be numbers between -100 and 100, got {shown(value)}")

@@ -1,0 +1,107 @@
+"""Which of a checkpoint's quantised matrices a GPU keeps, and in how many bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.packed_formats import PackedIntFormat, Stored, packed_int_format, stored_formats
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.planner.device import plan_device
+from tokenmill.planner.model import model_at
+from tokenmill.planner.plan import Question, make_plan
+from tokenmill.runner.memory import gpu_weight_parts
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,
+    "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("quant", "same_scales", "columns", "form"),
+    [
+        ("Q4_0", 1, 4096, PackedIntFormat(4, 32, has_minima=False, span=32)),
+        ("Q4_K", 1, 4096, PackedIntFormat(4, 32, has_minima=True, span=32)),
+        ("Q4_1", 4, 4096, PackedIntFormat(4, 128, has_minima=True, span=32)),  # AWQ's groups of 128 stay whole
+        ("Q4_1", 128, 4096, PackedIntFormat(4, 128, has_minima=True, span=32)),  # one group a row: in groups of 128
+        ("Q4_1", 6, 384, PackedIntFormat(4, 64, has_minima=True, span=16)),
+        (
+            "Q4_1",
+            1,
+            576,
+            PackedIntFormat(8, 32, has_minima=True, span=16),
+        ),  # SmolLM2's rows are no whole spans of 4 bits
+        ("Q6_K", 1, 4096, PackedIntFormat(8, 16, has_minima=False, span=32)),
+        ("Q8_0", 1, 4096, PackedIntFormat(8, 32, has_minima=False, span=32)),
+        ("Q8_0", 1, 32, None),
+        ("Q2_K", 1, 4096, None),
+    ],
+)
+def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: PackedIntFormat | None) -> None:
+    assert packed_int_format("layers.0.q.weight", (64, columns), Stored(quant, same_scales)) == form
+    assert packed_int_format("layers.0.router.weight", (64, columns), Stored(quant, same_scales)) is None
+    of_experts = packed_int_format("layers.0.experts.up.weight", (8, 64, columns), Stored(quant, same_scales))
+    assert of_experts == (form and replace(form, is_of_experts=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "bytes_each"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 0.5 + 4 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}, 0.5 + 2 / 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, 0.5 + 4 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 2.0),
+    ],
+)
+def test_grouped_checkpoints_are_planned_as_they_are_kept(
+    config: dict[str, Any], bytes_each: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": config}))
+    spec = spec_from_hf(LLAMA)
+    parts = gpu_weight_parts(spec, 2, stored=stored_formats(tmp_path, spec))
+    vectors = 5 * 1024 * 4
+    assert parts.embedding == 32000 * 1024 * 2
+    assert parts.rest == MATRICES * bytes_each + vectors + 32000 * 1024 * 2
+    planned = make_plan(model_at(tmp_path, "a"), plan_device("H200"), Question(dtype="bfloat16")).memory
+    if bytes_each < 2:
+        assert planned.weights == parts.total
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored", "bytes_each"),
+    [
+        ("none", "Q4_K", 0.5 + 4 / 32),
+        ("none", "Q8_0", 1 + 2 / 32),
+        ("none", None, 2),
+        ("int4", None, 0.5 + 2 / 128),
+        ("int8", None, 1 + 2 / 32),
+        ("fp8", None, 1 + 2 / 32),  # no products with fp8 experts
+    ],
+)
+def test_experts_are_planned_as_they_are_kept(quantization: str, stored: str | None, bytes_each: float) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    spec = spec_from_hf(LLAMA | experts | {"num_experts_per_tok": 2})
+    formats = {name: Stored(stored) for name in tensors_of(spec) if ".experts." in name} if stored else {}
+    parts = gpu_weight_parts(spec, 2, quantization, formats)
+    assert parts.experts == 2 * 4 * 3 * 1024 * 2048 * bytes_each
+
+
+def test_a_gguf_file_is_planned_as_it_is_kept(smollm2_path: Path) -> None:
+    """Its Q4_1 matrices have 576 columns, so they take 8 bits; the head is the embedding, of the same form."""
+    model = model_at(smollm2_path, "smollm2")
+    assert model.kept is not None and model.stored is not None and model.has_words
+    plans = [make_plan(model, plan_device("H200"), Question(dtype=dtype)) for dtype in ("bfloat16", "auto", "float32")]
+    in_half, by_itself, in_full = (plan.memory for plan in plans)
+    assert in_half.weights == model.kept.total
+    assert by_itself == in_full and plans[1].weight_dtype == plans[1].kv_dtype == "float32", "so small a model"
+    assert in_full.weights == 4 * 134_515_008 and in_full.kv_per_request == 2 * in_half.kv_per_request
+    assert model.stored.total < model.kept.total < 0.6 * 2 * 134_515_008
+    assert make_plan(model, plan_device("Xeon 8380"), Question()).memory.weights == model.stored.total

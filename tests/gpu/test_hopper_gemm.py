@@ -1,0 +1,110 @@
+"""Products of dozens of rows on a real Hopper GPU, in every cut, with plain and with fp8 matrices: as plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tokenmill.ops.triton.gemm.hopper_select import recorded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+SHAPES = ((4096, 4096), (4096, 14336), (1000, 1040), (6144, 512), (40, 32))  # lines, columns
+
+
+def off_by(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [
+        (torch.bfloat16, None),
+        (torch.bfloat16, "silu"),
+        (torch.bfloat16, "gelu"),
+        (torch.float16, "gelu_tanh"),
+        (torch.float8_e4m3fn, None),
+        (torch.float8_e4m3fn, "silu"),
+    ],
+)
+def test_wide_products_in_every_cut(dtype: torch.dtype, activation: str | None) -> None:
+    from tokenmill.ops.triton.launch.capabilities import has_gluon
+
+    if not has_gluon(torch.device("cuda")):
+        pytest.skip("wide products are Hopper's")
+    from tokenmill.ops.triton.gemm.hopper import hopper_gemm
+    from tokenmill.ops.triton.gemm.hopper_select import HopperConfig, pick_hopper_config
+    from tokenmill.ops.triton.quant.gemm_fp8_split import quantize_rows
+    from tokenmill.ops.triton.quant.quantized import to_fp8
+
+    torch.manual_seed(0)
+    is_fp8 = dtype == torch.float8_e4m3fn
+    acts = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    }
+    for lines, columns in SHAPES:
+        matrix = (torch.randn(lines, columns, device="cuda") / columns**0.5).half()
+        bias = torch.randn(lines, device="cuda").half()
+        for num_rows in (33, 64, 100, 128):
+            x, scales = torch.randn(num_rows, columns, device="cuda").half(), (None, None)
+            left, right = x.to(dtype), matrix.to(dtype)
+            wanted = left.float() @ right.float().t()
+            if is_fp8:
+                rows, rounded = quantize_rows(x), to_fp8(matrix)
+                left, right, scales = rows.planes.squeeze(1), rounded.values, (rows.scales, rounded.scales)
+                wanted = (left.float() * rows.scales) @ (right.float() * rounded.scales[:, None]).t()
+            wanted += bias.float()
+            if activation:
+                gate, up = wanted.chunk(2, dim=1)
+                wanted = acts[activation](gate) * up
+            out = torch.float16 if is_fp8 else dtype
+            usual = pick_hopper_config(num_rows, lines, columns, left.element_size(), is_gated=activation is not None)
+            other = HopperConfig(64, 128, 3, 3) if num_rows <= 64 else HopperConfig(128, 128, 2, 4)
+            for cut in (usual, other):
+                for _ in range(2):  # counters are set back
+                    found = hopper_gemm(left, scales[0], right, scales[1], bias.to(out), out, cut, activation)
+                assert off_by(found, wanted) < (0.006 if is_fp8 else 0.003), (lines, columns, num_rows, cut)
+
+
+@pytest.mark.parametrize("scope", [nullcontext, recorded])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_who_multiplies_dozens_of_rows(quantization: str, scope: Callable[[], AbstractContextManager[None]]) -> None:
+    """The ops' products, gated and not, are the same with 32 rows, 33, 128 and 129, in graphs and outside of them:
+    whoever computes them."""
+    from tokenmill.ops.interface import LinearWeight
+    from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.quant.quantized import to_fp8
+
+    torch.manual_seed(0)
+    ops = build_ops(quantization)
+    x = torch.randn(129, 1024, device="cuda").bfloat16()
+    matrix = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
+    weight = LinearWeight(2048, 1024, to_fp8(matrix) if quantization == "fp8" else matrix)
+    wanted = x.float() @ matrix.float().t()
+    gate, up = wanted.chunk(2, dim=1)
+    gated = functional.silu(gate) * up
+    with scope():
+        for num_rows in (32, 33, 64, 65, 128, 129):
+            near = 0.06 if quantization == "fp8" else 0.006
+            assert off_by(ops.linear(x[:num_rows], weight), wanted[:num_rows]) < near
+            if quantization == "none":
+                assert ops.gated_linear is not None
+                assert off_by(ops.gated_linear(x[:num_rows], weight, "silu"), gated[:num_rows]) < near
+            else:
+                stream = ops.stream.join(x[:num_rows], None, torch.ones(1024, device="cuda").bfloat16(), 1e-6)
+                norms = x[:num_rows].float().square().mean(1, keepdim=True).rsqrt()
+                gate, up = (wanted[:num_rows] * norms).chunk(2, dim=1)
+                inner = ops.stream.gated_linear(stream, weight, "silu")
+                back = to_fp8(torch.eye(1024, device="cuda").bfloat16())
+                found = ops.stream.any_linear(inner, LinearWeight(1024, 1024, back))
+                assert off_by(found, functional.silu(gate) * up) < near

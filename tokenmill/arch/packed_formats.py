@@ -1,0 +1,113 @@
+"""What a GPU keeps of a file's quantised matrices: the form of the words that its kernels multiply (how they lie is
+drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engine count these bytes, the kernels have
+them.
+
+    4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
+    5 and 6 bits     8 bits a value
+    each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenmill.arch.families import BY_NAME
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.read import read_json
+from tokenmill.arch.rules import sources_of
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import tensors_of
+
+WHOLE = ("router.weight",)  # small, and other kernels read it
+MAX_GROUP = 128
+EXPANDED_BYTES = 128 << 20  # of a matrix at a time, at most, for products of many rows
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a file has a matrix."""
+
+    quant: str
+    same_scales: int = 1  # so many neighbouring blocks have theirs in common
+
+
+@dataclass(frozen=True)
+class PackedIntFormat:
+    bits: int
+    group: int  # columns that share a scale
+    has_minima: bool
+    span: int  # words whose first values are neighbours, as their second, ...
+    is_of_experts: bool = False  # matrices of many experts, one below the other
+
+    def num_bytes(self, size: int) -> int:
+        """Of `size` values; scales of large groups are kept twice, in both orders, but for experts"""
+        is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
+        return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
+
+
+@dataclass(frozen=True)
+class _Format:
+    bits: int
+    group: int
+    has_minima: bool
+
+
+_FORMATS = {
+    "Q4_0": _Format(4, 32, has_minima=False),
+    "Q4_1": _Format(4, 32, has_minima=True),
+    "Q4_K": _Format(4, 32, has_minima=True),
+    "Q5_0": _Format(8, 32, has_minima=False),
+    "Q5_1": _Format(8, 32, has_minima=True),
+    "Q5_K": _Format(8, 32, has_minima=True),
+    "Q6_K": _Format(8, 16, has_minima=False),
+    "Q8_0": _Format(8, 32, has_minima=False),
+}
+
+
+def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) -> PackedIntFormat | None:
+    """None where a matrix is not kept as the file has it."""
+    if stored is None or stored.quant not in _FORMATS or len(shape) < 2 or name.endswith(WHOLE):
+        return None
+    found, columns = _FORMATS[stored.quant], shape[-1]
+    group = found.group * stored.same_scales
+    group = next(size for size in (MAX_GROUP, 64, found.group) if group % size == 0 and columns % size == 0)
+    for bits in (4, 8):
+        for span in (32, 16):
+            turn = span * 32 // bits  # columns that are multiplied together: whole groups
+            if bits >= found.bits and span <= 2 * group and group <= turn and columns % turn == 0:
+                return PackedIntFormat(bits, group, found.has_minima, span, is_of_experts=len(shape) == 3)
+    return None
+
+
+def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
+    """Of those tensors of a checkpoint that may be kept, under our names"""
+    if path.is_dir() and (path / "config.json").is_file():
+        config = read_json(path / "config.json").get("quantization_config")
+        return grouped_formats(spec, config) if isinstance(config, dict) else {}
+    if path.suffix != ".gguf":
+        path = next(iter(sorted(path.glob("*.gguf"))), path)
+    if not path.is_file() or spec.family not in BY_NAME:
+        return {}
+    tensors = read_gguf_model(path).tensors
+    sources = sources_of(spec, BY_NAME[spec.family].gguf.rules)
+    found = {name: tensors[source.names[0]].type for name, source in sources.items() if source.names[0] in tensors}
+    return {name: Stored(quant) for name, quant in found.items() if quant in _FORMATS}
+
+
+def grouped_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:
+    """GPTQ's and AWQ's: the matrices of all layers, unless their columns are out of order. `config` is a
+    quantization_config."""
+    is_awq = config.get("quant_method") == "awq"
+    if config.get("quant_method") not in ("gptq", "awq") or (config.get("desc_act") and not is_awq):
+        return {}
+    has_minima = config.get("zero_point", True) if is_awq else not config.get("sym", True)
+    size = int(config.get("group_size", MAX_GROUP))
+    stored = Stored("Q4_1" if has_minima else "Q4_0", (size if size > 0 else MAX_GROUP) // 32)
+    return {name: stored for name, tensor in tensors_of(spec).items() if _is_grouped(name, tensor.kind)}
+
+
+def _is_grouped(name: str, kind: str) -> bool:
+    return kind == "linear" and name.startswith("layers.") and not name.endswith(WHOLE)

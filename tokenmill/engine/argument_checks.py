@@ -1,0 +1,114 @@
+"""What a Python program hands to `LLM`, looked at before anything runs: prompts, conversations, params.
+
+A server's parser refuses a client's mistakes by name; these are the same mistakes made in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.params import SamplingParams
+from tokenmill.types import Message
+
+Prompt = str | list[int]
+Conversation = Sequence[Message | dict[str, Any]]
+
+
+def prompts_from(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several; a list of whole numbers is one."""
+    if isinstance(given, str) or (_is_list(given) and given and all(isinstance(part, int) for part in given)):
+        return [prompt_from(given)]
+    if not _is_list(given):
+        raise _no_prompt(given)
+    return [prompt_from(one) for one in given]
+
+
+def prompt_from(given: Any) -> Prompt:
+    if isinstance(given, str):
+        return given
+    if not _is_list(given) or not all(isinstance(part, int) for part in given):
+        raise _no_prompt(given)
+    return list(given)
+
+
+def conversations_from(given: Conversation | Sequence[Conversation]) -> list[list[Message]]:
+    """One conversation or several."""
+    if not _is_list(given):
+        raise _no_conversation(given)
+    is_one = bool(given) and isinstance(given[0], dict | Message)
+    return [messages_from(one) for one in cast(Sequence[Conversation], [given] if is_one else given)]
+
+
+def messages_from(conversation: Any) -> list[Message]:
+    if not _is_list(conversation):
+        raise _no_conversation(conversation)
+    return [m if isinstance(m, Message) else _message(m) for m in conversation]
+
+
+def params_from(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One for each prompt."""
+    one_for_all: Any = SamplingParams() if given is None else given
+    many: list[Any] = list(one_for_all) if _is_list(given) else [one_for_all] * count
+    for one in many:
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequest(f"params must be SamplingParams, got {_kind(one)}", param="params")
+    if len(many) != count:
+        raise InvalidRequest(f"{len(many)} sampling params for {count} prompts", param="params")
+    return many
+
+
+def template_args_from(given: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `chat` are variables of the chat template, where a parameter of sampling would do nothing."""
+    for name in given:
+        if name in SamplingParams.__struct_fields__:
+            raise InvalidRequest(
+                f"{name} is a field of SamplingParams", param=name, hint=f"chat(messages, SamplingParams({name}=…))"
+            )
+    return given
+
+
+def _message(given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise _no_conversation(given)
+    known = set(Message.__struct_fields__)
+    unknown = set(given) - known
+    if unknown or not isinstance(given.get("role"), str):
+        problem = f"unknown keys {sorted(map(str, unknown))}" if unknown else "no role"
+        raise InvalidRequest(f"a message has {problem}; it takes {sorted(known)}", param="messages")
+    return Message(**given | {"content": _content(given)})
+
+
+def _content(message: dict[str, Any]) -> str | None:
+    """Parts, as OpenAI's clients write them, are joined; only a turn that calls tools may have no content."""
+    content = message.get("content")
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    raise InvalidRequest("a message's content must be a string or a list of text parts", param="messages")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+
+
+def _kind(given: object) -> str:
+    return given.__name__ + " itself" if isinstance(given, type) else type(given).__name__
+
+
+def _no_prompt(given: object) -> InvalidRequest:
+    return InvalidRequest(f"a prompt is a string or a list of token ids, got {_kind(given)}", param="prompts")
+
+
+def _no_conversation(given: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"a conversation is a list of messages, got {_kind(given)}",
+        param="messages",
+        hint='[{"role": "user", "content": "…"}]',
+    )

@@ -1,0 +1,97 @@
+"""What every front holds of a model besides its core: the spec, the tokenizer, names and limits. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.arch.gguf_file import read_gguf
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config import EngineConfig
+from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.engine.lengths import Shifting
+from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.engine.status import ModelInfo
+from tokenmill.store import resolve_model
+from tokenmill.text.gguf_vocab import tokenizer_from_gguf
+from tokenmill.text.load import load_tokenizer
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request
+from tokenmill.version import VERSION
+
+
+@dataclass(frozen=True)
+class ModelFrontend:
+    config: EngineConfig
+    name: str
+    model_path: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    created: int
+
+    def input_processor(self, max_context: int) -> InputProcessor:
+        return InputProcessor(
+            tokenizer=self.tokenizer,
+            vocab_size=self.spec.vocab_size,
+            max_context=max_context,
+            eos_token_ids=self.eos_token_ids,
+            shifting=Shifting(self.config.cache.context_shift, self.config.cache.context_keep),
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return eos_ids(self.spec, self.tokenizer)
+
+    def output_processor(self, asked: ChatRequest | PromptRequest | EmbedRequest, request: Request) -> OutputProcessor:
+        params = None if isinstance(asked, EmbedRequest) else asked.params
+        keep_best = params.n if params is not None and params.best_of is not None else None
+        wants_logprobs = params is not None and params.logprobs is not None
+        return OutputProcessor(request, self.tokenizer, keep_best=keep_best, wants_logprobs=wants_logprobs)
+
+    def info(self, max_context: int) -> ModelInfo:
+        return ModelInfo(
+            name=self.name,
+            max_context=max_context,
+            vocab_size=self.spec.vocab_size,
+            created=self.created,
+            fingerprint=fingerprint(self.config, self.spec),
+            spec=self.spec,
+            can_embed=True,
+            shifts_context=self.config.cache.context_shift,
+        )
+
+
+def load_frontend(config: EngineConfig) -> ModelFrontend:
+    model = resolve_model(config.model.model)
+    return ModelFrontend(
+        config=config,
+        name=config.model.served_name or model.name,
+        model_path=model.path,
+        spec=read_spec(model.path),
+        tokenizer=tokenizer_of(model.path),
+        created=int(time.time()),
+    )
+
+
+def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """All ids that end an answer: the model's and the tokenizer's (they differ for some chat models), as far as the
+    model can draw them."""
+    from_tokenizer = tokenizer.eos_token_ids if tokenizer else ()
+    named = dict.fromkeys((*spec.eos_token_ids, *from_tokenizer))
+    return tuple(token_id for token_id in named if 0 <= token_id < spec.vocab_size)
+
+
+def tokenizer_of(path: Path) -> Tokenizer | None:
+    """None for a bare config: such a model (random weights) takes token ids only."""
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf(read_gguf(path).metadata)
+    folder = path if path.is_dir() else path.parent
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def fingerprint(config: EngineConfig, spec: ModelSpec) -> str:
+    facts = repr((VERSION, config.model, config.ops, config.cache.kv_dtype, spec))
+    return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

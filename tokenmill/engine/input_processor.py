@@ -1,0 +1,237 @@
+"""From what a client asks to what the engine computes: template, tokens, settled limits, checked ids.
+
+Everything that can be wrong with a request is found here, before it is queued, and named.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import uuid
+from functools import cached_property
+
+import msgspec
+
+from tokenmill.engine.lengths import NO_SHIFTING, Shifting, longest_prompt, require_plausible_length
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
+from tokenmill.params import DRY_BREAKERS, SamplingParams
+from tokenmill.params.checks import require_unicode
+from tokenmill.text.messages import messages_for_template
+from tokenmill.text.stop_regex import stop_patterns
+from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.think_sections import is_open_at_end, markers_in
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.word_search import WordSearch
+from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, TokenizedParams
+
+log = logging.getLogger(__name__)
+
+ClientRequest = ChatRequest | PromptRequest | EmbedRequest
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_context: int,
+        eos_token_ids: tuple[int, ...],
+        shifting: Shifting = NO_SHIFTING,
+    ) -> None:
+        self.max_context = max_context
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._shifting = shifting
+        try:
+            _ = self._template  # compiled now, so that no conversation waits for it
+        except ModelError as problem:
+            log.warning("%s; conversations are refused, plain prompts are not", problem)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise no_tokenizer()
+        return self._tokenizer
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        """None without a tokenizer. A model without a template of its own gets the plain ChatML layout."""
+        if self._tokenizer is None:
+            return None
+        return ChatTemplate(self._tokenizer.chat_template or CHATML, self._tokenizer.special_tokens)
+
+    @cached_property
+    def _words(self) -> WordSearch:
+        return WordSearch(self.tokenizer, self._vocab_size)
+
+    def take(self, asked: ClientRequest) -> Request:
+        require_unicode("request_id", asked.request_id)
+        if isinstance(asked, EmbedRequest):
+            return self._take_embedding(asked)
+        require_unicode("cache_salt", asked.cache_salt)
+        prompt_ids = self.prompt_ids(asked)
+        shift = self._shifting.asked_for(asked.params, self.max_context)
+        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        self._require_fit(prompt_ids, param, shift, has_answer=asked.params.max_tokens != 0)
+        params = self._settle(asked.params)
+        tokenized = self._spelled(params, prompt_ids)
+        return Request(
+            request_id=asked.request_id or new_request_id(),
+            prompt_token_ids=prompt_ids,
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            max_tokens=self._longest_answer(prompt_ids, params, shift),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            priority=asked.priority,
+            arrival_s=time.monotonic(),
+            cache_salt=asked.cache_salt,
+            shift=shift,
+            tokenized=tokenized,
+        )
+
+    def prompt_ids(self, asked: ChatRequest | PromptRequest) -> list[int]:
+        if isinstance(asked, ChatRequest):
+            return self.chat_ids(asked)
+        return self._ids_of(asked.prompt, add_special_tokens=asked.add_special_tokens)
+
+    def chat_text(self, asked: ChatRequest) -> str:
+        if not asked.messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        if self._template is None:
+            raise no_tokenizer()
+        return self._template.render(
+            messages_for_template(asked.messages),
+            tools=asked.tools or None,
+            add_generation_prompt=asked.add_generation_prompt,
+            extra=asked.template_args,
+        )
+
+    def chat_ids(self, asked: ChatRequest) -> list[int]:
+        """A template that writes the begin token itself must not get a second one."""
+        text = self.chat_text(asked)
+        # Whoever checked the messages' length saw neither what a template adds nor reasoning, tool calls and arguments.
+        require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
+        bos = self.tokenizer.special_tokens.get("bos_token")
+        return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+
+    def _ids_of(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = list(prompt)
+            self._require_known(ids, "prompt")
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return ids
+
+    def _settle(self, params: SamplingParams) -> SamplingParams:
+        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids", "logit_bias"):
+            self._require_known(list(getattr(params, name) or []), name)
+        if (params.stop or params.stop_regex) and self._tokenizer is None:
+            raise no_tokenizer()
+        if params.stop_regex:
+            stop_patterns(tuple(params.stop_regex))
+        if params.best_of is not None:
+            # All candidates run as choices with logprobs; the output processor keeps the best n of them.
+            return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
+        return params
+
+    def _spelled(self, params: SamplingParams, prompt_ids: list[int]) -> TokenizedParams:
+        """What the core must know of the parameters that are text."""
+        tokenized = TokenizedParams()
+        if params.dry_multiplier > 0.0:
+            breakers = DRY_BREAKERS if params.dry_sequence_breakers is None else params.dry_sequence_breakers
+            single, longer = self._words.breakers(breakers)
+            tokenized = msgspec.structs.replace(tokenized, dry_break_ids=single, dry_breakers=longer)
+        if params.beam and params.stop:
+            pieces = self._words.stop_pieces(params.stop, skip_special_tokens=params.skip_special_tokens)
+            tokenized = msgspec.structs.replace(tokenized, stop_pieces=pieces)
+        if params.thinking_budget is not None:
+            start, end = params.thinking_markers or self._template_markers()
+            tokenized = msgspec.structs.replace(
+                tokenized,
+                think_start_ids=self._marker_ids(start),
+                think_end_ids=self._marker_ids(end),
+                starts_thinking=is_open_at_end(self.tokenizer, prompt_ids, start, end),
+            )
+        return tokenized
+
+    def _marker_ids(self, marker: str) -> list[int]:
+        ids = self.tokenizer.encode(marker, add_special_tokens=False)
+        if not ids:
+            raise InvalidRequest(f"this model's tokenizer makes nothing of {marker[:40]!r}", param="thinking_markers")
+        return ids
+
+    def _template_markers(self) -> tuple[str, str]:
+        markers = markers_in(self.tokenizer.chat_template or "")
+        if markers is None:
+            raise InvalidRequest(
+                "this model's chat template knows no think sections",
+                param="thinking_budget",
+                hint="say with thinking_markers what opens and closes one",
+            )
+        return markers
+
+    def _require_known(self, ids: list[int], param: str) -> None:
+        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size):
+            return
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"{param} holds {token_id!r}, which is not a token id of this model (0 to {self._vocab_size - 1})",
+                    param=param,
+                )
+
+    def _require_fit(self, prompt_ids: list[int], param: str, shift: ContextShift | None, *, has_answer: bool) -> None:
+        """Where no answer is wanted (a prompt is scored), the prompt may take the whole context."""
+        longest = longest_prompt(self.max_context)
+        if shift is not None and len(prompt_ids) > longest:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt_ids)} tokens; even where the context shifts it must not have more than "
+                f"{longest}",
+                param=param,
+                hint="leave out the oldest messages",
+            )
+        if shift is None and len(prompt_ids) + has_answer > self.max_context:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
+                param=param,
+                hint="shorten the prompt, or let the context shift (context_shift)",
+            )
+
+    def _longest_answer(self, prompt_ids: list[int], params: SamplingParams, shift: ContextShift | None) -> int:
+        """To the end of the context; where that shifts as long as asked for, or one context long."""
+        if shift is not None:
+            return self.max_context if params.max_tokens is None else params.max_tokens
+        room = self.max_context - len(prompt_ids)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    def _take_embedding(self, asked: EmbedRequest) -> Request:
+        prompt_ids = self._ids_of(asked.prompt, add_special_tokens=True)
+        if len(prompt_ids) > self.max_context:
+            raise ContextLengthExceeded(
+                f"the input has {len(prompt_ids)} tokens; at most {self.max_context} fit", param="input"
+            )
+        return Request(
+            request_id=asked.request_id or new_request_id(),
+            prompt_token_ids=prompt_ids,
+            params=SamplingParams(max_tokens=0),
+            max_tokens=0,
+            seed=0,
+            priority=asked.priority,
+            arrival_s=time.monotonic(),
+            pooling=asked.pooling or Pooling(),
+        )
+
+
+def no_tokenizer() -> InvalidRequest:
+    return InvalidRequest(
+        "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
+    )
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex

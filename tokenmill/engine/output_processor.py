@@ -1,0 +1,233 @@
+"""From token ids back to what a client sees: text that never splits a character, stop strings cut out, usage.
+
+One `Outlet` per request, one `Choice` per sequence. The core knows nothing of text, so a stop string is found
+here; `pop_stopped` tells the caller which sequences the core should give up.
+
+    tokens   ──► detokenise ──► hold back what may begin a stop string ──► Event
+    decoded:  [ emitted | held back ]      a token's logprobs go out with the event that completes its text
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tokenmill.engine.merge import merge_events
+from tokenmill.text.detokenize import IncrementalDetokenizer
+from tokenmill.text.stop_chain import Stops
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.types import Event, Request, SequenceOutput, TokenInfo, TokenLogprobs, Usage
+
+
+@dataclass
+class ChoiceState:
+    """What is known of one sequence so far."""
+
+    detokenizer: IncrementalDetokenizer | None
+    stops: Stops
+    num_tokens: int = 0
+    num_decoded: int = 0  # characters decoded
+    num_emitted: int = 0  # characters handed out
+    unsent_ids: list[int] = field(default_factory=list)
+    unsent_infos: deque[tuple[int, TokenInfo]] = field(default_factory=deque)  # (end of its text, token)
+    cumulative_logprob: float = 0.0
+    has_logprobs: bool = False
+    num_drafted: int = 0
+    num_accepted: int = 0
+    is_finished: bool = False
+
+
+class OutputProcessor:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, *, keep_best: int | None, wants_logprobs: bool):
+        """`keep_best`: of all sequences hand out only the best so many, once all have ended (best_of)."""
+        self.request_id = request.request_id
+        self._request = request
+        self._tokenizer = tokenizer
+        self._keep_best = keep_best
+        self._wants_logprobs = wants_logprobs
+        self._num_cached_tokens = 0
+        self._stopped: list[int] = []
+        self._has_stops = bool(request.params.stop or request.params.stop_regex)
+        self._choices = [self._new_choice() for _ in range(request.params.n)]
+        self._num_open = len(self._choices)
+        self._held: dict[int, list[Event]] = {}
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def push(self, output: SequenceOutput) -> list[Event]:
+        """The events that this output brings; none while a character or a stop string is incomplete."""
+        choice = self._choices[output.index]
+        if choice.is_finished:  # the core ran on a little before it heard of the stop string
+            return []
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        choice.num_drafted, choice.num_accepted = output.num_drafted, output.num_accepted
+        event = self._advance(choice, output)
+        if event is None:
+            return []
+        if self._keep_best is None:
+            return [event]
+        self._held.setdefault(output.index, []).append(event)
+        return self._best_choices() if self.is_finished else []
+
+    def pop_stopped(self) -> list[int]:
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    # ── one sequence ───────────────────────────────────────────────────────────────────────────────────
+
+    def _new_choice(self) -> ChoiceState:
+        params = self._request.params
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                prompt_ids=self._request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        return ChoiceState(detokenizer, Stops(params.stop, params.stop_regex, include_stop=params.include_stop))
+
+    def _advance(self, choice: ChoiceState, output: SequenceOutput) -> Event | None:
+        if self._has_stops or output.logprobs is not None:
+            text, matched = self._push_one_by_one(choice, output)
+        else:
+            text, matched = self._push_together(choice, output), None
+        if matched is not None and output.finish_reason is None:
+            self._stopped.append(output.index)
+        if matched is None and output.finish_reason is not None:
+            rest, matched = self._rest(choice)
+            text += rest
+        finish = "stop" if matched is not None else output.finish_reason
+        if finish is not None:
+            choice.is_finished = True
+            self._num_open -= 1
+        choice.num_emitted += len(text)
+        return self._event(choice, output, text, finish, matched)
+
+    def _push_together(self, choice: ChoiceState, output: SequenceOutput) -> str:
+        """Nothing is looked for in the text, and nobody asks where in it a token ends."""
+        ids = output.token_ids
+        choice.num_tokens += len(ids)
+        choice.unsent_ids += ids
+        if choice.detokenizer is None:
+            return ""
+        is_stop_id = output.stop_token_id is not None and ids[-1:] == [output.stop_token_id]
+        return choice.detokenizer.push(ids[:-1] if is_stop_id else ids)
+
+    def _push_one_by_one(self, choice: ChoiceState, output: SequenceOutput) -> tuple[str, str | None]:
+        text, matched = "", None
+        for position, token_id in enumerate(output.token_ids):
+            is_stop_id = token_id == output.stop_token_id and position == len(output.token_ids) - 1
+            emitted, matched = self._push_token(choice, token_id, _nth(output.logprobs, position), is_stop_id)
+            text += emitted
+            if matched is not None:
+                break
+        return text, matched
+
+    def _push_token(
+        self, choice: ChoiceState, token_id: int, logprobs: TokenLogprobs | None, is_stop_id: bool
+    ) -> tuple[str, str | None]:
+        choice.num_tokens += 1
+        choice.unsent_ids.append(token_id)
+        decoded = choice.detokenizer.push([token_id]) if choice.detokenizer and not is_stop_id else ""
+        choice.num_decoded += len(decoded)
+        if logprobs is not None:
+            choice.cumulative_logprob += logprobs.logprob
+            choice.has_logprobs = True
+            if self._wants_logprobs and not is_stop_id:
+                choice.unsent_infos.append((choice.num_decoded, self._info(logprobs)))
+        if choice.num_tokens <= self._request.params.min_tokens and self._has_stops:
+            return choice.stops.flush() + decoded, None  # too early to stop
+        return choice.stops.push(decoded)
+
+    def _rest(self, choice: ChoiceState) -> tuple[str, str | None]:
+        """What was held back: an unfinished character, or text that began like a stop string (and may hold one)."""
+        tail = choice.detokenizer.finish() if choice.detokenizer else ""
+        emitted, _ = choice.stops.push(tail)
+        return emitted + choice.stops.flush(), choice.stops.matched
+
+    def _event(
+        self, choice: ChoiceState, output: SequenceOutput, text: str, finish: str | None, matched: str | None
+    ) -> Event | None:
+        if not text and finish is None and output.prompt_logprobs is None:
+            return None
+        ids, choice.unsent_ids = choice.unsent_ids, []
+        if finish is None and not self._wants_logprobs and output.prompt_logprobs is None:  # most events by far
+            queue_s = output.queue_s or None
+            return Event(request_id=self.request_id, index=output.index, text=text, token_ids=ids, queue_s=queue_s)
+        return Event(
+            request_id=self.request_id,
+            index=output.index,
+            text=text,
+            token_ids=ids,
+            logprobs=self._released_infos(choice, matched) if self._wants_logprobs else None,
+            prompt_logprobs=self._prompt_infos(output),
+            finish_reason=finish,  # type: ignore[arg-type]  # one of the literals, by construction
+            stop_reason=matched if matched is not None else output.stop_token_id,
+            cumulative_logprob=self._cumulative(choice, output),
+            usage=self._usage() if finish else None,
+            embedding=output.embedding,
+            queue_s=output.queue_s or None,
+        )
+
+    def _released_infos(self, choice: ChoiceState, matched: str | None) -> list[TokenInfo]:
+        """Tokens whose text is out; at the end all that lie before the cut."""
+        infos = []
+        while choice.unsent_infos:
+            end, info = choice.unsent_infos[0]
+            cut_away = choice.is_finished and matched is not None and end > choice.num_emitted
+            if cut_away or (not choice.is_finished and end > choice.num_emitted):
+                break
+            infos.append(info)
+            choice.unsent_infos.popleft()
+        return infos
+
+    # ── the whole request ──────────────────────────────────────────────────────────────────────────────
+
+    def _best_choices(self) -> list[Event]:
+        assert self._keep_best is not None
+        ranked = sorted(self._held, key=lambda index: -self._choices[index].cumulative_logprob)
+        best = [merge_events(self._held[index]) for index in ranked[: self._keep_best]]
+        usage = self._usage()
+        return [msgspec.structs.replace(event, index=place, usage=usage) for place, event in enumerate(best)]
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self._request.prompt_token_ids),
+            completion_tokens=self.num_completion_tokens,
+            cached_tokens=self._num_cached_tokens,
+            drafted_tokens=sum(choice.num_drafted for choice in self._choices),
+            accepted_tokens=sum(choice.num_accepted for choice in self._choices),
+        )
+
+    def _cumulative(self, choice: ChoiceState, output: SequenceOutput) -> float | None:
+        return choice.cumulative_logprob if choice.has_logprobs else output.cumulative_logprob
+
+    def _prompt_infos(self, output: SequenceOutput) -> list[TokenInfo | None] | None:
+        if output.prompt_logprobs is None:
+            return None
+        return [None, *(self._info(logprobs) for logprobs in output.prompt_logprobs)]
+
+    def _info(self, logprobs: TokenLogprobs) -> TokenInfo:
+        text, raw = self._spell(logprobs.token_id)
+        top = [
+            (token_id, *self._spell(token_id), logprob)
+            for token_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        ]
+        return TokenInfo(logprobs.token_id, text, raw, logprobs.logprob, logprobs.rank, top)
+
+    def _spell(self, token_id: int) -> tuple[str, bytes]:
+        if self._tokenizer is None:
+            return "", b""
+        return self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+
+
+def _nth(logprobs: list[TokenLogprobs] | None, position: int) -> TokenLogprobs | None:
+    return logprobs[position] if logprobs is not None else None

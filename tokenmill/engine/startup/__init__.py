@@ -1,0 +1,1 @@
+"""What makes a start fast: libraries loaded early, a CUDA context opened early, fewer garbage collections."""

@@ -1,0 +1,1 @@
+"""Attention kernels: decode, prefill, fused decode, cache writes."""

@@ -1,0 +1,1 @@
+"""Inputs of a decode step, gathered on the device."""

@@ -1,0 +1,158 @@
+"""Permanent rows on the device: what a decoding step must know of its rows is looked up there, not sent.
+
+`tables` int32 [groups, max_rows, max_blocks] and `newest` int64 [max_rows] (each row's last drawn token) stay on the
+device. A step says which rows it is about; a row of number NO_ROW only fills up the batch.
+
+Kernels read what the host sends, and write what it waits for, in the host's own memory: a copy before a graph and one
+behind it would take 10 us each, most of it until they begin. Both lie in a ring of PLACES, since the host is a step or
+two ahead; which place is a step's own the device counts by itself, so that a captured graph needs no arguments:
+
+    host     writes place k, launches; writes place k + 1, launches ...         reads place k of `drawn`
+    device   look_up: turn is k, reads place k ─► model ─► hand_over: writes place k, turn becomes k + 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_options, wait_for_previous
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+NO_ROW = -1
+RING_SIZE = 16  # twice what a runner can launch before it reads: four graphs in each of two steps
+ROW, POSITION, TOKEN, INDEX, UNIFORM = range(5)  # words of a line; the last is a float64
+NUM_WORDS = tl.constexpr(8)  # 32 bytes: one read over the bus
+CHANGES = 256  # of a program
+
+
+class StepMailbox(NamedTuple):
+    """Between host and device; the first two in pinned memory where there is a device. A line that is sent: row,
+    position, token (-1: the row's newest), index, uniform."""
+
+    sent: torch.Tensor  # int32 [PLACES, max_rows, NUM_WORDS]
+    drawn: torch.Tensor  # int64 [PLACES, max_rows]
+    turn: torch.Tensor  # int32 [1]: the place of the step that begins next; on the device
+
+
+@dataclass(frozen=True)
+class GatheredInputs:
+    rows: torch.Tensor  # int32 [R]
+    indices: torch.Tensor  # int32 [R]: how many output tokens each row has
+    uniforms: torch.Tensor  # float64 [R]
+    token_ids: torch.Tensor  # int64 [R]
+    positions: torch.Tensor  # int64 [R]
+    contexts: torch.Tensor  # int32 [R], 0 where there is no row
+    slots: torch.Tensor  # int64 [groups, R], in the null block where there is no row
+    tables: torch.Tensor  # int32 [groups, R, max_blocks], filled as far as the context reaches
+    place: torch.Tensor  # int32 [1]
+
+
+@triton.jit
+def _word(words, number: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, NUM_WORDS) == number, words, 0), axis=0)
+
+
+@kernel_unspecialized("num_rows")
+def _gather_inputs(
+    sent, turn, tables, newest, rows, indices, uniforms, token_ids, positions, contexts, slots, step_tables, own_place,
+    num_rows, max_rows, max_blocks, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    line = tl.program_id(0)
+    place = tl.load(turn)
+    # Volatile: the host writes there from time to time.
+    words = tl.load(sent + (place * max_rows + line) * NUM_WORDS + tl.arange(0, NUM_WORDS), volatile=True)
+    row, position, token = _word(words, 0), _word(words, 1), _word(words, 2)
+    is_row = row >= 0
+    seat = tl.maximum(row, 0).to(tl.int64)
+    token = tl.where(token >= 0, token.to(tl.int64), tl.load(newest + seat))
+    bits = (_word(words, 5).to(tl.int64) << 32) | (_word(words, 4).to(tl.int64) & 0xFFFFFFFF)
+    tl.store(own_place, place)
+    tl.store(rows + line, row)
+    tl.store(indices + line, _word(words, 3))
+    tl.store(uniforms + line, bits.to(tl.float64, bitcast=True))
+    tl.store(token_ids + line, tl.where(is_row, tl.maximum(token, 0), 0))
+    tl.store(positions + line, position.to(tl.int64))
+    tl.store(contexts + line, tl.where(is_row, position + 1, 0))
+    for group in range(NUM_GROUPS):
+        source = tables + (group * max_rows + seat) * max_blocks
+        block = tl.load(source + position // BLOCK_SIZE).to(tl.int64)
+        slot = tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(slots + group * num_rows + line, slot)
+        target = step_tables + (group * num_rows + line).to(tl.int64) * max_blocks
+        held = tl.where(is_row, position // BLOCK_SIZE + 1, 0)
+        for start in range(0, held, CHUNK):
+            entries = start + tl.arange(0, CHUNK)
+            inside = entries < held
+            tl.store(target + entries, tl.load(source + entries, mask=inside, other=0), mask=inside)
+
+
+@kernel
+def _publish_tokens(
+    rows, drawn, place, newest, arrived, turn, max_rows, HAS_DRAWN: tl.constexpr, RING_SIZE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    wait_for_previous(OVERLAPS)
+    line = tl.program_id(0)
+    own = tl.load(place)
+    if HAS_DRAWN:
+        row, token = tl.load(rows + line), tl.load(drawn + line)
+        tl.store(newest + row, token, mask=row >= 0)
+        tl.store(arrived + own * max_rows + line, token)
+    if line == 0:
+        tl.store(turn, (own + 1) % RING_SIZE)
+
+
+@kernel_unspecialized("num_changes")
+def _change(changes, tables, num_changes, CHANGES: tl.constexpr) -> None:
+    at = tl.program_id(0) * CHANGES + tl.arange(0, CHANGES)
+    inside = at < num_changes
+    entries = tl.load(changes + at, mask=inside, other=0, volatile=True)
+    blocks = tl.load(changes + num_changes + at, mask=inside, other=0, volatile=True)
+    tl.store(tables + entries, blocks.to(tl.int32), mask=inside)
+
+
+def gather_inputs(
+    size: int, exchange: StepMailbox, tables: torch.Tensor, newest: torch.Tensor, block_size: int
+) -> GatheredInputs:
+    """Of the step whose turn it is, which has `size` lines"""
+    device = tables.device
+    groups, max_rows, max_blocks = tables.shape
+    found = GatheredInputs(
+        rows=torch.empty(size, dtype=torch.int32, device=device),
+        indices=torch.empty(size, dtype=torch.int32, device=device),
+        uniforms=torch.empty(size, dtype=torch.float64, device=device),
+        token_ids=torch.empty(size, dtype=torch.int64, device=device),
+        positions=torch.empty(size, dtype=torch.int64, device=device),
+        contexts=torch.empty(size, dtype=torch.int32, device=device),
+        slots=torch.empty(groups, size, dtype=torch.int64, device=device),
+        tables=torch.empty(groups, size, max_blocks, dtype=torch.int32, device=device),
+        place=torch.empty(1, dtype=torch.int32, device=device),
+    )
+    _gather_inputs[(size,)](
+        exchange.sent, exchange.turn, tables, newest, found.rows, found.indices, found.uniforms, found.token_ids,
+        found.positions, found.contexts, found.slots, found.tables, found.place, size, max_rows, max_blocks,
+        groups, block_size, 256, num_warps=1,
+    )  # fmt: skip
+    return found
+
+
+def publish_tokens(
+    found: GatheredInputs, drawn: torch.Tensor | None, exchange: StepMailbox, newest: torch.Tensor
+) -> None:
+    """Ends a step: drawn int64 [R], if it draws, becomes the newest token of each row, and goes to the host."""
+    _publish_tokens[found.rows.shape](
+        found.rows, found.token_ids if drawn is None else drawn, found.place, newest, exchange.drawn, exchange.turn,
+        exchange.drawn.shape[1], drawn is not None, RING_SIZE, num_warps=1, **launch_options(),
+    )  # fmt: skip
+
+
+def change_tables(changes: torch.Tensor, tables: torch.Tensor) -> None:
+    """changes int64 [2, N]: entries of `tables`, counted through, and the blocks that are there from now on"""
+    num_changes = changes.shape[1]
+    _change[(cdiv(num_changes, CHANGES),)](changes, tables, num_changes, CHANGES, num_warps=4)

@@ -1,0 +1,49 @@
+"""Gated activations, act(gate) * up, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+_BLOCK = 1024
+
+
+@triton.jit
+def tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def activate(gate, KIND: tl.constexpr):
+    if KIND == "silu":
+        return gate * tl.sigmoid(gate)
+    if KIND == "gelu_tanh":
+        return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@kernel
+def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < inter
+    start = gate_up + row * 2 * inter + columns
+    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + inter, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * inter + columns, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    num_rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, inter)
+    if num_rows:
+        _act_mul[(num_rows, cdiv(inter, _BLOCK))](gate_up, out, inter, activation, _BLOCK, **launch_options())
+    return out

@@ -1,0 +1,111 @@
+"""RMSNorm with the residual addition before it: one program a row, one pass over memory.
+
+For a few rows with a narrow matrix behind it, a router, the product is part of it: each program norms its row anew,
+which costs less than waiting for another kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
+from tokenmill.ops.triton.launch.sizes import next_power_of_2
+
+
+@kernel
+def _norm_rows(
+    x, residual, weight, out, total, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    launch_dependents(OVERLAPS)
+    start = tl.program_id(0).to(tl.int64) * size
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
+    values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
+        # Fp8Rows as the stream is stored, so that the norm sees what the next layer will.
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + start + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    tl.store(out + start + columns, (values * inverse * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _norm_and_multiply(
+    x, residual, weight, matrix, out, normed, total, size, num_out, eps, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program computes one output of one row; the first of a row leaves what others need of it."""
+    launch_dependents(OVERLAPS)
+    line, row = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    factors = tl.load(matrix + line * size + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
+    at = row * size + columns
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = values.to(total.dtype.element_ty)
+    values = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    result = (values * inverse * scale).to(normed.dtype.element_ty)
+    if line == 0:
+        tl.store(total + at, rounded, mask=inside)
+        tl.store(normed + at, result, mask=inside)
+    product = tl.sum(result.to(tl.float32) * factors, axis=0)
+    tl.store(out + row * num_out + line, product.to(out.dtype.element_ty))
+
+
+def norm_and_multiply(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, matrix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, residual [R, H], matrix [N, H] → rms_norm(x + residual) @ matrix.T, rms_norm(x + residual), x + residual"""
+    x, residual = x.contiguous(), residual.contiguous()
+    (num_rows, size), num_out = x.shape, len(matrix)
+    normed, total, out = torch.empty_like(x), torch.empty_like(x), x.new_empty(num_rows, num_out)
+    _norm_and_multiply[(num_out, num_rows)](
+        x, residual, weight, matrix, out, normed, total, size, num_out, eps, next_power_of_2(size),
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
+    return out, normed, total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(x, x, weight, out, out, eps, has_residual=False)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, residual, weight, out, total, eps, has_residual=True)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    eps: float,
+    *,
+    has_residual: bool,
+) -> None:
+    size = x.shape[-1]
+    num_rows = x.numel() // size
+    if num_rows:
+        block = next_power_of_2(size)
+        warps = 4 if block <= 2048 else 8
+        _norm_rows[(num_rows,)](
+            x, residual, weight, out, total, size, eps, has_residual, block, num_warps=warps, **launch_options()
+        )

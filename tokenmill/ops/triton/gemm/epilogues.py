@@ -1,0 +1,88 @@
+"""Products of many rows, with what follows them done in their endings. Many rows run a GPU at its power limit, where
+bytes that are not moved make the arithmetic faster: cuBLAS itself adds the residual stream, and gates are applied by a
+kernel of our own, which multiplies with as few joules as cuBLAS does.
+
+    matrix [gate | up], 2 * inter lines, seen as [2, inter, H]: one tile is the same lines of both, one after the other,
+    so that the thread that holds a line's gate holds its up too
+
+A program for each multiprocessor takes tile after tile, TALL tiles of rows for the same lines before the next lines, so
+that inputs and matrix are found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.interface import LinearWeight
+from tokenmill.ops.triton.elementwise.activation import act_mul, activate
+from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
+from tokenmill.ops.triton.gemm.linear import linear
+from tokenmill.ops.triton.launch.capabilities import is_hopper
+from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+MIN_ADDED_ROWS, MIN_GATED_ROWS = 512, 768  # as measured on an H200
+ROWS, LINES, STRIDE = 128, 128, 64  # a tile: rows, lines of gate and as many of up; columns at a time
+TALL = 8
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@kernel_unspecialized("num_rows")
+def _gated(
+    x, matrix, out, num_rows, inter, num_in,
+    KIND: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, STRIDE: tl.constexpr, TALL: tl.constexpr,
+) -> None:  # fmt: skip
+    num_high, num_wide = tl.cdiv(num_rows, ROWS), tl.cdiv(inter, LINES)
+    for tile in tl.range(tl.program_id(0), num_high * num_wide, tl.num_programs(0), flatten=True):
+        first = tile // (TALL * num_wide) * TALL
+        tall = tl.minimum(num_high - first, TALL)
+        within = tile % (TALL * num_wide)
+        row, line = (first + within % tall) * ROWS, within // tall * LINES
+        sums = tl.zeros((ROWS, 2 * LINES), tl.float32)
+        for column in range(0, num_in, STRIDE):
+            lines = matrix.load([0, line, column]).reshape(2 * LINES, STRIDE)
+            sums = tl.dot(x.load([row, column]), lines.T, sums)
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, LINES)), (0, 2, 1)))
+        out.store([row, line], (activate(gate, KIND) * up).to(out.dtype))
+
+
+def gated_product(x: torch.Tensor, matrix: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """x [T, H], matrix [2 * inter, H] → act(gate) * up [T, inter]; rows of either are multiples of 16 bytes"""
+    (num_rows, num_in), inter = x.shape, len(matrix) // 2
+    out = x.new_empty(num_rows, inter)
+    tiles = cdiv(num_rows, ROWS) * cdiv(inter, LINES)
+    _gated[(min(tiles, _num_multiprocessors(x.device)),)](
+        TensorDescriptor.from_tensor(x, [ROWS, STRIDE]),
+        TensorDescriptor.from_tensor(matrix.view(2, inter, num_in), [2, LINES, STRIDE]),
+        TensorDescriptor.from_tensor(out, [ROWS, LINES]),
+        num_rows, inter, num_in, activation, ROWS, LINES, STRIDE, TALL, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation) -> torch.Tensor:
+    is_whole = weight.columns % 8 == weight.rows % 16 == 0
+    if len(x) >= MIN_GATED_ROWS and _is_plain(x, weight) and is_whole and is_hopper(x.device):
+        return gated_product(x.contiguous(), weight.packed, activation)
+    if isinstance(weight.packed, torch.Tensor) and takes_hopper_gemm(x, weight.packed):
+        return hopper_linear(x, weight.packed, weight.bias, activation=activation)
+    return act_mul(linear(x, weight), activation)
+
+
+def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor) -> torch.Tensor | None:
+    """residual + linear(x), written over the residual; None where nothing is won by it"""
+    return residual.addmm_(x, weight.packed.t()) if len(x) >= MIN_ADDED_ROWS and _is_plain(x, weight) else None
+
+
+def _is_plain(x: torch.Tensor, weight: LinearWeight) -> bool:
+    return isinstance(weight.packed, torch.Tensor) and weight.bias is None and x.dtype in DTYPES
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

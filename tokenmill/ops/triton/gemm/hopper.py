@@ -1,0 +1,174 @@
+"""Products of dozens of rows with plain or fp8 matrices, on Hopper: few enough that the time is what reading the matrix
+takes, too many for `strips`, whose programs would read the inputs more often than the matrix.
+
+As there a program owns a strip of the matrix, which is the left factor, and a share of its columns:
+
+    strip [LINES, columns] · inputs [columns, ROWS] → sums [LINES, ROWS]
+
+Both factors come into a ring of tiles in shared memory by the unit that copies tiles, and the matrix units take them
+from there. The matrix depends on no kernel before: a ring full of it is asked for before the one that computes the
+inputs has ended. Where gates are applied a strip is half gates and half the ups that belong to them, so that the thread
+that holds a line's gate holds its up too.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.triton.gemm.gluon_parts import (
+    barrier,
+    copy_to_shared,
+    join_splits,
+    launch_dependents,
+    new_barriers,
+    store_lines,
+    wait_for_previous,
+)
+from tokenmill.ops.triton.gemm.hopper_select import HopperConfig
+from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+TILES = {
+    size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)
+}  # by bytes of a number
+CHUNK = gl.constexpr(128)  # bytes of each line and row that are multiplied at a time
+
+
+@gluon.jit
+def _activate(gate, KIND: gl.constexpr):
+    """As in `activation`"""
+    if KIND == "silu":
+        return gate / (1.0 + gl.exp(-gate))
+    if KIND == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + gl.exp(-2.0 * inner))
+    return 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
+
+
+@gluon.jit
+def _ask_for_lines(
+    matrix, strips, copied, number, line, inter, column, total,
+    COLUMNS: gl.constexpr, ROWS: gl.constexpr, LINES: gl.constexpr, RING: gl.constexpr, IS_GATED: gl.constexpr,
+):  # fmt: skip
+    """Chunk `number` of the strip, if there is one, into the tile that is its"""
+    place, is_there = number % RING, number < total
+    tile, done, at = strips.index(place), copied.index(place), column + number * COLUMNS
+    mbarrier.expect(done, (LINES + ROWS) * CHUNK, pred=is_there)
+    if IS_GATED:
+        HALF: gl.constexpr = LINES // 2
+        copy_to_shared(matrix, [line, at], done, tile.slice(0, HALF), pred=is_there)
+        copy_to_shared(matrix, [inter + line, at], done, tile.slice(HALF, HALF), pred=is_there)
+    else:
+        copy_to_shared(matrix, [line, at], done, tile, pred=is_there)
+
+
+@gluon.jit
+def _ask_for_inputs(x, inputs, copied, number, row, column, total, COLUMNS: gl.constexpr, RING: gl.constexpr):
+    place = number % RING
+    copy_to_shared(x, [row, column + number * COLUMNS], copied.index(place), inputs.index(place), pred=number < total)
+
+
+@gluon.jit
+def _of_lines(values, line, num_out, LINES: gl.constexpr, IS_GATED: gl.constexpr, SUMS: gl.constexpr):
+    """A value for each line of the strip, float32 [LINES]"""
+    numbers = gl.arange(0, LINES, layout=gl.SliceLayout(1, SUMS))
+    HALF: gl.constexpr = LINES // 2
+    if IS_GATED:
+        own = line + numbers % HALF
+        return gl.load(values + own + numbers // HALF * num_out, mask=own < num_out, other=0.0).to(gl.float32)
+    return gl.load(values + line + numbers, mask=line + numbers < num_out, other=0.0).to(gl.float32)
+
+
+@kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
+def _hopper_gemm(
+    x, matrix, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
+    ROWS: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    KIND: gl.constexpr, HAS_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAPS: gl.constexpr,
+) -> None:  # fmt: skip
+    """num_out: of the result, so half the matrix's lines where there are gates (KIND). What is beyond the last line,
+    row or column is zeros, as the copying unit has it."""
+    launch_dependents(OVERLAPS)
+    IS_GATED: gl.constexpr = KIND != ""
+    OWN: gl.constexpr = LINES // 2 if IS_GATED else LINES  # lines of the result
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, COLUMNS // 4])
+    row, line = gl.program_id(2) * ROWS, gl.program_id(0) * OWN
+    share = gl.cdiv(num_in, splits * COLUMNS)
+    first = gl.program_id(1) * share
+    total, column = gl.minimum(gl.cdiv(num_in, COLUMNS) - first, share), first * COLUMNS
+
+    strips = gl.allocate_shared_memory(matrix.dtype, [RING, LINES, COLUMNS], matrix.layout)
+    inputs = gl.allocate_shared_memory(x.dtype, [RING, ROWS, COLUMNS], x.layout)
+    copied = new_barriers(RING)
+
+    for i in gl.static_range(RING - 1):
+        _ask_for_lines(matrix, strips, copied, i, line, num_out, column, total, COLUMNS, ROWS, LINES, RING, IS_GATED)
+    wait_for_previous(OVERLAPS)
+    for i in gl.static_range(RING - 1):
+        _ask_for_inputs(x, inputs, copied, i, row, column, total, COLUMNS, RING)
+    sums = gl.zeros((LINES, ROWS), gl.float32, layout=SUMS)
+    for number in range(total):
+        place = number % RING
+        mbarrier.wait(copied.index(place), (number // RING) & 1)
+        sums = warpgroup_mma(strips.index(place), inputs.index(place).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=[sums])
+        barrier()  # all have multiplied the chunk before, whose tiles are free now
+        following = number + RING - 1
+        _ask_for_lines(
+            matrix, strips, copied, following, line, num_out, column, total, COLUMNS, ROWS, LINES, RING, IS_GATED
+        )
+        _ask_for_inputs(x, inputs, copied, following, row, column, total, COLUMNS, RING)
+    sums = warpgroup_mma_wait(0, deps=[sums])
+
+    is_last = splits == 1
+    if splits > 1:
+        sums, is_last = join_splits(sums, parts, arrived, splits, LINES, ROWS, SUMS)
+    if is_last:
+        if HAS_SCALES:
+            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
+            sums *= gl.expand_dims(gl.load(row_scales + rows, mask=rows < num_rows, other=0.0), 0)
+            sums *= gl.expand_dims(_of_lines(scales, line, num_out, LINES, IS_GATED, SUMS), 1)
+        if HAS_BIAS:
+            sums += gl.expand_dims(_of_lines(bias, line, num_out, LINES, IS_GATED, SUMS), 1)
+        if IS_GATED:
+            gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
+            store_lines(_activate(gate, KIND) * up, out, line, row, num_rows, num_out, OWN, ROWS, WARPS)
+        else:
+            store_lines(sums, out, line, row, num_rows, num_out, OWN, ROWS, WARPS)
+
+
+def hopper_gemm(
+    x: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    cut: HopperConfig,
+    activation: Activation | None,
+) -> torch.Tensor:
+    """As `wide_linear` of `wide_cuts`"""
+    (num_rows, num_in), lines = x.shape, len(values)
+    own, num_out = (cut.lines // 2, lines // 2) if activation else (cut.lines, lines)
+    strips, blocks = cdiv(num_out, own), cdiv(num_rows, cut.rows)
+    out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
+    parts, arrived = room_for_splits(strips * blocks, cut.splits, cut.lines * cut.rows, out)
+    columns = 128 // x.element_size()
+    _hopper_gemm[(strips, cut.splits, blocks)](
+        TensorDescriptor.from_tensor(x, [cut.rows, columns], TILES[x.element_size()]),
+        TensorDescriptor.from_tensor(values, [own, columns], TILES[x.element_size()]),
+        row_scales if row_scales is not None else out, scales if scales is not None else out,
+        bias if bias is not None else out, out, parts, arrived, num_rows, num_out, num_in, cut.splits,
+        cut.rows, cut.lines, columns, cut.ring, cut.warps, activation or "", scales is not None, bias is not None,
+        num_warps=cut.warps, **launch_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,282 @@
+"""Products of a few rows with a big matrix on the matrix units: the time is what reading the matrix once takes.
+
+A program owns a strip of matrix rows and a share of their columns. The strip is the left factor and the inputs, of
+which there are few, the right one, so that nothing is padded but the inputs:
+
+    strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
+
+Where a matrix has too few strips to keep the device busy its columns are split too. The program that ends last adds up
+the sums of all splits, in their order. Matrices of 4 or 8 bits are expanded in registers, on their way to the product.
+
+What is read first is asked for before the kernel that computes the inputs has ended (see `overlap`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import Kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import (
+    fetch_early,
+    is_last_to_arrive,
+    launch_dependents,
+    launch_options,
+    room_for_splits,
+    wait_for_previous,
+)
+from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
+from tokenmill.ops.triton.quant.packed_int import expand_values, has_ptx, minimum_of, scale_of
+
+MAX_ROWS = 32
+MAX_PACKED_ROWS = {4: 128, 8: 64}  # of so many bits; for more, expanding the matrix first is worth it
+
+
+@dataclass(frozen=True)
+class SplitKConfig:
+    """How a product is cut into programs."""
+
+    strip: int
+    stride: int  # columns taken at a time
+    splits: int
+    stages: int
+    fetched: int = 0  # bytes of each matrix row asked for early
+    warps: int = 4
+
+
+@triton.jit
+def split_of_tile(num_columns, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr):
+    """A program's strip, the lines in it, and its share [low, high) of their columns, whole strides"""
+    strip = tl.program_id(0)
+    share = tl.cdiv(num_columns, SPLITS * STRIDE) * STRIDE
+    low = tl.program_id(1) * share
+    return strip, strip * STRIP + tl.arange(0, STRIP), low, tl.minimum(low + share, num_columns)
+
+
+@triton.jit
+def join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    """All splits' sums for the program that comes last, which `is_last` tells; its own for the others."""
+    tile = tl.arange(0, STRIP)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    first = parts + strip.to(tl.int64) * SPLITS * STRIP * ROWS + tile
+    tl.store(first + tl.program_id(1) * STRIP * ROWS, sums)
+    is_last = is_last_to_arrive(arrived + strip, SPLITS)
+    if is_last:
+        sums = tl.zeros((STRIP, ROWS), tl.float32)
+        for split in tl.static_range(SPLITS):
+            sums += tl.load(first + split * STRIP * ROWS, cache_modifier=".cg")
+    return sums, is_last
+
+
+@triton.jit
+def store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr):
+    is_line = lines < num_out
+    if HAS_BIAS:
+        sums += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
+    target = out + rows[None, :] * num_out + lines[:, None]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & is_line[:, None])
+
+
+@triton.jit
+def prefetch_tile(
+    weight, low, num_out, row_size, BYTES_EACH: tl.constexpr, FETCHED: tl.constexpr, STRIP: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """FETCHED bytes of each of the strip's rows from element `low` on, one piece a thread"""
+    pieces: tl.constexpr = THREADS // STRIP
+    thread = tl.arange(0, THREADS)
+    lines = (tl.program_id(0) * STRIP + thread // pieces) % num_out
+    begins = weight.to(tl.int64) + (lines.to(tl.int64) * row_size + low) * BYTES_EACH
+    fetch_early(begins + thread % pieces * (FETCHED // pieces), FETCHED // pieces)
+
+
+@kernel_unspecialized("num_rows")
+def _splitk_kernel(
+    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Plain matrices, STRIDE columns at a time"""
+    launch_dependents(OVERLAPS)
+    strip, lines, low, high = split_of_tile(num_in, STRIP, STRIDE, SPLITS)
+    columns, rows = tl.arange(0, STRIDE), tl.arange(0, ROWS)
+    # Lines and rows beyond the last are read as others, so that no load is masked by them.
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
+    inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
+    if FETCHED and OVERLAPS:
+        prefetch_tile(weight, low, num_out, num_in, 2, FETCHED, STRIP, THREADS)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, ROWS), tl.float32)
+    for start in range(low, high, STRIDE):
+        sums = tl.dot(tl.load(matrix + start), tl.trans(tl.load(inputs + start)), sums)
+    is_last = True
+    if SPLITS > 1:
+        sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+    if is_last:
+        store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
+
+
+@triton.jit
+def scales_from(places, stride, GROUPS: tl.constexpr):
+    """Of that many groups one after the other, a tensor each"""
+    found = (tl.load(places),)
+    for i in tl.static_range(1, GROUPS):
+        found = found + (tl.load(places + i * stride),)
+    return found
+
+
+@triton.jit
+def packed_tile_sums(
+    matrix, inputs, places, stride, low, high, ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """Words [low, high) of each of the matrix's lines times the inputs: [STRIP, ROWS], WORDS at a time (see `words`).
+    `matrix` [STRIP, WORDS] and `inputs` [ROWS, WORDS] point at the first of each line and row, `places` [STRIP] at the
+    scales of the lines' first groups, which lie `stride` apart from those of the next.
+
+    GROUP columns share a scale; scales are on their way one turn ahead, which compilers do for the factors of products
+    only. A group's minimum is multiplied by the sum of its inputs, which is a product with ones: matrix units have time
+    for that, and other units do not. Of groups shorter than WORDS each is multiplied by its inputs among zeros."""
+    values_each: tl.constexpr = 32 // BITS
+    columns = tl.arange(0, WORDS)
+    sums = tl.zeros((STRIP, ROWS), tl.float32)
+    groups: tl.constexpr = WORDS * values_each // GROUP
+    has_minima: tl.constexpr = places.dtype.element_ty == tl.int32
+    # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
+    scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
+    ones = tl.full((STRIP, WORDS), 1.0, inputs.dtype.element_ty)
+    # A share may be empty; what its scales are does not matter then, but that they are there to be read.
+    scales_here = scales_from(places + tl.minimum(low, high - WORDS) // WORDS * groups * stride, stride, groups)
+    for start in range(low, high, WORDS):
+        turn = tl.minimum(start + WORDS, high - WORDS) // WORDS
+        scales_next = scales_from(places + turn * groups * stride, stride, groups)
+        values = expand_values(tl.load(matrix + start), BITS, inputs.dtype.element_ty, HAS_PTX)
+        first = start * values_each
+        part = tl.zeros((STRIP, ROWS), tl.float32)
+        whole = tl.zeros((STRIP, ROWS), tl.float32)
+        for i in tl.static_range(values_each):
+            chunk = inputs + first + i * WORDS
+            if GROUP < WORDS:
+                for number in tl.static_range(WORDS // GROUP):
+                    right = tl.trans(tl.load(chunk, mask=(columns // GROUP == number)[None, :], other=0.0))
+                    scale = scale_of(scales_here[i * (WORDS // GROUP) + number])[:, None]
+                    sums += tl.dot(values[i], right, tl.zeros((STRIP, ROWS), tl.float32)) * scale
+            else:
+                found = scales_here[i * WORDS // GROUP]
+                scale = scale_of(found)[:, None]
+                right = tl.trans(tl.load(chunk))
+                if scales_values:
+                    left = values[i].to(tl.float32) * scale
+                    if has_minima:
+                        left += minimum_of(found)[:, None]
+                    sums = tl.dot(left.to(inputs.dtype.element_ty), right, sums)
+                else:
+                    part = tl.dot(values[i], right, part)
+                    if has_minima:
+                        whole = tl.dot(ones, right, whole)
+                    if (i + 1) * WORDS % GROUP == 0:  # the end of a group
+                        sums += part * scale
+                        part = tl.zeros((STRIP, ROWS), tl.float32)
+                        if has_minima:
+                            sums += whole * minimum_of(found)[:, None]
+                            whole = tl.zeros((STRIP, ROWS), tl.float32)
+        scales_here = scales_next
+    return sums
+
+
+@kernel_unspecialized("num_rows")
+def _packed_splitk_kernel(
+    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Matrices of words, WORDS at a time"""
+    launch_dependents(OVERLAPS)
+    values_each: tl.constexpr = 32 // BITS
+    row_words = num_in // values_each
+    strip, lines, low, high = split_of_tile(row_words, STRIP, WORDS, SPLITS)
+    columns, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + columns[None, :]
+    inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
+    if FETCHED and OVERLAPS:
+        prefetch_tile(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
+    wait_for_previous(OVERLAPS)
+    sums = packed_tile_sums(
+        matrix, inputs, scales + lines % num_out, num_out, low, high, ROWS, STRIP, WORDS, GROUP, BITS, HAS_PTX
+    )
+    is_last = True
+    if SPLITS > 1:
+        sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+    if is_last:
+        store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
+
+
+def pick_splitk_config(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> SplitKConfig | None:
+    """As measured on an H200; None where cuBLAS is better."""
+    if dtype == torch.float32 or not 1 < num_rows <= MAX_ROWS or num_in % 128:
+        return None
+    return SplitKConfig(64, 128, splits_for(num_out, num_in // 128, 192), 4, 512)
+
+
+def pick_packed_splitk_config(num_rows: int, num_out: int, num_words: int, span: int, bits: int) -> SplitKConfig | None:
+    """The same for matrices of words; None where they are better expanded first."""
+    most = num_words // span
+    if num_rows <= MAX_ROWS and bits == 8:
+        return SplitKConfig(64, span, splits_for(num_out, most, 512), 3, 256)
+    if num_rows <= MAX_ROWS:
+        least, stages = (2, 3) if num_rows <= 8 else (1, 4)
+        return SplitKConfig(64, span, splits_for(num_out, most, 256, least), stages, 256)
+    if num_rows <= MAX_PACKED_ROWS[bits]:
+        return SplitKConfig(128, span, splits_for(num_out, most, 256), 2, 0, 8)
+    return None
+
+
+def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
+    splits = min(least, most)
+    while num_out // 64 * splits < programs and splits < most:
+        splits *= 2
+    return splits
+
+
+def splitk_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SplitKConfig) -> torch.Tensor:
+    """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
+    assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
+    return _launch(_splitk_kernel, x, weight, bias, None, cut, 16)
+
+
+def packed_splitk_linear(
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None, cut: SplitKConfig
+) -> torch.Tensor:
+    """words int32 [num_out, words] in spans of `cut.stride`, scales [groups, num_out]"""
+    group = x.shape[1] // scales.shape[0]
+    return _launch(_packed_splitk_kernel, x, words, bias, scales, cut, 8, group, bits, has_ptx())
+
+
+def _launch(
+    kernel: Kernel,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    cut: SplitKConfig,
+    min_rows: int,
+    *format_args: int,
+) -> torch.Tensor:
+    x = x.contiguous()
+    (num_rows, num_in), num_out = x.shape, weight.shape[0]
+    padded = max(min_rows, next_power_of_2(num_rows))
+    strips = cdiv(num_out, cut.strip)
+    out = x.new_empty(num_rows, num_out)
+    parts, arrived = room_for_splits(strips, cut.splits, cut.strip * padded, out)
+    share, rest = divmod(weight.shape[1], cut.splits * cut.stride)
+    has_whole_shares = not rest and share * cut.stride * weight.element_size() >= cut.fetched
+    fetched = cut.fetched if has_whole_shares else 0
+    kernel[(strips, cut.splits)](
+        x, weight, scales if scales is not None else x, bias if bias is not None else x, out, parts, arrived,
+        num_rows, num_out, num_in, padded, cut.strip, cut.stride, cut.splits, 32 * cut.warps, fetched,
+        bias is not None, *format_args, num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+    )  # fmt: skip
+    return out

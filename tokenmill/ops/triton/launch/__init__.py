@@ -1,0 +1,1 @@
+"""How kernels are compiled and launched: the launcher, compile workers, programmatic dependent launch, capabilities."""

@@ -1,0 +1,190 @@
+"""A kernel of ours, launched as Triton's are: `kernel[grid](tensor, ...)`.
+
+Making one takes half a second. Whatever is called inside `compile_beside` has its kernels made side by side instead of
+run: each is asked for once in every form, and left to processes of their own (see `compilers`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextvars import ContextVar, copy_context
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.errors import OutOfResources
+
+from tokenmill.ops.triton.launch import preload
+from tokenmill.ops.triton.launch.compile_workers import Compilers
+
+USUAL_STAGES = 3  # where a launch does not say
+FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
+_asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
+
+
+class Kernel:
+    """Remembers what was compiled for which kinds of arguments: a look-up of our own takes a third of the time that
+    Triton's does, and a step of a few tokens is made of hundreds of launches."""
+
+    def __init__(
+        self, function: Callable[..., None], numbers: Sequence[str] = (), jit: Callable[..., Any] = triton.jit
+    ) -> None:
+        self._function = function
+        self._numbers = numbers
+        self._jit = jit
+        self._made: dict[Any, Any] = {}
+
+    @cached_property
+    def _jitted(self) -> Any:
+        """Triton reads the source then, which takes milliseconds: most models need a third of all kernels."""
+        return self._jit(do_not_specialize=self._numbers)(self._function)
+
+    @cached_property
+    def _is_constant(self) -> list[bool]:
+        return [parameter.is_constexpr for parameter in getattr(self._jitted, "params", ())]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        asked = _asked.get()
+        if asked is not None:
+            self._ask(asked, grid, args, options)
+            return
+        kinds = [arg if is_constant else _kind(arg) for arg, is_constant in zip(args, self._is_constant, strict=False)]
+        key = (*kinds, *options.values())
+        found = self._made.get(key)
+        if found is None:
+            self._make(key, self._run_first(grid, args, options), args, options)
+            return
+        run, function, metadata, named = found
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        run(*grid, *(1, 1, 1)[len(grid) :], stream, function, metadata, None, None, None, *args, *named)
+
+    def _run_first(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """With fewer tiles on their way at once where a multiprocessor has less memory of its own than an H200's."""
+        while True:
+            try:
+                return self._jitted[grid](*args, **FUSED | options)
+            except OutOfResources:
+                stages = options.get("num_stages", USUAL_STAGES)
+                if stages == 1:
+                    raise
+                options = {**options, "num_stages": stages - 1}
+
+    def _ask(self, asked: set[Any], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        form = (self, *map(_form, args), *options.items())
+        if form not in asked:
+            asked.add(form)
+            self._jitted.warmup(*args, grid=grid, **FUSED | options)
+
+    def _make(self, key: Any, made: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if isinstance(made, CompiledKernel):  # and not one that is interpreted, or still being made
+            named = tuple(options[parameter.name] for parameter in self._jitted.params[len(args) :])
+            self._made[key] = (made.run, made.function, made.packed_metadata, named)
+
+
+def _kind(arg: Any) -> Any:
+    """What a compiled kernel depends on"""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype if not arg.data_ptr() & 15 else (arg.dtype,)
+    if isinstance(arg, int):
+        return (arg == 1, not arg & 15, -(2**31) <= arg < 2**31)
+    return _form(arg) if hasattr(arg, "block_shape") else type(arg)
+
+
+def _form(arg: Any) -> Any:
+    """The same, or more than that, where whole numbers and constants are not told apart"""
+    if hasattr(arg, "block_shape"):  # a descriptor of a tensor, Triton's or Gluon's
+        return arg.base.dtype, *arg.block_shape
+    return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    return Kernel(function)
+
+
+def kernel_unspecialized(
+    *numbers: str, jit: Callable[..., Any] = triton.jit
+) -> Callable[[Callable[..., None]], Kernel]:
+    """The same, for `numbers` (or addresses) that differ from step to step: one compiled kernel serves all their
+    values, where otherwise 1 and multiples of 16 get one of their own. `jit`: of the language it is written in."""
+    return lambda function: Kernel(function, numbers, jit)
+
+
+class Compiling(Executor):
+    """Kernels that were asked for, each of them once. Whatever is called here asks for kernels and runs none (what they
+    would have written is undefined, so nothing there may look anything up by it)."""
+
+    def __init__(self) -> None:
+        preload.finish()
+        self._kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._num_begun = 0
+        self._mode = AsyncCompileMode(self)
+        self._context = copy_context()
+        self._context.run(_asked.set, set())
+        self._context.run(self._mode.__enter__)
+        self._loading = threading.Thread()
+
+    def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        """Triton's own way to ask"""
+        future: Future[Any] = Future()
+        self._kernels.append((future, partial(compiled, *args, **options)))
+        return future
+
+    def note(self, ask: Callable[[], object]) -> None:
+        """What `ask` asks for will be made later."""
+        self._context.run(ask)
+
+    def make(self, *asks: Callable[[], object]) -> None:
+        """What was noted is made from now on; what one of `asks` asks for, while the next one is called."""
+        compilers, first = Compilers(), self._num_begun
+        for ask in (nothing_more, *asks):
+            self.note(ask)
+            compilers.start([compiled for _, compiled in self._kernels[self._num_begun :]], self._num_begun)
+            self._num_begun = len(self._kernels)
+        new = range(first, self._num_begun)
+        self._loading = threading.Thread(
+            target=self._load_all, args=(new, compilers.made()), name="compilers", daemon=True
+        )
+        self._loading.start()
+
+    def join(self) -> None:
+        """Returns when all that is being made is ready to be launched."""
+        self._loading.join()
+
+    def _load_all(self, numbers: Iterable[int], made: Iterator[int]) -> None:
+        """What is done elsewhere is found on disk, and the rest compiled here. What failed there fails here, and again,
+        aloud, when it is launched."""
+        left = set(numbers)
+        for number in made:
+            left.discard(number)
+            self._load(number)
+        for number in left:
+            self._load(number)
+
+    def _load(self, number: int) -> None:
+        future, compiled = self._kernels[number]
+        try:
+            made = compiled()
+            assert made.run is not None  # who asks for this has it loaded
+            future.set_result(made)
+        except Exception as error:
+            future.set_exception(error)
+        list(self._mode.future_kernels.values())[number].result(ignore_errors=True)  # known to Triton from now on
+
+
+def nothing_more() -> None:
+    pass
+
+
+def compile_beside(*asks: Callable[[], object]) -> Compiling:
+    """By copies of this process, made while nobody is in the middle of an import."""
+    compiling = Compiling()
+    compiling.make(*asks)
+    return compiling

@@ -1,0 +1,90 @@
+"""(token, choice) pairs sorted by expert, and the tiles that they are multiplied in.
+
+Which expert a tile belongs to is found on the device. Expert e's tiles begin at offsets[e] // TILE + e, which leaves
+each expert room for its last, partly filled one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+
+MAX_FEW_PAIRS = 8192  # that one kernel sorts, faster than a dozen that sort any number
+
+
+class Tile(NamedTuple):
+    """Sorted pairs, matrix rows and columns that a program multiplies at a time."""
+
+    pairs: int
+    columns: int
+    stride: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constexpr = False):
+    """Whose tile this program's is; the place of its first pair, and the end of that expert's pairs. IS_PART:
+    `offsets` begins with another expert's than the first."""
+    tile = tl.program_id(0)
+    if IS_PART:
+        tile += tl.load(offsets) // TILE
+    low, high = 0, num_experts
+    while high - low > 1:  # the last expert whose tiles begin at or before this one
+        middle = (low + high) // 2
+        if tl.load(offsets + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    expert = low
+    begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    first = begin + (tile - begin // TILE - expert) * TILE
+    return expert, first, end
+
+
+@kernel_unspecialized("num_pairs")
+def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr) -> None:
+    """A program finds one expert's pairs and puts them, in their order, behind those of the experts before; the last
+    one, which has none, says where all end."""
+    expert = tl.program_id(0)
+    chunk = tl.arange(0, CHUNK)
+    place = 0
+    for first in range(0, num_pairs, CHUNK):
+        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
+        place += tl.sum((found < expert).to(tl.int32), axis=0)
+    tl.store(offsets + expert, place.to(tl.int64))
+    for first in range(0, num_pairs, CHUNK):
+        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
+        is_own = (found == expert).to(tl.int32)
+        targets = place + tl.cumsum(is_own, axis=0) - 1
+        tl.store(order + targets, (first + chunk).to(tl.int64), mask=is_own > 0)
+        place += tl.sum(is_own, axis=0)
+
+
+class SortedPairs(NamedTuple):
+    order: torch.Tensor  # int64 [P]: pairs in the order of their experts
+    offsets: torch.Tensor  # int64 [experts + 1]: where each expert's begin
+    shares: torch.Tensor  # float32 [T, k]: how much each pair counts
+    num_experts: int
+
+    @property
+    def k(self) -> int:
+        """Choices of a token"""
+        return self.shares.shape[1]
+
+
+def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> SortedPairs:
+    """Of the experts that tokens chose, and how much these count: [T, k] both"""
+    ids, weights = ids.contiguous().flatten(), weights.contiguous()
+    if len(ids) > MAX_FEW_PAIRS:
+        sorted_ids, order = ids.sort(stable=True)
+        offsets = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
+    else:
+        order, offsets = torch.empty_like(ids), ids.new_empty(num_experts + 1)
+        _sort_pairs[(num_experts + 1,)](ids, order, offsets, len(ids), num_experts, 1024, num_warps=4)
+    return SortedPairs(order, offsets, weights, num_experts)

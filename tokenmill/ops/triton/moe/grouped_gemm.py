@@ -1,0 +1,224 @@
+"""Routed experts in two ways, both without the host knowing who was chosen.
+
+A few tokens: each (token, choice) pair streams its expert's matrices, as for a single row. Many tokens: pairs are
+sorted by expert and multiplied in tiles (see `expert_tiles`), of plain matrices here, of words in `grouped_words`.
+Where experts have very many pairs, the matrices of a few of them at a time are expanded first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from tokenmill.arch.packed_formats import EXPANDED_BYTES
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.interface import ExpertsWeight
+from tokenmill.ops.triton.attention.decode import precision_of
+from tokenmill.ops.triton.elementwise.activation import act_mul, activate
+from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
+from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
+from tokenmill.ops.triton.moe.align import SortedPairs, Tile, expert_of_tile, sort_pairs
+from tokenmill.ops.triton.moe.grouped_gemm_int import moe_grouped_gemm_int
+from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, dequantized_rows
+
+MAX_STREAMED_TOKENS = 4
+STRIP = 2  # matrix rows a program streams
+EXPANDING_PAIRS = 128  # an expert; beyond, words are better expanded once than in every tile
+
+
+@kernel
+def _stream_gate_up(
+    x, ids, gate_up, out, hidden, inter,
+    K: tl.constexpr, KIND: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [pairs, inter] = act(gate x) * up x"""
+    wait_for_previous(OVERLAPS)
+    launch_dependents(OVERLAPS)  # not before the ids are there: the next kernel reads them without waiting
+    pair = tl.program_id(0)
+    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+    columns = tl.arange(0, STRIDE)
+    is_row = rows < inter
+    expert = tl.load(ids + pair)
+    lines = gate_up + (expert * 2 * inter + rows)[:, None] * hidden + columns[None, :]
+    source = x + (pair // K).to(tl.int64) * hidden
+    gates = tl.zeros((STRIP, STRIDE), tl.float32)
+    ups = tl.zeros((STRIP, STRIDE), tl.float32)
+    for start in range(0, hidden, STRIDE):
+        inside = start + columns < hidden
+        both = is_row[:, None] & inside[None, :]
+        factors = tl.load(source + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gates += tl.load(lines + start, mask=both, other=0.0).to(tl.float32) * factors
+        ups += tl.load(lines + inter * hidden + start, mask=both, other=0.0).to(tl.float32) * factors
+    result = activate(tl.sum(gates, axis=1), KIND) * tl.sum(ups, axis=1)
+    tl.store(out + pair.to(tl.int64) * inter + rows, result.to(out.dtype.element_ty), mask=is_row)
+
+
+@kernel
+def _stream_down(
+    inner, ids, weights, down, out, hidden, inter,
+    K: tl.constexpr, K_PADDED: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T, hidden] = sum over the choices; their matrices are on their way before `inner` is known"""
+    launch_dependents(OVERLAPS)
+    token = tl.program_id(0)
+    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+    columns = tl.arange(0, STRIDE)
+    choices = tl.arange(0, K_PADDED)
+    pairs = token * K + choices
+    is_choice = choices < K
+    chosen = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg")
+    lines = down + (chosen[:, None] * hidden + rows[None, :])[:, :, None] * inter + columns[None, None, :]
+    is_line = is_choice[:, None, None] & (rows < hidden)[None, :, None]
+    parts = tl.load(lines, mask=is_line & (columns < inter)[None, None, :], other=0.0)
+    wait_for_previous(OVERLAPS)
+    shares = tl.load(weights + pairs, mask=is_choice, other=0.0)
+    sums = tl.zeros((STRIP, STRIDE), tl.float32)
+    for start in range(0, inter, STRIDE):
+        inside = is_choice[:, None] & (start + columns < inter)[None, :]
+        factors = tl.load(inner + pairs[:, None] * inter + start + columns[None, :], mask=inside, other=0.0)
+        factors = factors.to(tl.float32) * shares[:, None]
+        sums += tl.sum(parts.to(tl.float32) * factors[:, None, :], axis=0)
+        following = start + STRIDE
+        parts = tl.load(lines + following, mask=is_line & (following + columns < inter)[None, None, :], other=0.0)
+    tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
+
+
+@kernel_unspecialized("num_experts")
+def _grouped(
+    x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
+    K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
+    IS_GATHERED: tl.constexpr, PRECISION: tl.constexpr, IS_PART: tl.constexpr,
+) -> None:  # fmt: skip
+    """Tiles of sorted pairs times their expert's matrix [num_out, num_in].
+
+    IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
+    """
+    expert, first, end = expert_of_tile(offsets, num_experts, TILE, IS_PART)
+    if first < end:
+        places = first + tl.arange(0, TILE)
+        is_pair = places < end
+        pairs = tl.load(order + places, mask=is_pair, other=0)
+        sources = pairs // K if IS_GATHERED else places
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = columns < num_out
+        strides = tl.arange(0, STRIDE)
+        matrix = matrices + tl.cast(expert, tl.int64) * num_out * num_in
+        x_lines = x + sources.to(tl.int64)[:, None] * num_in + strides[None, :]
+        lines = matrix + columns[:, None] * num_in + strides[None, :]
+        sums = tl.zeros((TILE, COLUMNS), tl.float32)
+        for start in range(0, num_in, STRIDE):
+            inside = (start + strides < num_in)[None, :]
+            left = tl.load(x_lines + start, mask=is_pair[:, None] & inside, other=0.0)
+            right = tl.load(lines + start, mask=is_column[:, None] & inside, other=0.0)
+            sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
+        if IS_GATHERED:
+            targets = places
+        else:
+            sums *= tl.load(shares + pairs, mask=is_pair, other=0.0)[:, None]
+            targets = pairs
+        out_lines = out + targets.to(tl.int64)[:, None] * num_out + columns[None, :]
+        tl.store(out_lines, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
+
+
+def experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    if not len(x):
+        return torch.empty_like(x)
+    if len(x) <= MAX_STREAMED_TOKENS and all(isinstance(matrix, torch.Tensor) for matrix in packed.packed):
+        return _streamed(x.contiguous(), weights, ids, packed, activation)
+    tile = _tile_for(ids.numel() / packed.num_experts, x.dtype)
+    return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
+
+
+def _streamed(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    gate_up, down = packed.packed
+    (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
+    inner = x.new_empty(num_tokens * k, inter)
+    out = torch.empty_like(x)
+    wide = min(2048, next_power_of_2(hidden))
+    _stream_gate_up[(num_tokens * k, cdiv(inter, STRIP))](
+        x, ids, gate_up, inner, hidden, inter, k, activation, STRIP, wide, num_warps=4, **launch_options()
+    )  # fmt: skip
+    _stream_down[(num_tokens, cdiv(hidden, STRIP))](
+        inner, ids, weights, down, out, hidden, inter, k, next_power_of_2(k), STRIP,
+        min(1024, next_power_of_2(inter)), num_warps=4, **launch_options()
+    )  # fmt: skip
+    return out
+
+
+def sorted_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    packed: ExpertsWeight,
+    activation: Activation,
+    tile: Tile,
+) -> torch.Tensor:
+    """What each choice adds: [T, k, H]"""
+    gate_up, down = packed.packed
+    pairs = sort_pairs(weights, ids, packed.num_experts)
+    gated = act_mul(_multiply(x, gate_up, pairs, tile, is_gathered=True), activation)
+    return _multiply(gated, down, pairs, tile, is_gathered=False).view(*ids.shape, -1)
+
+
+Matrices = torch.Tensor | PackedIntMatrix | tuple[torch.Tensor | PackedIntMatrix, ...]
+"""Of all experts: plain [experts, num_out, num_in], words with their lines one below the other, or, where gates and ups
+are not of one form, both apart"""
+
+
+def _multiply(
+    x: torch.Tensor, matrices: Matrices, pairs: SortedPairs, tile: Tile, *, is_gathered: bool
+) -> torch.Tensor:
+    """→ [pairs, num_out], in the order of the experts where tokens are gathered, else in their own"""
+    if isinstance(matrices, tuple):
+        return torch.cat([_multiply(x, one, pairs, tile, is_gathered=is_gathered) for one in matrices], dim=1)
+    if isinstance(matrices, PackedIntMatrix):
+        if len(pairs.order) > EXPANDING_PAIRS * pairs.num_experts and (count := _num_expanded(matrices, pairs, x)):
+            return _multiply_expanded(x, matrices, pairs, tile, count, is_gathered=is_gathered)
+        return moe_grouped_gemm_int(x, matrices, pairs, is_gathered=is_gathered)
+    out = x.new_empty(len(pairs.order), matrices.shape[1])
+    _launch(x, matrices, out, pairs, tile, is_gathered=is_gathered)
+    return out
+
+
+def _num_expanded(matrix: PackedIntMatrix, pairs: SortedPairs, x: torch.Tensor) -> int:
+    """So many experts' matrices are expanded at a time, an even number; 0: not even two are small enough"""
+    expert_bytes = len(matrix.words) // pairs.num_experts * matrix.num_columns * x.element_size()
+    return min(pairs.num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
+
+
+def _multiply_expanded(
+    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, tile: Tile, count: int, *, is_gathered: bool
+) -> torch.Tensor:
+    num_out = len(matrix.words) // pairs.num_experts
+    out = x.new_empty(len(pairs.order), num_out)
+    for first in range(0, pairs.num_experts, count):
+        lines = slice(first * num_out, (first + count) * num_out)
+        some = dequantized_rows(matrix, lines, x.dtype).view(-1, num_out, matrix.num_columns)
+        _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, is_gathered=is_gathered)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, pairs: SortedPairs, tile: Tile, *, is_gathered: bool
+) -> None:
+    """Writes the rows of `out` of those experts whose matrices these are, the first of `pairs.offsets`."""
+    num_experts, num_out, num_in = matrices.shape
+    grid = (len(pairs.order) // tile.pairs + num_experts, cdiv(num_out, tile.columns))
+    _grouped[grid](
+        x, matrices, out, pairs.order, pairs.offsets, pairs.shares, num_out, num_in, num_experts,
+        pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x), num_experts < pairs.num_experts,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return Tile(16, 32, 32, 4, 2)
+    if pairs_per_expert <= 16:
+        return Tile(16, 64, 128, 4, 4)
+    return Tile(64, 128, 64, 4, 4) if pairs_per_expert <= 128 else Tile(128, 128, 64, 8, 3)

@@ -1,0 +1,163 @@
+"""fp8 matrices times rows that are split into planes of fp8 numbers, so that nothing is expanded on its way to the
+matrix units.
+
+What the first plane rounds off is the second one's, 16 times as large: together they have the precision of bfloat16.
+Planes are further columns of the right factor, which the matrix units would pad anyway:
+
+    x / scale = a + b / 16        strip [STRIP, columns] · [a | b] of each row → sums [STRIP, 2 * ROWS]
+
+Many rows make do with one plane (see `quantized`). As in `strips`, a matrix with few strips is split by columns too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.gemm.splitk import SplitKConfig, join_splits, prefetch_tile, split_of_tile, splits_for
+from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
+from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = tl.constexpr(448.0)
+MAX_ROWS = 32  # that are worth two planes
+
+
+class Fp8Rows(NamedTuple):
+    """Rows as planes."""
+
+    planes: torch.Tensor  # fp8 [R, 1 or 2, columns]
+    scales: torch.Tensor  # float32 [R, 1]
+
+
+@triton.jit
+def store_fp8_rows(values, planes, scales, row, size, PLANES: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of float32 [BLOCK]"""
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / FP8_MAX, 1e-12)
+    tl.store(scales + row, scale)
+    places = tl.arange(0, BLOCK)
+    rest = values * (1.0 / scale)
+    for plane in tl.static_range(PLANES):
+        rounded = rest
+        if plane + 1 < PLANES:
+            # To four bits by hand: ptxas 12.8 takes the wrong register when a number is turned to fp8 and back.
+            rounded = ((rest.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+            rest = (rest - rounded) * 16
+        target = planes + (row * PLANES + plane) * size + places
+        tl.store(target, rounded.to(planes.dtype.element_ty), mask=places < size)
+
+
+@kernel
+def _quantize_rows(
+    x, planes, scales, size, PLANES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+) -> None:  # fmt: skip
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    values = tl.load(x + row * size + columns, mask=columns < size, other=0.0).to(tl.float32)
+    store_fp8_rows(values, planes, scales, row, size, PLANES, BLOCK)
+
+
+def num_planes_for(num_rows: int) -> int:
+    return 2 if num_rows <= MAX_ROWS else 1
+
+
+def empty_planes(num_rows: int, size: int, device: torch.device) -> Fp8Rows:
+    planes = torch.empty(num_rows, num_planes_for(num_rows), size, dtype=FP8, device=device)
+    return Fp8Rows(planes, torch.empty(num_rows, 1, dtype=torch.float32, device=device))
+
+
+def quantize_rows(x: torch.Tensor) -> Fp8Rows:
+    num_rows, size = x.shape
+    rounded = empty_planes(num_rows, size, x.device)
+    _quantize_rows[(num_rows,)](
+        x.contiguous(), *rounded, size, rounded.planes.shape[1], next_power_of_2(size),
+        num_warps=8, **launch_options(),
+    )  # fmt: skip
+    return rounded
+
+
+@kernel_unspecialized("num_rows")
+def _gemm_fp8_split(
+    x, weight, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """STRIDE columns at a time; IS_EVEN: which a row is a number of"""
+    launch_dependents(OVERLAPS)
+    strip, lines, low, high = split_of_tile(num_in, STRIP, STRIDE, SPLITS)
+    columns, planes = tl.arange(0, STRIDE), tl.arange(0, 2 * ROWS)
+    # Lines beyond the last are read as others, so that no load of the matrix is masked by them.
+    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
+    inputs = x + planes[:, None] * num_in + columns[None, :]
+    is_plane = (planes < 2 * num_rows)[:, None]
+    if FETCHED and OVERLAPS:
+        prefetch_tile(weight, low, num_out, num_in, 1, FETCHED, STRIP, THREADS)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, 2 * ROWS), tl.float32)
+    for start in range(low, high, STRIDE):
+        if IS_EVEN:
+            left = tl.load(matrix + start)
+            right = tl.load(inputs + start, mask=is_plane, other=0.0)
+        else:
+            inside = (start + columns < num_in)[None, :]
+            left = tl.load(matrix + start, mask=inside, other=0.0)
+            right = tl.load(inputs + start, mask=is_plane & inside, other=0.0)
+        sums = tl.dot(left, tl.trans(right), sums)
+    first, second = tl.split(tl.reshape(sums, (STRIP, ROWS, 2)))
+    total = first + second * 0.0625
+    is_last = True
+    if SPLITS > 1:
+        total, is_last = join_splits(total, parts, arrived, strip, STRIP, ROWS, SPLITS)
+    if is_last:
+        rows = tl.arange(0, ROWS)
+        is_line, is_row = lines < num_out, rows < num_rows
+        total *= tl.load(row_scales + rows, mask=is_row, other=0.0)[None, :]
+        total *= tl.load(scales + lines, mask=is_line, other=0.0)[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
+        target = out + rows[None, :] * num_out + lines[:, None]
+        tl.store(target, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_line[:, None])
+
+
+def pick_fp8_split_config(num_rows: int, num_out: int, num_in: int) -> SplitKConfig:
+    """As measured on an H200."""
+    if num_rows > 16:
+        is_large = num_out > 8192
+        return SplitKConfig(
+            64, 128 if is_large else 256, splits_for(num_out, num_in // 256, 96), 6 if is_large else 4, 512
+        )
+    if 64 * 88 < num_out <= 8192:
+        return SplitKConfig(64, 256, splits_for(num_out, num_in // 256, 192), 3, 512)
+    return SplitKConfig(64, 256, splits_for(num_out, num_in // 256, 192), 4, 512)
+
+
+def gemm_fp8_split(
+    rows: Fp8Rows,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    cut: SplitKConfig | None = None,
+) -> torch.Tensor:
+    """values fp8 [num_out, num_in], scales float32 [num_out] → [R, num_out]"""
+    num_rows, _, num_in = rows.planes.shape
+    num_out, device = len(values), values.device
+    cut = cut or pick_fp8_split_config(num_rows, num_out, num_in)
+    padded = max(8, next_power_of_2(num_rows))
+    strips = cdiv(num_out, cut.strip)
+    out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
+    parts, arrived = room_for_splits(strips, cut.splits, cut.strip * padded, out)
+    has_whole_shares = num_in % (cut.splits * cut.stride) == 0 and num_in // cut.splits >= cut.fetched
+    _gemm_fp8_split[(strips, cut.splits)](
+        rows.planes, values, rows.scales, scales, bias if bias is not None else out, out, parts, arrived,
+        num_rows, num_out, num_in, padded, cut.strip, cut.stride, cut.splits, 32 * cut.warps,
+        cut.fetched if has_whole_shares else 0, bias is not None, num_in % cut.stride == 0,
+        num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+    )  # fmt: skip
+    return out

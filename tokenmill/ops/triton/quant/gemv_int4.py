@@ -1,0 +1,197 @@
+"""A single row times a 4-bit matrix, without the matrix units: the time is what reading the matrix once takes, if a
+value costs few instructions.
+
+The row's columns are divided by a scale, one a span, rounded to float16, and kept in pairs that lie as the values of a
+word do (see `words`; spans of 32 words, 256 columns):
+
+    pair i of word w:   [ column w + 32 (i + 4) | column w + 32 i ]        i = 0 to 3
+
+So one instruction does something to two values (see `pairs`). Four products at a time are added up in float16, in
+groups of 128 columns that share a scale; then in float32. Where groups are smaller or have minima, one instruction more
+makes two weights of two values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.gemm.splitk import join_splits, scales_from, split_of_tile, splits_for
+from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
+from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.quant.fp16x2 import (
+    REGISTERS,
+    SMALLER,
+    as_pair,
+    half_of,
+    ptx_times,
+    ptx_values,
+    times_weighed,
+    value_of,
+)
+from tokenmill.ops.triton.quant.packed_int import has_ptx
+
+SPAN = 32
+LARGEST = tl.constexpr(1024.0)  # 32 times as much is a float16 number too
+
+# Sums of the lower and of the upper four values of a word times their halves.
+DOT_FP16_PAIRS = tl.constexpr(
+    "{\n"
+    + REGISTERS
+    + ptx_values("$2")
+    + ptx_times(3)
+    + """cvt.f32.f16 $0, low;
+cvt.f32.f16 $1, high;
+}"""
+)
+
+
+class Fp16PairRow(NamedTuple):
+    pairs: torch.Tensor  # int32 [1, columns / 2]
+    scales: torch.Tensor  # float32 [columns / 256]
+
+
+@triton.jit
+def store_fp16_pairs(values, pairs, scales, first, size, BLOCK: tl.constexpr):
+    """Columns [first, first + BLOCK) of a row, float32 [BLOCK]"""
+    spans = tl.reshape(values, (BLOCK // 256, 256))
+    factors = tl.maximum(tl.max(tl.abs(spans), axis=1) / LARGEST, 1e-30)
+    numbers = tl.arange(0, BLOCK // 256)
+    tl.store(scales + first // 256 + numbers, factors, mask=first + numbers * 256 < size)
+    bits = (spans * (1.0 / factors)[:, None]).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    low, high = tl.split(tl.permute(tl.reshape(bits, (BLOCK // 256, 2, 128)), (0, 2, 1)))
+    packed = tl.reshape((high << 16) | (low & 0xFFFF), (BLOCK // 2,))
+    places = tl.arange(0, BLOCK // 2)
+    tl.store(pairs + first // 2 + places, packed, mask=first + 2 * places < size)
+
+
+def empty_fp16_pairs(size: int, device: torch.device) -> Fp16PairRow:
+    pairs = torch.empty(1, size // 2, dtype=torch.int32, device=device)
+    return Fp16PairRow(pairs, torch.empty(size // 256, dtype=torch.float32, device=device))
+
+
+@triton.jit
+def _dot_fp16_pairs(words, a, b, c, d, HAS_PTX: tl.constexpr):
+    """words [STRIP, SPAN], pairs [SPAN] → sums of the first group of columns and of the second, [STRIP, SPAN] each"""
+    if HAS_PTX:
+        first, second = tl.inline_asm_elementwise(
+            DOT_FP16_PAIRS, "=f,=f,r,r,r,r,r", [words, a[None, :], b[None, :], c[None, :], d[None, :]],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first = value_of(words, 0) * half_of(a, 0)[None, :] + value_of(words, 1) * half_of(b, 0)[None, :]
+        first += value_of(words, 2) * half_of(c, 0)[None, :] + value_of(words, 3) * half_of(d, 0)[None, :]
+        second = value_of(words, 4) * half_of(a, 1)[None, :] + value_of(words, 5) * half_of(b, 1)[None, :]
+        second += value_of(words, 6) * half_of(c, 1)[None, :] + value_of(words, 7) * half_of(d, 1)[None, :]
+    return first, second
+
+
+@triton.jit
+def _pair(x, places, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Pair NUMBER of each word, made of the row itself"""
+    low, high = tl.load(x + NUMBER * SPAN + places), tl.load(x + (NUMBER + 4) * SPAN + places)
+    return as_pair(low, high, HAS_PTX)
+
+
+@kernel
+def _one_row(
+    x, row_scales, weight, scales, bias, out, parts, arrived, num_out, num_in,
+    STRIP: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, IS_HALVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
+    IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale.
+    GROUP columns share a scale; where they are 128 without minima, scales lie as the matrix does: [rows, groups]."""
+    launch_dependents(OVERLAPS)
+    places = tl.arange(0, SPAN)
+    weighs: tl.constexpr = GROUP < 128 or scales.dtype.element_ty == tl.int32
+    groups: tl.constexpr = 8 * SPAN // GROUP
+    row_words = num_in // 8
+    if weighs:  # then a thread should have many words of few lines
+        row_words = tl.multiple_of(row_words, SPAN)
+    strip, stands, low, high = split_of_tile(row_words, STRIP, SPAN, SPLITS)
+    lines = weight + (stands % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
+    line_scales = scales + (stands % num_out if weighs else (stands % num_out) * (num_in // 128))
+    words = tl.load(lines + low, mask=low + places[None, :] < high, other=0)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((STRIP, SPAN), tl.float32)
+    if weighs:
+        begin = tl.minimum(low, row_words - SPAN)  # a share may be empty
+        scales_here = scales_from(line_scales + begin // SPAN * groups * num_out, num_out, groups)
+    for start in range(low, high, SPAN):
+        following = tl.load(lines + start + SPAN, mask=start + SPAN + places[None, :] < high, other=0)
+        if IS_HALVED:
+            here = x + start * 4 + places
+            a, b, c, d = tl.load(here), tl.load(here + SPAN), tl.load(here + 2 * SPAN), tl.load(here + 3 * SPAN)
+            row_scale = tl.load(row_scales + start // SPAN)
+        else:
+            here = x + start * 8
+            a, b = _pair(here, places, 0, SPAN, HAS_PTX), _pair(here, places, 1, SPAN, HAS_PTX)
+            c, d = _pair(here, places, 2, SPAN, HAS_PTX), _pair(here, places, 3, SPAN, HAS_PTX)
+            row_scale = 1.0 / SMALLER
+        if weighs:
+            turn = tl.minimum(start + SPAN, high - SPAN) // SPAN
+            scales_next = scales_from(line_scales + turn * groups * num_out, num_out, groups)
+            pairs = (a[None, :], b[None, :], c[None, :], d[None, :])
+            sums += times_weighed(words, pairs, scales_here, SPAN, GROUP, 4, HAS_PTX) * row_scale
+            scales_here = scales_next
+        else:
+            first, second = _dot_fp16_pairs(words, a, b, c, d, HAS_PTX)
+            group = line_scales + start // SPAN * 2
+            sums += first * (tl.load(group).to(tl.float32) * row_scale)[:, None]
+            sums += second * (tl.load(group + 1).to(tl.float32) * row_scale)[:, None]
+        words = following
+    total = tl.sum(sums, axis=1)[:, None]
+    is_last = True
+    if SPLITS > 1:
+        total, is_last = join_splits(total, parts, arrived, strip, STRIP, 1, SPLITS)
+    if is_last:
+        target = stands[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + target, mask=target < num_out, other=0.0).to(tl.float32)
+        tl.store(out + target, total.to(out.dtype.element_ty), mask=target < num_out)
+
+
+@dataclass(frozen=True)
+class GemvInt4Config:
+    """How a product is cut into programs."""
+
+    strip: int
+    splits: int
+    warps: int = 4
+
+
+def pick_gemv_int4_config(num_out: int, num_in: int) -> GemvInt4Config:
+    """As measured on an H200."""
+    return GemvInt4Config(64, splits_for(num_out, num_in // 256, 384))
+
+
+def gemv_int4(
+    row: Fp16PairRow | torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    group: int,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    cut: GemvInt4Config | None = None,
+) -> torch.Tensor:
+    """A row in halves, or a plain one [1, columns] of moderate size; words int32 [num_out, columns / 8], scales
+    [groups, num_out] (see `words`), or [num_out, groups] where these are of 128 columns and have no minima
+    → [1, num_out]"""
+    num_out, num_in, device = len(words), 8 * words.shape[1], words.device
+    cut = cut or pick_gemv_int4_config(num_out, num_in)
+    strips = cdiv(num_out, cut.strip)
+    out = torch.empty(1, num_out, dtype=dtype, device=device)
+    parts, arrived = room_for_splits(strips, cut.splits, cut.strip, out)
+    _one_row[(strips, cut.splits)](
+        *(row if isinstance(row, Fp16PairRow) else (row.contiguous(), out)), words, scales,
+        bias if bias is not None else out, out, parts, arrived, num_out, num_in,
+        cut.strip, SPAN, cut.splits, isinstance(row, Fp16PairRow), bias is not None, group, has_ptx(),
+        num_warps=cut.warps, **launch_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,279 @@
+"""Products of dozens to hundreds of rows with matrices of words (see `words`), on Hopper: enough rows to keep the
+matrix units busy, too few to expand the matrix into memory first.
+
+As in `strips` a program owns a strip of the matrix, which is the left factor, and a share of its columns:
+
+    strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
+
+Three things go on at once. Inputs are copied into a ring of tiles in shared memory by the unit that is there for it;
+words and scales of the next span are on their way into registers; and while the matrix units multiply one chunk of
+columns, the others turn words into the next chunk's weights, in the very registers where the matrix units take them
+from. No compiler arranges that by itself, so this is written in Gluon, Triton's lower language, in which layouts,
+copies and waits are spelled out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tokenmill.ops.triton.gemm.gluon_parts import (
+    barrier,
+    copy_to_shared,
+    join_splits,
+    launch_dependents,
+    new_barriers,
+    store_lines,
+    wait_for_previous,
+)
+from tokenmill.ops.triton.launch.capabilities import H200_PROCESSORS
+from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+SPAN = gl.constexpr(32)  # words, as in all matrices that come here
+COLUMNS = gl.constexpr(64)  # of a chunk: two values of each word of a span
+MAX_ROWS = 256
+TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.constexpr_function
+def _place(bits, number):
+    """Where value `number` stands in its word, shifted by how much: 4 bits at 8, 12 or 16, 8 bits at 8 always"""
+    if bits == 8:
+        return 8, 0
+    return (8 + 4 * number, -8) if number < 2 else (4 * number, 0) if number < 5 else (4 * number - 12, 12)
+
+
+@gluon.constexpr_function
+def _excess(bits, number):
+    """What a value is too large by, after `_weigh` made a float32 number of it"""
+    return 2.0 ** (23 - _place(bits, number)[0]) + 2.0 ** (bits - 1)
+
+
+@gluon.constexpr_function
+def _weigh(bits, number, kind):
+    """PTX: value `number` of two neighbouring words, times scale plus rest, as a pair of 16-bit numbers. Bits at
+    `place` behind the upper bits of 2 ** (23 - place) are a float32 number, and the rest is one without rounding."""
+    place, shift = _place(bits, number)
+    made = ""
+    for word, value in (("$1", "t"), ("$2", "u")):
+        if bits == 8:
+            made += f"prmt.b32 {value}, {word}, 0x47000000, 0x74{number}4;\n"
+        else:
+            source = word if shift == 0 else value
+            if shift:
+                made += f"{'shr' if shift > 0 else 'shl'}.b32 {value}, {word}, {abs(shift)};\n"
+            made += f"lop3.b32 {value}, {source}, {15 << place}, {(150 - place) << 23}, 0xEA;\n"
+    return f"""{{
+.reg .b32 t, u;
+.reg .f32 low, high;
+{made}mov.b32 low, t;
+mov.b32 high, u;
+fma.rn.f32 low, low, $3, $5;
+fma.rn.f32 high, high, $4, $6;
+cvt.rn.{kind}x2.f32 $0, high, low;
+}}"""
+
+
+@gluon.jit
+def _scale_and_rest(found, BITS: gl.constexpr, NUMBER: gl.constexpr):
+    """Of scales as they were loaded, float32 [lines, 1] each; for value NUMBER of a word"""
+    excess: gl.constexpr = _excess(BITS, NUMBER)
+    if found.dtype == gl.int32:
+        scale = found.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        rest = (found >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32) - scale * excess
+    else:
+        scale = found.to(gl.float32)
+        rest = scale * -excess
+    return gl.expand_dims(scale, 1), gl.expand_dims(rest, 1)
+
+
+@gluon.jit
+def _weights(words, found, places, NUMBER: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr):
+    """Value NUMBER of each word, as weights: [STRIP, SPAN]"""
+    first: gl.constexpr = NUMBER * SPAN // GROUP
+    scale, rest = _scale_and_rest(found[first], BITS, NUMBER)
+    if GROUP < SPAN:  # two groups
+        second_scale, second_rest = _scale_and_rest(found[first + 1], BITS, NUMBER)
+        is_first = gl.expand_dims(places < GROUP, 0)
+        scale, rest = gl.where(is_first, scale, second_scale), gl.where(is_first, rest, second_rest)
+    if gl.bfloat16 == DTYPE:
+        weights = gl.inline_asm_elementwise(
+            _weigh(BITS, NUMBER, "bf16"), "=r,r,r,f,f,f,f", [words, scale, rest], gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        weights = gl.inline_asm_elementwise(
+            _weigh(BITS, NUMBER, "f16"), "=r,r,r,f,f,f,f", [words, scale, rest], gl.float16, is_pure=True, pack=2
+        )
+    return weights
+
+
+@gluon.jit
+def _chunk(
+    words, found, places, FIRST: gl.constexpr, STRIP: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Values FIRST of all words, and behind them those that follow: [STRIP, COLUMNS]"""
+    a = _weights(words, found, places, FIRST, GROUP, BITS, DTYPE)
+    b = _weights(words, found, places, FIRST + 1, GROUP, BITS, DTYPE)
+    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (STRIP, COLUMNS))
+
+
+@gluon.jit
+def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
+    """A span's words, which begin at word `start` of each line, and their scales"""
+    places = scales + start // SPAN * GROUPS * num_out
+    found = (gl.load(places),)
+    for i in gl.static_range(1, GROUPS):
+        found = found + (gl.load(places + i * num_out),)
+    return gl.load(matrix + start), found
+
+
+@gluon.jit
+def _copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr):
+    """Chunk `number` of the inputs, if there is one, is asked for into the tile that is its."""
+    place = number % RING
+    mbarrier.expect(copied.index(place), ROWS * COLUMNS * 2, pred=number < total)
+    copy_to_shared(x, [row, column + number * COLUMNS], copied.index(place), tiles.index(place), pred=number < total)
+
+
+@gluon.jit
+def _store(
+    sums, bias, out, row, num_rows, num_out, HAS_BIAS: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr,
+    SUMS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    begin = gl.program_id(0) * STRIP
+    if HAS_BIAS:
+        ours = begin + gl.arange(0, STRIP, layout=gl.SliceLayout(1, SUMS))
+        sums += gl.expand_dims(gl.load(bias + ours, mask=ours < num_out, other=0.0).to(gl.float32), 1)
+    store_lines(sums, out, begin, row, num_rows, num_out, STRIP, ROWS, WARPS)
+
+
+@kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
+def _hopper_gemm_int(
+    x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
+    ROWS: gl.constexpr, STRIP: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    AHEAD: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, OVERLAPS: gl.constexpr,
+) -> None:  # fmt: skip
+    """Lines beyond the last are read as others; rows beyond the last are zeros, as the copying unit has it."""
+    launch_dependents(OVERLAPS)
+    EACH: gl.constexpr = 32 // BITS
+    GROUPS: gl.constexpr = SPAN * EACH // GROUP
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    row, row_words = gl.program_id(2) * ROWS, num_in // EACH
+    share = gl.cdiv(row_words, splits * SPAN) * SPAN
+    low = gl.program_id(1) * share
+    high = gl.minimum(low + share, row_words)
+    total, column = gl.maximum(high - low, 0) * EACH // COLUMNS, low * EACH
+
+    tiles = gl.allocate_shared_memory(x.dtype, [RING, ROWS, COLUMNS], x.layout)
+    copied = new_barriers(RING)
+
+    lines = (gl.program_id(0) * STRIP + gl.arange(0, STRIP, layout=gl.SliceLayout(1, LEFT))) % num_out
+    places = gl.arange(0, SPAN, layout=gl.SliceLayout(0, LEFT))
+    matrix = weight + gl.expand_dims(lines.to(gl.int64) * row_words, 1) + gl.expand_dims(places, 0)
+    first, last = gl.minimum(low, row_words - SPAN), gl.maximum(high - SPAN, 0)  # a share may be empty
+    words, found = _span(matrix, scales + lines, first, num_out, GROUPS)
+    if AHEAD == 2:
+        words_next, found_next = _span(matrix, scales + lines, gl.minimum(first + SPAN, last), num_out, GROUPS)
+    wait_for_previous(OVERLAPS)
+
+    for i in gl.static_range(RING - 1):
+        _copy_tile(x, tiles, copied, i, row, column, total, ROWS, RING)
+    sums = gl.zeros((STRIP, ROWS), gl.float32, layout=SUMS)
+    number = 0
+    for start in range(low, high, SPAN):
+        following = gl.minimum(start + AHEAD * SPAN, last)
+        words_then, found_then = _span(matrix, scales + lines, following, num_out, GROUPS)
+        for i in gl.static_range(0, EACH, 2):
+            chunk = _chunk(words, found, places, i, STRIP, GROUP, BITS, x.dtype)
+            left = gl.convert_layout(chunk, LEFT, assert_trivial=True)  # nothing moves
+            mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
+            sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])
+            barrier()  # all have multiplied the chunk before, whose tile is free now
+            _copy_tile(x, tiles, copied, number + RING - 1, row, column, total, ROWS, RING)
+            number += 1
+        if AHEAD == 2:
+            words, found = words_next, found_next
+            words_next, found_next = words_then, found_then
+        else:
+            words, found = words_then, found_then
+    sums = warpgroup_mma_wait(0, deps=[sums])
+
+    is_last = splits == 1
+    if splits > 1:
+        sums, is_last = join_splits(sums, parts, arrived, splits, STRIP, ROWS, SUMS)
+    if is_last:
+        _store(sums, bias, out, row, num_rows, num_out, HAS_BIAS, STRIP, ROWS, SUMS, WARPS)
+
+
+@dataclass(frozen=True)
+class HopperIntConfig:
+    """How a product is cut into programs."""
+
+    rows: int
+    splits: int
+    strip: int = 64
+    warps: int = 4
+    ahead: int = 1  # spans on their way
+    ring: int = 6  # tiles of inputs
+
+
+# What 256 columns cost a program, in about microseconds, with one program on its multiprocessor, two, or three: as
+# measured on an H200.
+COSTS = {64: (1.5, 2.0, 2.6), 128: (1.5, 2.0), 256: (2.6,)}
+BEGINNING, JOINING = 1.5, 1.5  # of a program, in such columns
+
+
+def _cost(cut: HopperIntConfig, num_rows: int, num_out: int, num_in: int) -> float:
+    costs, programs = COSTS[cut.rows], cdiv(num_out, cut.strip) * cdiv(num_rows, cut.rows) * cut.splits
+    full, others = divmod(programs, H200_PROCESSORS * len(costs))
+    turns = cdiv(num_in, 256 * cut.splits) + BEGINNING + (JOINING if cut.splits > 1 else 0)
+    return turns * (full * costs[-1] + (costs[cdiv(others, H200_PROCESSORS) - 1] if others else 0))
+
+
+def pick_hopper_int_config(num_rows: int, num_out: int, num_in: int, bits: int) -> HopperIntConfig:
+    """The cheapest. A matrix with few strips is split by columns, but not for 256 rows, whose sums are too many; spans
+    of 8 bits are short, and two of them have to be on their way unless many programs are."""
+    rows, ahead = (64, 1) if num_rows <= 64 else (128, bits // 4)
+    cuts = [HopperIntConfig(rows, splits, ahead=ahead) for splits in range(1, min(8, cdiv(num_in, 256)) + 1)]
+    if num_rows > 128:
+        cuts.append(HopperIntConfig(256, 1, strip=128, warps=8))
+    return min(cuts, key=lambda cut: _cost(cut, num_rows, num_out, num_in))
+
+
+def hopper_int_linear(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    bias: torch.Tensor | None,
+    cut: HopperIntConfig | None = None,
+) -> torch.Tensor:
+    """words int32 [num_out, words] in spans of 32, scales [groups, num_out]"""
+    x = x.contiguous()
+    (num_rows, num_in), num_out = x.shape, len(words)
+    cut = cut or pick_hopper_int_config(num_rows, num_out, num_in, bits)
+    strips, blocks = cdiv(num_out, cut.strip), cdiv(num_rows, cut.rows)
+    out = x.new_empty(num_rows, num_out)
+    parts, arrived = room_for_splits(strips * blocks, cut.splits, cut.strip * cut.rows, out)
+    inputs = TensorDescriptor.from_tensor(x, [cut.rows, 64], TILES)
+    _hopper_gemm_int[(strips, cut.splits, blocks)](
+        inputs, words, scales, bias if bias is not None else x, out, parts, arrived,
+        num_rows, num_out, num_in, cut.splits,
+        cut.rows, cut.strip, cut.ring, cut.warps, cut.ahead, bias is not None, num_in // len(scales), bits,
+        num_warps=cut.warps, **launch_options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,188 @@
+"""Matrices of 4 or 8 bits a value, as words of 32 bits, and how the values come out of them.
+
+A row is cut into spans of a fixed number of words. The i-th value of word w of a span, counted from the lowest bits, is
+its column i * span + w, so that the i-th values of all its words are neighbours, as the columns they multiply:
+
+    word w of 4 bits a value:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
+
+Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255. A weight is its value times the scale of its
+group of columns; where groups have a minimum too, which is added to that, both are a pair in one number of 32 bits.
+Those of neighbouring rows are neighbours, because it is for many rows that a program needs them together:
+
+    scales [groups, rows]    float numbers; or int32:  [ minimum | scale ], float16 each
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+FOUR_BITS = tl.constexpr("""{
+.reg .b32 t;
+prmt.b32 t, $8, $9, 0x0400;
+lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, t, 4;
+lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
+prmt.b32 t, $8, $9, 0x0501;
+lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, t, 4;
+lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
+prmt.b32 t, $8, $9, 0x0602;
+lop3.b32 $4, t, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, t, 4;
+lop3.b32 $5, t, 0x000F000F, 0x43004300, 0xEA;
+prmt.b32 t, $8, $9, 0x0703;
+lop3.b32 $6, t, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 t, t, 4;
+lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
+}""")
+
+
+# A byte behind the upper bits of 2^23 in float32 is a value 2^23 + 128 too large; the difference has at most 8 bits, so
+# its upper half is the same number in bfloat16.
+# Of two words: the i-th bytes of both become output i.
+EIGHT_BITS = tl.constexpr(
+    "{ .reg .b32 s, t;"
+    + "".join(
+        f"prmt.b32 s, $4, 0x4B000000, 0x744{i}; prmt.b32 t, $5, 0x4B000000, 0x744{i};"
+        "sub.f32 s, s, 0f4B000080; sub.f32 t, t, 0f4B000080;"
+        f"prmt.b32 ${i}, s, t, 0x7632;"
+        for i in range(4)
+    )
+    + "}"
+)
+
+
+@triton.jit
+def _nibble(words, NUMBER: tl.constexpr):
+    return (((words >> (4 * NUMBER)) & 15) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def expand_4_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Tensors of the words' shape with their first, second ... values; two words at a time where PTX is understood.
+    Four bits behind the upper bits of 128 in bfloat16 are a value 136 too large."""
+    if HAS_PTX:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            FOUR_BITS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        )  # fmt: skip
+    else:
+        a, b, c, d = _nibble(words, 0), _nibble(words, 1), _nibble(words, 2), _nibble(words, 3)
+        e, f, g, h = _nibble(words, 4), _nibble(words, 5), _nibble(words, 6), _nibble(words, 7)
+    return (
+        a.to(COMPUTE) - 136.0, b.to(COMPUTE) - 136.0, c.to(COMPUTE) - 136.0, d.to(COMPUTE) - 136.0,
+        e.to(COMPUTE) - 136.0, f.to(COMPUTE) - 136.0, g.to(COMPUTE) - 136.0, h.to(COMPUTE) - 136.0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _byte(words, NUMBER: tl.constexpr):
+    return ((words >> (8 * NUMBER)) & 255).to(tl.float32) - 128.0
+
+
+@triton.jit
+def expand_8_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """The same for words of four values"""
+    if HAS_PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            EIGHT_BITS, "=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        )  # fmt: skip
+    else:
+        a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
+    return a.to(COMPUTE), b.to(COMPUTE), c.to(COMPUTE), d.to(COMPUTE)
+
+
+@triton.jit
+def expand_values(words, BITS: tl.constexpr, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
+    return expand_4_bits(words, COMPUTE, HAS_PTX) if BITS == 4 else expand_8_bits(words, COMPUTE, HAS_PTX)
+
+
+@triton.jit
+def scale_of(found):
+    """float32, of scales as they were loaded"""
+    if found.dtype == tl.int32:
+        found = found.to(tl.int16).to(tl.float16, bitcast=True)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def minimum_of(found):
+    return (found >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def paired(scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """float32 [..., groups] of both → int32 [..., groups]"""
+    return torch.stack((scales, minima), dim=-1).to(torch.float16).view(torch.int32).squeeze(-1)
+
+
+def unpaired(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The inverse: scales, and minima where there are any"""
+    if scales.dtype != torch.int32:
+        return scales, None
+    low, high = scales.contiguous().unsqueeze(-1).view(torch.float16).unbind(-1)
+    return low, high
+
+
+def has_ptx() -> bool:
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
+def pack_ints(values: torch.Tensor, span: int, bits: int) -> torch.Tensor:
+    """values uint8 [rows, columns] as they are stored → int32 [rows, columns * bits / 32]"""
+    spans = values.view(len(values), -1, 32 // bits, span).transpose(2, 3)  # [rows, spans, word, i]
+    if bits == 4:
+        spans = spans[..., 0::2] | (spans[..., 1::2] << 4)
+    return spans.contiguous().view(torch.int32).flatten(1)
+
+
+def unpack_ints(words: torch.Tensor, span: int, bits: int) -> torch.Tensor:
+    """The inverse: uint8 [rows, columns]"""
+    values = words.view(torch.uint8).view(len(words), -1, span, 4)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=4).flatten(3)
+    return values.transpose(2, 3).reshape(len(words), -1)
+
+
+@kernel
+def _dequantize_packed(
+    words, scales, out, num_out, num_in, scale_stride,
+    LINES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A span of LINES rows a program"""
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    span, places = tl.program_id(1), tl.arange(0, WORDS)
+    values_each: tl.constexpr = 32 // BITS
+    is_line, begins = (lines < num_out)[:, None], lines.to(tl.int64)[:, None] * num_in
+    found = tl.load(words + begins // values_each + span * WORDS + places[None, :], mask=is_line, other=0)
+    for i in tl.static_range(values_each):
+        column = (span * values_each + i) * WORDS
+        if GROUP < WORDS:
+            group = (column + places)[None, :] // GROUP
+            scale = tl.load(scales + group * scale_stride + lines[:, None], mask=is_line, other=0)
+        else:
+            scale = tl.load(scales + column // GROUP * scale_stride + lines, mask=lines < num_out, other=0)[:, None]
+        stored = (found >> (BITS * i)) & ((1 << BITS) - 1)
+        value = (stored - (1 << (BITS - 1))).to(tl.float32) * scale_of(scale)
+        if scales.dtype.element_ty == tl.int32:
+            value += minimum_of(scale)
+        tl.store(out + begins + column + places[None, :], value.to(out.dtype.element_ty), mask=is_line)
+
+
+def dequantize_packed(
+    words: torch.Tensor, scales: torch.Tensor, span: int, bits: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[num_out, num_in], for products of many rows; of `scales` [groups, num_out] rows may lie apart"""
+    num_out, num_in = words.shape[0], words.shape[1] * 32 // bits
+    out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
+    group = num_in // scales.shape[0]
+    _dequantize_packed[(cdiv(num_out, 16), words.shape[1] // span)](
+        words, scales, out, num_out, num_in, scales.stride(0), 16, span, group, bits, num_warps=4
+    )
+    return out

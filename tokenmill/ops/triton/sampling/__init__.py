@@ -1,0 +1,1 @@
+"""Sampling on the device: argmax, draws, penalties."""

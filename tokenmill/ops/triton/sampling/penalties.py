@@ -1,0 +1,96 @@
+"""What a row's parameters do to its logits on the device before a token is drawn (`draw.py`): penalties for tokens
+that were
+seen, then what is added to single tokens. Each row's parameters, edits and counts of seen tokens lie in tables by row.
+
+The same steps in the same order as `sampling/steps.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.sizes import cdiv
+
+PARAM_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(number) for number in range(4))
+REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(number) for number in range(4, 7))
+NUM_PARAMS = tl.constexpr(8)
+BLOCK = 2048
+
+
+@kernel
+def _penalise(logits, rows, params, seen, vocab, BLOCK: tl.constexpr) -> None:
+    """`seen` int16 [max_rows, vocab]: 0 never, else 1 + how often in the output; changes the logits."""
+    line = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + line).to(tl.int64)
+    if row >= 0:
+        own = params + row * NUM_PARAMS
+        repetition = tl.load(own + REPETITION).to(tl.float32)
+        presence = tl.load(own + PRESENCE).to(tl.float32)
+        frequency = tl.load(own + FREQUENCY).to(tl.float32)
+        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+            tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            inside = tokens < vocab
+            times = tl.load(seen + row * vocab + tokens, mask=inside, other=0).to(tl.int32)
+            value = tl.load(logits + line * vocab + tokens, mask=inside, other=0.0)
+            changed = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+            changed -= frequency * (times - 1).to(tl.float32)
+            changed -= tl.where(times > 1, presence, 0.0)
+            tl.store(logits + line * vocab + tokens, changed, mask=inside & (times > 0))
+
+
+@kernel
+def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, NUM_EDITS: tl.constexpr) -> None:
+    """Adds values to single logits, each as long as the output has fewer tokens than its end."""
+    line = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + line).to(tl.int64)
+    if row >= 0:
+        places = row * NUM_EDITS + tl.arange(0, NUM_EDITS)
+        is_used = tl.load(edit_ends + places) > tl.load(indices + line)
+        targets = logits + line * vocab + tl.load(edit_ids + places)
+        value = tl.load(targets, mask=is_used, other=0.0) + tl.load(edit_values + places)
+        tl.store(targets, value, mask=is_used)
+
+
+@kernel
+def _count_fed(rows, indices, token_ids, params, seen, counted, vocab) -> None:
+    """The token that a row with n output tokens feeds last is the n-th of them: counted, if it was not yet."""
+    line = tl.program_id(0)
+    row = tl.load(rows + line).to(tl.int64)
+    if row >= 0:
+        index, token = tl.load(indices + line), tl.load(token_ids + line)
+        if index > tl.load(counted + row):
+            own = params + row * NUM_PARAMS
+            penalised = (tl.load(own + REPETITION) != 1.0) | (tl.load(own + PRESENCE) != 0.0)
+            if penalised | (tl.load(own + FREQUENCY) != 0.0):
+                times = tl.load(seen + row * vocab + token).to(tl.int32)
+                tl.store(seen + row * vocab + token, tl.minimum(tl.maximum(times, 1) + 1, 32767).to(tl.int16))
+            tl.store(counted + row, index)
+
+
+def count_fed(
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    token_ids: torch.Tensor,
+    params: torch.Tensor,
+    seen: torch.Tensor,
+    counted: torch.Tensor,
+) -> None:
+    """rows, indices int32, token_ids [R]; updates `seen` int16 [max_rows, vocab] and `counted` int32 [max_rows]"""
+    _count_fed[(len(rows),)](rows, indices, token_ids, params, seen, counted, seen.shape[1], num_warps=1)
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    params: torch.Tensor,
+    seen: torch.Tensor,
+    edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Penalties, then what is added to single tokens: ids, values, ends [max_rows, E]; changes logits [R, vocab]"""
+    num_rows, vocab = logits.shape
+    _penalise[(num_rows, cdiv(vocab, BLOCK))](logits, rows, params, seen, vocab, BLOCK, num_warps=8)
+    _add_edits[(num_rows,)](logits, rows, indices, *edits, vocab, edits[0].shape[1], num_warps=2)

@@ -1,0 +1,232 @@
+"""Drawing a token on the device: temperature, top-k, top-p, min-p, and the draw, a program a row, from logits
+that are
+penalised and edited already (`logit_edits.py`).
+
+The same steps in the same order as `sampling/steps.py`: softmax in whole numbers of 2**-50, cuts on these, then the
+first token whose cumulative mass passes u * total. Sums of whole numbers have no order, so a row's token is the same in
+any batch; against a CPU only the last bit of exp differs.
+
+A cut needs the k-th best value, or the value at which the mass reaches a share. Distances below the highest logit are
+floats of one sign, whose bits sort as they do. A pass over the row counts what lies within each of eight borders, the
+next pass looks between the two that matter; once few tokens are left between them these are picked out and searched
+alone:
+
+    mass within distance   |####|#|.|.|.|.|.|.|      the first of eight borders that holds enough, then eight inside it
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.sampling.penalties import MIN_P, NUM_PARAMS, TEMPERATURE, TOP_K, TOP_P
+
+NO_NUMBER = tl.constexpr(-1)  # in place of a token: the logits are unusable
+NOTHING_LEFT = tl.constexpr(-2)  # every token was excluded
+BLOCK = 2048
+FEW = 2048  # tokens that are searched in registers
+
+
+@triton.jit
+def _mass(distance, unit):
+    """Whole numbers of 2**-50; `distance` below the highest logit, `unit`: what a token at distance 0 has."""
+    return (tl.exp(-distance) * unit).to(tl.int64)
+
+
+@triton.jit
+def _distances(line, start, vocab, highest, rate, BLOCK: tl.constexpr):
+    """`rate`: one over the temperature"""
+    tokens = start + tl.arange(0, BLOCK)
+    values = tl.load(line + tokens, mask=tokens < vocab, other=float("-inf"))
+    return (highest - values) * rate
+
+
+@triton.jit
+def _bits(distance):
+    return distance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _weights(distance, unit, limit, COUNTS: tl.constexpr):
+    """Of each token: 1 (COUNTS) or its mass; nothing beyond `limit`."""
+    inside = _bits(distance) <= limit
+    if COUNTS:
+        return inside.to(tl.int64)
+    return tl.where(inside, _mass(distance, unit), 0)
+
+
+@triton.jit
+def _between(ends, sums, counts, needed, low, before):
+    """The first border that holds `needed`, and the one before it: (low, high, weight before low, tokens between)"""
+    steps = tl.arange(0, 8)
+    place = tl.minimum(8 - tl.sum((sums >= needed).to(tl.int32), axis=0), 7)
+    high = tl.sum(tl.where(steps == place, ends, 0), axis=0)
+    inside = tl.sum(tl.where(steps == place, counts, 0), axis=0)
+    if place > 0:
+        low = tl.sum(tl.where(steps == place - 1, ends, 0), axis=0) + 1
+        before = tl.sum(tl.where(steps == place - 1, sums, 0), axis=0)
+        inside -= tl.sum(tl.where(steps == place - 1, counts, 0), axis=0)
+    return low, high, before, inside
+
+
+@triton.jit
+def _ends(low, high):
+    """Eight borders that cut [low, high] into equal parts, the last of them `high` or beyond."""
+    return low + (tl.arange(0, 8) + 1).to(tl.int64) * ((high - low) // 8 + 1) - 1
+
+
+@triton.jit
+def _border(
+    line, picked, vocab, highest, rate, unit, limit, wanted,
+    COUNTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bits of the smallest distance within which there are `wanted` tokens (COUNTS), or such a share of the mass."""
+    steps = tl.arange(0, 8)
+    # First by eye: 0, then up to 0.25, 1, 2, 4, 8, 16 and everything.
+    ends = tl.where(steps < 3, 0x3F7FFFFF - (2 - steps) * 0x1000000, 0x3F7FFFFF + (steps - 2) * 0x800000).to(tl.int64)
+    ends = tl.where(steps == 0, 0, tl.where(steps == 7, 0x7F7FFFFF, ends))
+    low, high = tl.zeros((), tl.int64), tl.full((), 0x7F7FFFFF, tl.int64)
+    before, needed = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    inside = tl.full((), 1 << 30, tl.int32)
+    while (low < high) & (inside > FEW):
+        sums = tl.zeros((BLOCK, 8), tl.int64)
+        counts = tl.zeros((BLOCK, 8), tl.int32)
+        for start in range(0, vocab, BLOCK):
+            distance = _distances(line, start, vocab, highest, rate, BLOCK)
+            is_within = _bits(distance).to(tl.int64)[:, None] <= ends[None, :]
+            sums += tl.where(is_within, _weights(distance, unit, limit, COUNTS)[:, None], 0)
+            counts += is_within.to(tl.int32)
+        held = tl.sum(sums, axis=0)
+        if needed == 0:
+            everything = tl.max(held, axis=0)
+            needed = wanted.to(tl.int64) if COUNTS else tl.ceil(wanted * everything.to(tl.float64)).to(tl.int64)
+            needed = tl.minimum(tl.maximum(needed, 1), everything)
+        low, high, before, inside = _between(ends, held, tl.sum(counts, axis=0), needed, low, before)
+        ends = _ends(low, high)
+    if low < high:
+        few = _picked(line, picked, vocab, highest, rate, low, high, FEW, BLOCK)
+        weights = _weights(few.to(tl.float32, bitcast=True), unit, limit, COUNTS)
+        while low < high:
+            is_within = few.to(tl.int64)[:, None] <= ends[None, :]
+            held = before + tl.sum(tl.where(is_within, weights[:, None], 0), axis=0)
+            # `before` is what lies below all that were picked, so it stays as it is.
+            low, high, _, inside = _between(ends, held, tl.sum(is_within.to(tl.int32), axis=0), needed, low, before)
+            ends = _ends(low, high)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _picked(line, picked, vocab, highest, rate, low, high, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Bits of the distances within [low, high], FEW at most, by way of memory; no number in the places left."""
+    count = tl.zeros((), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        bits = _bits(_distances(line, start, vocab, highest, rate, BLOCK))
+        chosen = ((bits >= low) & (bits <= high)).to(tl.int32)
+        tl.store(picked + count + tl.cumsum(chosen, axis=0) - 1, bits, mask=chosen > 0)
+        count += tl.sum(chosen, axis=0)
+    tl.debug_barrier()
+    places = tl.arange(0, FEW)
+    return tl.load(picked + places, mask=places < count, other=0x7FFFFFFF)
+
+
+@kernel
+def _draw(
+    logits, rows, uniforms, params, drawn, newest, picked, vocab, FEW: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    number = tl.program_id(0)
+    row = tl.load(rows + number).to(tl.int64)
+    line = logits + number.to(tl.int64) * vocab
+    token = tl.full((), NO_NUMBER, tl.int64)
+    if row >= 0:
+        highest, place, is_broken = _highest(line, vocab, BLOCK)
+        temperature = tl.load(params + row * NUM_PARAMS + TEMPERATURE).to(tl.float32)
+        if is_broken == 0:
+            if highest == float("-inf"):
+                token = tl.full((), NOTHING_LEFT, tl.int64)
+            elif temperature == 0.0:
+                token = place
+            else:
+                token = _drawn(
+                    line, picked + number * FEW, vocab, highest, tl.div_rn(1.0, temperature),
+                    params + row * NUM_PARAMS, tl.load(uniforms + number), FEW, BLOCK,
+                )  # fmt: skip
+        tl.store(newest + row, token)
+    tl.store(drawn + number, token)
+
+
+@triton.jit
+def _highest(line, vocab, BLOCK: tl.constexpr):
+    """(highest logit, the first place where it stands, whether a logit is not a number)"""
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    places = tl.zeros((BLOCK,), tl.int64)
+    broken = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        values = tl.load(line + tokens, mask=tokens < vocab, other=float("-inf"))
+        broken |= ((values != values) | (values == float("inf"))).to(tl.int32)
+        places = tl.where(values > best, tokens.to(tl.int64), places)
+        best = tl.maximum(best, values)
+    highest = tl.max(best, axis=0)
+    first = tl.min(tl.where(best == highest, places, 1 << 40), axis=0)
+    return highest, first, tl.max(broken, axis=0)
+
+
+@triton.jit
+def _drawn(line, picked, vocab, highest, rate, params, uniform, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    top_k, top_p = tl.load(params + TOP_K), tl.load(params + TOP_P)
+    limit = tl.full((), 0x7F7FFFFF, tl.int32)
+    if top_k > 0:
+        limit = _border(line, picked, vocab, highest, rate, 1.0, limit, top_k, True, FEW, BLOCK)
+    exps = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        distance = _distances(line, start, vocab, highest, rate, BLOCK)
+        exps += tl.where(_bits(distance) <= limit, tl.exp(-distance), 0.0)
+    unit = tl.div_rn(1125899906842624.0, tl.sum(exps, axis=0))
+    least = tl.full((), 1, tl.int64)
+    if top_p < 1.0:
+        border = _border(line, picked, vocab, highest, rate, unit, limit, top_p, False, FEW, BLOCK)
+        least = tl.maximum(_mass(border.to(tl.float32, bitcast=True), unit), 1)
+    min_p = tl.load(params + MIN_P)
+    if min_p > 0.0:
+        least = tl.maximum(least, (min_p * unit.to(tl.int64).to(tl.float64)).to(tl.int64))
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, vocab, BLOCK):
+        sums += _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK)
+    mass = tl.sum(sums, axis=0)
+    target = tl.minimum((uniform * mass.to(tl.float64)).to(tl.int64), mass - 1)
+    before = tl.zeros((), tl.int64)
+    token = tl.full((), NO_NUMBER, tl.int64)
+    start = 0
+    while (start < vocab) & (token < 0):
+        kept = _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK)
+        here = tl.sum(kept, axis=0)
+        if before + here > target:
+            behind = (before + tl.cumsum(kept, axis=0)) > target
+            token = start + (BLOCK - tl.sum(behind.to(tl.int64), axis=0))
+        before += here
+        start += BLOCK
+    return token
+
+
+@triton.jit
+def _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK: tl.constexpr):
+    distance = _distances(line, start, vocab, highest, rate, BLOCK)
+    mass = _mass(distance, unit)
+    return tl.where((_bits(distance) <= limit) & (mass >= least), mass, 0)
+
+
+def draw_tokens(
+    logits: torch.Tensor, rows: torch.Tensor, uniforms: torch.Tensor, params: torch.Tensor, newest: torch.Tensor
+) -> torch.Tensor:
+    """logits float32 [R, vocab], rows int32 [R] (negative: none), uniforms float64 [R], parameters float64 [max_rows,
+    8] →
+    tokens int64 [R], negative where there is none; they become the newest of their rows."""
+    num_rows, vocab = logits.shape
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    picked = torch.empty(num_rows, FEW, dtype=torch.int32, device=logits.device)
+    _draw[(num_rows,)](
+        logits, rows, uniforms, params, drawn, newest, picked, vocab, FEW, BLOCK, num_warps=16, enable_fp_fusion=False
+    )  # fmt: skip
+    return drawn

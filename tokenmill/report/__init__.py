@@ -1,0 +1,1 @@
+"""Charts and HTML pages that benchmark and planner reports are made of."""

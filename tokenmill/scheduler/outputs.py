@@ -1,0 +1,121 @@
+"""How the samples of one prompt reach their reader: each token as it is drawn, under its sample's own index. An
+embedding is the same idea with a vector in place of tokens. (`best_of` is `n` here: the reader ranks.)
+"""
+
+from __future__ import annotations
+
+from tokenmill.scheduler.finish import Ending, ending_after
+from tokenmill.scheduler.request_state import RequestState
+from tokenmill.scheduler.sequence import Sequence
+from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
+
+
+def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending) -> SequenceOutput:
+    """All of a sequence at once, under the index of its place in the ranking."""
+    return SequenceOutput(
+        request_id=state.request.request_id,
+        index=index,
+        token_ids=best.outputs,
+        logprobs=best.logprobs if state.request.params.logprobs is not None else None,
+        prompt_logprobs=finished_prompt_logprobs(state) if index == 0 else None,
+        cumulative_logprob=best.logprob_sum,
+        finish_reason=ending.reason,
+        stop_token_id=ending.stop_token_id,
+        num_cached_tokens=state.num_cached_tokens,
+        queue_s=state.queue_s or 0.0,
+    )
+
+
+def failure(state: RequestState, index: int, error: str) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=state.request.request_id,
+        index=index,
+        finish_reason="error",
+        error=error,
+        num_cached_tokens=state.num_cached_tokens,
+        queue_s=state.queue_s or 0.0,
+    )
+
+
+def finished_prompt_logprobs(state: RequestState) -> list[TokenLogprobs] | None:
+    return state.prompt_logprobs if state.request.params.prompt_logprobs is not None else None
+
+
+def draw(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
+    """Appends what was drawn; returns it with its logprobs (None when not asked for) and the ending."""
+    taken, ending = append_drawn(sequence, result.token_ids)
+    logprobs = None if result.logprobs is None else result.logprobs[: len(taken)]
+    if logprobs is not None:
+        sequence.logprob_sum += sum(logprob.logprob for logprob in logprobs)
+    sequence.mirostat_mu = result.mirostat_mu
+    sequence.is_finished = ending is not None
+    return taken, logprobs, ending
+
+
+class StreamedOutputs:
+    """Every token at once."""
+
+    holds_back = False
+
+    def __init__(self, state: RequestState) -> None:
+        self._job = state
+        self.num_logprobs = state.request.params.logprobs
+
+    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        state = self._job
+        taken, logprobs, ending = draw(sequence, result)
+        is_first = not sequence.has_emitted
+        sequence.has_emitted = True
+        return [
+            SequenceOutput(
+                request_id=state.request.request_id,
+                index=sequence.index,
+                token_ids=taken,
+                logprobs=logprobs,
+                prompt_logprobs=finished_prompt_logprobs(state) if is_first and sequence.index == 0 else None,
+                cumulative_logprob=sequence.logprob_sum if ending and self.num_logprobs is not None else None,
+                finish_reason=ending.reason if ending else None,
+                stop_token_id=ending.stop_token_id if ending else None,
+                num_cached_tokens=state.num_cached_tokens,
+                queue_s=(state.queue_s or 0.0) if is_first else 0.0,
+                num_drafted=sequence.num_drafted,
+                num_accepted=sequence.num_accepted,
+            )
+        ]
+
+
+class PooledOutput:
+    """One vector once the prompt is computed."""
+
+    holds_back = False
+    num_logprobs: int | None = None
+
+    def __init__(self, state: RequestState) -> None:
+        self._job = state
+
+    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        state = self._job
+        sequence.is_finished = True
+        if result.embedding is None:
+            return [failure(state, sequence.index, "the model gave no embedding")]
+        return [
+            SequenceOutput(
+                request_id=state.request.request_id,
+                embedding=result.embedding,
+                finish_reason="stop",
+                num_cached_tokens=state.num_cached_tokens,
+                queue_s=state.queue_s or 0.0,
+            )
+        ]
+
+
+def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], Ending | None]:
+    """Appends drawn tokens until the sequence ends; returns those taken and the ending."""
+    state = sequence.state
+    taken: list[int] = []
+    for token_id in token_ids:
+        sequence.append(token_id)
+        taken.append(token_id)
+        if ending := ending_after(state.request, state.stop_token_ids, token_id, sequence.num_outputs):
+            return taken, ending
+    return taken, Ending("length") if sequence.num_outputs >= state.request.max_tokens else None

@@ -30,7 +30,7 @@ def check_products() -> None:
         same(together, x @ matrix.T + bias)
         for rows in (slice(0, 1), slice(3, 10)):
             assert torch.equal(deterministic_linear(x[rows], weight, border=border), together[rows])
-        in_turn = deterministic_linear(x.repeat(7, 1), weight, DeterministicConfig(16, 2, 32, 4, 2), border)
+        in_turn = deterministic_linear(x.repeat(7, 1), weight, cut=DeterministicConfig(16, 2, 32, 4, 2), border=border)
         assert torch.equal(in_turn[:21], together), "one program for both segments, or one for each"
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
 from torch.nn import functional
 
-from tokenmill.ops.triton.gemm.hopper_select import recorded
+from tokenmill.ops.batch import Mode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,9 +73,9 @@ def test_wide_products_in_every_cut(dtype: torch.dtype, activation: str | None) 
                 assert off_by(found, wanted) < (0.006 if is_fp8 else 0.003), (lines, columns, num_rows, cut)
 
 
-@pytest.mark.parametrize("scope", [nullcontext, recorded])
+@pytest.mark.parametrize("mode", ["eager", "captured"])
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_who_multiplies_dozens_of_rows(quantization: str, scope: Callable[[], AbstractContextManager[None]]) -> None:
+def test_who_multiplies_dozens_of_rows(quantization: str, mode: Mode) -> None:
     """The ops' products, gated and not, are the same with 32 rows, 33, 128 and 129, in graphs and outside of them:
     whoever computes them."""
     from tokenmill.ops.interface import LinearWeight
@@ -93,18 +90,17 @@ def test_who_multiplies_dozens_of_rows(quantization: str, scope: Callable[[], Ab
     wanted = x.float() @ matrix.float().t()
     gate, up = wanted.chunk(2, dim=1)
     gated = functional.silu(gate) * up
-    with scope():
-        for num_rows in (32, 33, 64, 65, 128, 129):
-            near = 0.06 if quantization == "fp8" else 0.006
-            assert off_by(ops.linear(x[:num_rows], weight), wanted[:num_rows]) < near
-            if quantization == "none":
-                assert ops.gated_linear is not None
-                assert off_by(ops.gated_linear(x[:num_rows], weight, "silu"), gated[:num_rows]) < near
-            else:
-                stream = ops.stream.join(x[:num_rows], None, torch.ones(1024, device="cuda").bfloat16(), 1e-6)
-                norms = x[:num_rows].float().square().mean(1, keepdim=True).rsqrt()
-                gate, up = (wanted[:num_rows] * norms).chunk(2, dim=1)
-                inner = ops.stream.gated_linear(stream, weight, "silu")
-                back = to_fp8(torch.eye(1024, device="cuda").bfloat16())
-                found = ops.stream.any_linear(inner, LinearWeight(1024, 1024, back))
-                assert off_by(found, functional.silu(gate) * up) < near
+    for num_rows in (32, 33, 64, 65, 128, 129):
+        near = 0.06 if quantization == "fp8" else 0.006
+        assert off_by(ops.linear(x[:num_rows], weight, mode), wanted[:num_rows]) < near
+        if quantization == "none":
+            assert ops.gated_linear is not None
+            assert off_by(ops.gated_linear(x[:num_rows], weight, "silu", mode), gated[:num_rows]) < near
+        else:
+            stream = ops.stream.join(x[:num_rows], None, torch.ones(1024, device="cuda").bfloat16(), 1e-6)
+            norms = x[:num_rows].float().square().mean(1, keepdim=True).rsqrt()
+            gate, up = (wanted[:num_rows] * norms).chunk(2, dim=1)
+            inner = ops.stream.gated_linear(stream, weight, "silu", mode)
+            back = to_fp8(torch.eye(1024, device="cuda").bfloat16())
+            found = ops.stream.any_linear(inner, LinearWeight(1024, 1024, back), mode)
+            assert off_by(found, functional.silu(gate) * up) < near

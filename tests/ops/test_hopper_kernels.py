@@ -60,8 +60,8 @@ def test_who_takes_wide_strips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_takes_wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.empty(4096, 1024, dtype=torch.bfloat16)
-    with hopper_select.recorded():
-        assert not hopper_select.takes_hopper_gemm(torch.empty(64, 1024, dtype=torch.bfloat16), matrix)  # on a CPU
+    on_cpu = torch.empty(64, 1024, dtype=torch.bfloat16)
+    assert not hopper_select.takes_hopper_gemm(on_cpu, matrix, "captured")
     monkeypatch.setattr(hopper_select, "has_gluon", lambda device: True)
     for dtype, rows, columns, is_wide in (
         (torch.bfloat16, 32, 1024, False),
@@ -72,16 +72,14 @@ def test_who_takes_wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.bfloat16, 64, 1028, False),  # rows are no whole 16 bytes
     ):
         x, matrix = torch.empty(rows, columns, dtype=dtype), torch.empty(8, columns, dtype=dtype)
-        assert not hopper_select.takes_hopper_gemm(x, matrix)  # outside of graphs
-        with hopper_select.recorded():
-            assert hopper_select.takes_hopper_gemm(x, matrix) == is_wide
+        assert not hopper_select.takes_hopper_gemm(x, matrix, "eager")
+        assert hopper_select.takes_hopper_gemm(x, matrix, "captured") == is_wide
     called = []
     monkeypatch.setattr(linear, "hopper_linear", lambda x, *args, **options: called.append(options) or x)
     monkeypatch.setattr(epilogues, "hopper_linear", linear.hopper_linear)
     weight = linear._whole(torch.empty(16, 1024, dtype=torch.bfloat16))
-    with hopper_select.recorded():
-        linear.linear(torch.empty(64, 1024, dtype=torch.bfloat16), weight)
-        epilogues.gated_linear(torch.empty(64, 1024, dtype=torch.bfloat16), weight, "silu")
+    linear.linear(on_cpu, weight, "captured")
+    epilogues.gated_linear(on_cpu, weight, "silu", "captured")
     assert called == [{}, {"activation": "silu"}]
 
 

@@ -69,11 +69,11 @@ class ChoosingModel:
         self.vocab_size, self.layout, self.forward = VOCAB, self._plain.layout, self._plain.forward
         self.asked: list[str] = []
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: str = "eager") -> torch.Tensor:
         self.asked.append("all")
         return self._plain.logits(hidden)
 
-    def best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def best_logits(self, hidden: torch.Tensor, mode: str = "eager") -> tuple[torch.Tensor, torch.Tensor]:
         self.asked.append("best")
         values, tokens = self._plain.logits(hidden).max(dim=-1)
         return tokens, values

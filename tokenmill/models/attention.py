@@ -29,7 +29,7 @@ class Attention:
 
     def attend_for(self, x: torch.Tensor, step: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] → what is to be projected back [T, heads * D], or that of the wanted tokens [L, heads * D]"""
-        mixed = self.mixed(self.ops.linear(x, self.qkv), step)
+        mixed = self.mixed(self.ops.linear(x, self.qkv, step.batch.mode), step)
         return mixed if wanted is None else mixed[wanted]
 
     def mixed(self, qkv: torch.Tensor, step: ForwardContext) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tokenmill.models.layer import Layer
 from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import BestLogits
 from tokenmill.models.rope import RopeTable, make_rope_table
-from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.ops.interface import FusedNormOps
 
 
@@ -72,21 +72,21 @@ class Decoder:
         return total
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._logits(hidden).float()
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+        return self._logits(hidden, mode).float()
 
     @property
     def best_logits(self) -> BestLogits | None:
         return None if self.ops.argmax is None else self._best_logits
 
     @torch.inference_mode()
-    def _best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _best_logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> tuple[torch.Tensor, torch.Tensor]:
         assert self.ops.argmax is not None, "see `best_logits`"
-        return self.ops.argmax(self._logits(hidden))
+        return self.ops.argmax(self._logits(hidden, mode))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
         """In the head's own precision, unless there is more to compute"""
-        logits = self.ops.linear(hidden, self.head)
+        logits = self.ops.linear(hidden, self.head, mode)
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits.float(), cap)
 

@@ -20,6 +20,7 @@ from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.loading import Loader
 from tokenmill.models.mlp import Mlp
 from tokenmill.models.moe import Moe
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import FusedNormOps, LinearWeight
 
 
@@ -47,25 +48,26 @@ class Layer:
         if wanted is not None:
             residual = residual[wanted]
         mixed = self.attention.attend_for(normed, step, wanted)
-        delta, residual = self._project(mixed, self.attention.out, residual, self.attn_post_norm)
+        mode = step.batch.mode
+        delta, residual = self._project(mixed, self.attention.out, residual, self.attn_post_norm, mode)
         if isinstance(self.mlp, Mlp):
             normed, residual = self._add_norm(delta, residual, self.mlp_norm)
-            return self._project(self.mlp.inner(normed), self.mlp.down, residual, self.mlp_post_norm)
+            return self._project(self.mlp.inner(normed, mode), self.mlp.down, residual, self.mlp_post_norm, mode)
         done = None if delta is None else self.mlp.after_adding(delta, residual, self.mlp_norm, self.eps)
         if done is None:
             normed, residual = self._add_norm(delta, residual, self.mlp_norm)
-            done = self.mlp(normed), residual
+            done = self.mlp(normed, mode), residual
         return self._post(done[0], self.mlp_post_norm), done[1]
 
     def _project(
-        self, x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor, post_norm: torch.Tensor | None
+        self, x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor, post_norm: torch.Tensor | None, mode: Mode
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Back to [L, H]: what is to be added to the residual stream, and the stream"""
         if self.ops.add_linear is not None and post_norm is None:
             total = self.ops.add_linear(x, weight, residual)
             if total is not None:
                 return None, total
-        return self._post(self.ops.linear(x, weight), post_norm), residual
+        return self._post(self.ops.linear(x, weight, mode), post_norm), residual
 
     def uses_stream(self, ops: FusedNormOps) -> bool:
         """Whether `along` can be computed with these."""
@@ -76,10 +78,12 @@ class Layer:
     def along(self, ops: FusedNormOps, stream: Any, step: ForwardContext, next_norm: torch.Tensor) -> Any:
         """The stream behind this layer"""
         assert isinstance(self.mlp, Mlp), "see `uses_stream`"
-        mixed = self.attention.mixed(ops.normed_linear(stream, self.attention.qkv), step)
-        delta = self._post(ops.any_linear(mixed, self.attention.out), self.attn_post_norm)
+        mode = step.batch.mode
+        mixed = self.attention.mixed(ops.normed_linear(stream, self.attention.qkv, mode), step)
+        delta = self._post(ops.any_linear(mixed, self.attention.out, mode), self.attn_post_norm)
         stream = ops.join(delta, stream, self.mlp_norm, self.eps)
-        delta = ops.any_linear(ops.gated_linear(stream, self.mlp.gate_up, self.mlp.activation), self.mlp.down)
+        gated = ops.gated_linear(stream, self.mlp.gate_up, self.mlp.activation, mode)
+        delta = ops.any_linear(gated, self.mlp.down, mode)
         return ops.join(self._post(delta, self.mlp_post_norm), stream, next_norm, self.eps)
 
     def _add_norm(

@@ -6,6 +6,7 @@ import torch
 
 from tokenmill.arch.spec import MlpSpec
 from tokenmill.models.loading import Loader
+from tokenmill.ops.batch import Mode
 
 
 class Mlp:
@@ -15,11 +16,11 @@ class Mlp:
         self.gate_up = load.linear([f"{name}.gate", f"{name}.up"], spec.bias)
         self.down = load.linear([f"{name}.down"], spec.bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(self.inner(x), self.down)
+    def __call__(self, x: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+        return self.ops.linear(self.inner(x, mode), self.down, mode)
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
+    def inner(self, x: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
         """act(gate(x)) * up(x)"""
         if self.ops.gated_linear is not None:
-            return self.ops.gated_linear(x, self.gate_up, self.activation)
-        return self.ops.act_mul(self.ops.linear(x, self.gate_up), self.activation)
+            return self.ops.gated_linear(x, self.gate_up, self.activation, mode)
+        return self.ops.act_mul(self.ops.linear(x, self.gate_up, mode), self.activation)

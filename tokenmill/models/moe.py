@@ -9,6 +9,7 @@ from tokenmill.arch.spec import MoeSpec
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models.loading import Loader
 from tokenmill.models.mlp import Mlp
+from tokenmill.ops.batch import Mode
 
 
 class Moe:
@@ -23,10 +24,11 @@ class Moe:
         self.shared = Mlp(spec.shared, f"{name}.shared", load) if spec.shared else None
         self.shared_gate = load.vector(f"{name}.shared_gate.weight").view(-1) if spec.has_shared_gate else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.ops.route(self.ops.linear(x, self.router), self.spec.num_active, self.spec.renormalize)
+    def __call__(self, x: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+        logits = self.ops.linear(x, self.router, mode)
+        weights, ids = self.ops.route(logits, self.spec.num_active, self.spec.renormalize)
         routed = self.ops.experts(x, weights, ids, self.experts, self.spec.expert.activation)
-        return routed if self.shared is None else routed + self._gated(self.shared(x), x)
+        return routed if self.shared is None else routed + self._gated(self.shared(x, mode), x)
 
     def after_adding(
         self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from tokenmill.kv.storage import KVStorage
-from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch
+from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, Mode
 from tokenmill.ops.raw import RawTensor
 
-BestLogits = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""[L, H] → the token with the highest logit, the lowest id among equals, int64 [L]; that logit, float32 [L], NaN where
-any of the line is"""
+
+class BestLogits(Protocol):
+    def __call__(self, hidden: torch.Tensor, mode: Mode = "eager") -> tuple[torch.Tensor, torch.Tensor]:
+        """[L, H] → the token with the highest logit, the lowest id among equals, int64 [L]; that logit, float32 [L],
+        NaN where any logit of the row is."""
+        ...
 
 
 class DirectModel(Protocol):
@@ -40,7 +42,7 @@ class Model(Protocol):
         """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
         """[L, H] → float32 [L, vocab]"""
         ...
 

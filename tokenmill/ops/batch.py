@@ -9,12 +9,16 @@ all its tokens in the KV cache once this step's keys are written; its queries ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+Mode = Literal["eager", "captured"]
+"""Whether a step's kernels are launched one by one, or recorded into a graph that is replayed. A kernel whose launch
+costs the host much is worth it only where it is launched once and replayed often."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class ForwardBatch:
     max_context_len: int
     num_single: int = 0  # rows [0, num_single) have one query each; the others may
     lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
+    mode: Mode = "eager"  # "captured" also where kernels of a graph are compiled or tried out
 
 
 class DrawingRows(NamedTuple):

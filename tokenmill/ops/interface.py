@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from tokenmill.arch.spec import Activation, ModelSpec, MoeSpec
-from tokenmill.ops.batch import ForwardBatch, LayerCache
+from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.raw import RawTensor
 
 Dense = Callable[[RawTensor], torch.Tensor]
@@ -47,6 +47,20 @@ class AttentionArgs:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # float32 [heads]
+
+
+class Linear(Protocol):
+    def __call__(self, x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
+        """x [T, columns] → [T, rows]; `mode` may change which kernel multiplies, never what is multiplied."""
+        ...
+
+
+class GatedLinear(Protocol):
+    def __call__(
+        self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
+    ) -> torch.Tensor:
+        """act_mul(linear(x))"""
+        ...
 
 
 class NormRopeWriteKv(Protocol):
@@ -108,11 +122,11 @@ class FusedNormOps:
     """Asked once a step, with its number of tokens."""
     join: Callable[[torch.Tensor, Any, torch.Tensor, float], Any]
     """(x [T, H], stream or None, weight, eps) → the stream with x added, and its norm"""
-    normed_linear: Callable[[Any, LinearWeight], torch.Tensor]
+    normed_linear: Callable[[Any, LinearWeight, Mode], torch.Tensor]
     """linear(norm)"""
-    gated_linear: Callable[[Any, LinearWeight, Activation], Any]
+    gated_linear: Callable[[Any, LinearWeight, Activation, Mode], Any]
     """act_mul(linear(norm))"""
-    any_linear: Callable[[Any, LinearWeight], torch.Tensor]
+    any_linear: Callable[[Any, LinearWeight, Mode], torch.Tensor]
     """linear(x), of a tensor or of a gated product"""
 
 
@@ -134,8 +148,7 @@ class Ops:
     # ── every layer ──
     embed: Callable[[torch.Tensor, LinearWeight], torch.Tensor]
     """ids [T] → [T, H]"""
-    linear: Callable[[torch.Tensor, LinearWeight], torch.Tensor]
-    """[T, columns] → [T, rows]"""
+    linear: Linear
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     """(x [..., N], weight [N], eps); computed in float32, returned in x's dtype."""
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
@@ -157,8 +170,7 @@ class Ops:
     # ── several of the above in one pass, where a backend can ──
     norm_rope_write_kv: NormRopeWriteKv | None = None
     fused_decode_attention: FusedDecodeAttention | None = None
-    gated_linear: Callable[[torch.Tensor, LinearWeight, Activation], torch.Tensor] | None = None
-    """act_mul(linear(x))"""
+    gated_linear: GatedLinear | None = None
     add_linear: Callable[[torch.Tensor, LinearWeight, torch.Tensor], torch.Tensor | None] | None = None
     """(x, weight, residual) → residual + linear(x), written over the residual; None where nothing is won by it"""
     add_norm_experts: AddNormExperts | None = None

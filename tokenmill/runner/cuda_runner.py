@@ -235,7 +235,7 @@ class CudaRunner:
         """Tokens [R] for the rows of `plans`, which become their newest."""
         rows = [plan.row for plan in plans]
         if self._kind(rows) == "best":
-            drawn = best_tokens(self._model, hidden)
+            drawn = best_tokens(self._model, hidden, "eager")
             self._graphs.newest.index_copy_(0, self._to_device(rows, torch.int64), drawn)
             return drawn
         indices = [plan.output_index for plan in plans]

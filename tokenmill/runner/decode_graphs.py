@@ -25,7 +25,7 @@ import torch
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.ops.batch import ForwardBatch, GroupTables, Mode
 from tokenmill.ops.triton.batch.decode_inputs import (
     GatheredInputs,
     StepMailbox,
@@ -33,7 +33,6 @@ from tokenmill.ops.triton.batch.decode_inputs import (
     gather_inputs,
     publish_tokens,
 )
-from tokenmill.ops.triton.gemm.hopper_select import recorded
 from tokenmill.ops.triton.sampling.argmax import argmax
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.inflight import PendingTokens
@@ -65,10 +64,10 @@ def recording_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def best_tokens(model: Model, hidden: torch.Tensor) -> torch.Tensor:
+def best_tokens(model: Model, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
     """The most likely tokens behind hidden states [R, H], int64 [R]; negative where there is none."""
     best_logits = model.best_logits
-    tokens, _ = argmax(model.logits(hidden)) if best_logits is None else best_logits(hidden)
+    tokens, _ = argmax(model.logits(hidden, mode)) if best_logits is None else best_logits(hidden, mode)
     return tokens
 
 
@@ -145,7 +144,7 @@ class DecodeGraphs:
                 torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=self._storage.device)
             return result
 
-        with torch.inference_mode(), recorded():
+        with torch.inference_mode():
             step(self._rehearsed)  # rows that only fill up change nothing
             torch.cuda.synchronize()
             captured = DecodeGraph(*self._recorded(partial(step, self._letters.mailbox)))
@@ -172,10 +171,10 @@ class DecodeGraphs:
             publish_tokens(found, None, mailbox, self.newest)
             return hidden
         if kind == "draw":
-            logits = self._model.logits(hidden)
+            logits = self._model.logits(hidden, "captured")
             drawn = self._draws.draw(logits, found.rows, found.indices, found.uniforms, self.newest)
         else:
-            drawn = best_tokens(self._model, hidden)
+            drawn = best_tokens(self._model, hidden, "captured")
         publish_tokens(found, drawn, mailbox, self.newest)
         return drawn
 
@@ -195,4 +194,5 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=self._max_context,
             num_single=size,
+            mode="captured",
         )

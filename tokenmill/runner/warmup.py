@@ -21,7 +21,6 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.models.representative_layers import representative_layers
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.triton.gemm.hopper_select import recorded
 from tokenmill.ops.triton.launch.kernel import Compiling, compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
@@ -107,8 +106,7 @@ class WarmUp:
         self._compute(batch(size))
 
     def _ask_for_graph(self, num_rows: int) -> None:
-        with recorded():
-            self._compute(self._decoding(num_rows))
+        self._compute(self._decoding(num_rows))
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
@@ -123,7 +121,7 @@ class WarmUp:
 
     def _decoding(self, num_rows: int) -> ForwardBatch:
         """As in a graph, which has kernels for the longest context."""
-        return replace(self._batch([(0, 1)] * num_rows), max_context_len=self._max_context)
+        return replace(self._batch([(0, 1)] * num_rows), max_context_len=self._max_context, mode="captured")
 
     def _batch(self, chunks: list[Chunk]) -> ForwardBatch:
         plans = [RowPlan(row=row, start=start, token_ids=[0] * count) for row, (start, count) in enumerate(chunks)]
@@ -134,5 +132,5 @@ class WarmUp:
 
     def _compute(self, batch: ForwardBatch) -> None:
         hidden = self._model.forward(batch, self._storage)
-        best_tokens(self._model, hidden)
-        self._model.logits(hidden)  # which draws would need
+        best_tokens(self._model, hidden, batch.mode)
+        self._model.logits(hidden, batch.mode)  # which draws would need

@@ -14,7 +14,7 @@ import torch
 
 from tokenmill.kv.layout import KVGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
-from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.batch import ForwardBatch, Mode
 
 NextLogits = Callable[[int, int], torch.Tensor]
 """(position, token there) → logits [vocab] of the next token"""
@@ -53,7 +53,7 @@ class ScriptedModel:
             time.sleep(self._step_s)
         return torch.stack((batch.positions, batch.token_ids), dim=1)[batch.logit_rows].double()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
         rows = [self._row_logits(int(position), int(token)) for position, token in hidden.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
@@ -84,7 +84,7 @@ class ContextModel:
         ]
         return torch.tensor(states, dtype=torch.float64).view(-1, 2)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
         rows = [self._row_logits(int(state), bool(is_nan)) for state, is_nan in hidden.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache
+from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
@@ -119,13 +119,13 @@ class NativeDecoder:
         )
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
         """[L, H] → float32 [L, vocab]"""
         out = torch.empty(hidden.shape[0], self.spec.vocab_size)
         self._decoder.logits(hidden.contiguous(), out)
         return out
 
-    def best_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def best_logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> tuple[torch.Tensor, torch.Tensor]:
         """The best tokens and their logits, without writing all of them down."""
         places, values = torch.empty(hidden.shape[0], dtype=torch.int64), torch.empty(hidden.shape[0])
         self._decoder.best_logits(hidden.contiguous(), places, values)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, LinearWeight
 from tokenmill.ops.raw import RawTensor
 
@@ -40,7 +41,7 @@ def embed(token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return functional.embedding(token_ids, weight.packed)
 
 
-def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
     return multiply(x, weight.packed, weight.bias)
 
 

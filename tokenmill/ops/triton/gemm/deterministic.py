@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.attention.decode import precision_of
 from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
@@ -145,7 +146,11 @@ def pick_deterministic_config(num_rows: int, num_out: int, dtype: torch.dtype, *
 
 
 def deterministic_linear(
-    x: torch.Tensor, weight: LinearWeight, cut: DeterministicConfig | None = None, border: int | None = None
+    x: torch.Tensor,
+    weight: LinearWeight,
+    mode: Mode = "eager",
+    cut: DeterministicConfig | None = None,
+    border: int | None = None,
 ) -> torch.Tensor:
     """[T, columns] → [T, rows]"""
     matrix, x = weight.packed, x.contiguous()

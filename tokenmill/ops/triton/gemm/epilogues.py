@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.arch.spec import Activation
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.elementwise.activation import act_mul, activate
 from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
@@ -65,13 +66,13 @@ def gated_product(x: torch.Tensor, matrix: torch.Tensor, activation: Activation)
     return out
 
 
-def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:
     is_whole = weight.columns % 8 == weight.rows % 16 == 0
     if len(x) >= MIN_GATED_ROWS and _is_plain(x, weight) and is_whole and is_hopper(x.device):
         return gated_product(x.contiguous(), weight.packed, activation)
-    if isinstance(weight.packed, torch.Tensor) and takes_hopper_gemm(x, weight.packed):
+    if isinstance(weight.packed, torch.Tensor) and takes_hopper_gemm(x, weight.packed, mode):
         return hopper_linear(x, weight.packed, weight.bias, activation=activation)
-    return act_mul(linear(x, weight), activation)
+    return act_mul(linear(x, weight, mode), activation)
 
 
 def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor) -> torch.Tensor | None:

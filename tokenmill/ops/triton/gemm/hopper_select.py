@@ -8,14 +8,12 @@ them (`docs/LOG.md`). A graph does that once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 from tokenmill.arch.spec import Activation
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.launch.capabilities import H200_PROCESSORS, has_gluon
 from tokenmill.ops.triton.launch.sizes import cdiv
 
@@ -23,17 +21,6 @@ MIN_ROWS, MAX_ROWS = 33, 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MANY_LINES = 128 * 2 * H200_PROCESSORS
 CHUNKS_EACH = 48  # at least, of 128 bytes of a line
-_is_recorded: ContextVar[bool] = ContextVar("is_recorded", default=False)
-
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """What is launched here becomes a graph's, or is tried out for one."""
-    before = _is_recorded.set(True)
-    try:
-        yield
-    finally:
-        _is_recorded.reset(before)
 
 
 @dataclass(frozen=True)
@@ -45,9 +32,9 @@ class HopperConfig:
     warps: int = 4
 
 
-def takes_hopper_gemm(x: torch.Tensor, values: torch.Tensor) -> bool:
+def takes_hopper_gemm(x: torch.Tensor, values: torch.Tensor, mode: Mode) -> bool:
     """Copying a tile needs rows of whole 16 bytes."""
-    is_taken = _is_recorded.get() and MIN_ROWS <= len(x) <= MAX_ROWS and x.dtype == values.dtype and x.dtype in DTYPES
+    is_taken = mode == "captured" and MIN_ROWS <= len(x) <= MAX_ROWS and x.dtype == values.dtype and x.dtype in DTYPES
     return is_taken and not values.shape[1] * values.element_size() % 16 and has_gluon(x.device)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from tokenmill.arch.packed_formats import PackedIntFormat, Stored, packed_int_format
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.gemm import splitk
@@ -118,20 +119,20 @@ def _whole(matrix: torch.Tensor) -> LinearWeight:
     return LinearWeight(*matrix.shape, matrix)
 
 
-def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
     matrix = weight.packed
     if not len(x):  # a chunk of a prompt whose results nobody looks at
         return x.new_empty(0, weight.rows)
     if isinstance(matrix, PackedIntMatrix):
         return packed_int_linear(x, matrix, weight.bias)
     if isinstance(matrix, Fp8Matrix):
-        return fp8_linear(x, matrix, weight.bias)
+        return fp8_linear(x, matrix, weight.bias, mode)
     if isinstance(matrix, tuple):
-        return torch.cat([linear(x, piece) for piece in matrix], dim=1)
+        return torch.cat([linear(x, piece, mode) for piece in matrix], dim=1)
     if len(x) == 1 and matrix.dtype != torch.float32:
         return gemv_linear(x, matrix, weight.bias)
     if cut := splitk.pick_splitk_config(len(x), *matrix.shape, matrix.dtype):
         return splitk.splitk_linear(x, matrix, weight.bias, cut)
-    if takes_hopper_gemm(x, matrix):
+    if takes_hopper_gemm(x, matrix, mode):
         return hopper_linear(x, matrix, weight.bias)
     return functional.linear(x, matrix, weight.bias)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import FusedNormOps, LinearWeight
 from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
@@ -110,20 +111,22 @@ def join(
     return QuantizedStream(total, normed)
 
 
-def _product(rows: Fp8Rows | Fp16PairRow, weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+def _product(rows: Fp8Rows | Fp16PairRow, weight: LinearWeight, dtype: torch.dtype, mode: Mode) -> torch.Tensor:
     if isinstance(rows, Fp16PairRow):
         return gemv_int4_linear(rows, weight.packed, weight.bias, dtype)
-    return fp8_gemm(rows, weight.packed, weight.bias, dtype)
+    return fp8_gemm(rows, weight.packed, weight.bias, dtype, mode)
 
 
-def normed_linear(stream: QuantizedStream, weight: LinearWeight) -> torch.Tensor:
-    return _product(stream.normed, weight, stream.total.dtype)
+def normed_linear(stream: QuantizedStream, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
+    return _product(stream.normed, weight, stream.total.dtype, mode)
 
 
-def gated_linear(stream: QuantizedStream, weight: LinearWeight, activation: Activation) -> QuantizedGate:
-    if gated := _wide_gated(stream, weight, activation):
+def gated_linear(
+    stream: QuantizedStream, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
+) -> QuantizedGate:
+    if gated := _wide_gated(stream, weight, activation, mode):
         return gated
-    gate_up = normed_linear(stream, weight)
+    gate_up = normed_linear(stream, weight, mode)
     num_rows, inter = len(gate_up), gate_up.shape[1] // 2
     rows, num_planes = _empty(num_rows, inter, gate_up.device, in_halves=isinstance(stream.normed, Fp16PairRow))
     # Halves have a scale for few columns, so that several programs can share the row.
@@ -134,13 +137,15 @@ def gated_linear(stream: QuantizedStream, weight: LinearWeight, activation: Acti
     return QuantizedGate(rows, gate_up.dtype)
 
 
-def _wide_gated(stream: QuantizedStream, weight: LinearWeight, activation: Activation) -> QuantizedGate | None:
+def _wide_gated(
+    stream: QuantizedStream, weight: LinearWeight, activation: Activation, mode: Mode
+) -> QuantizedGate | None:
     """Dozens of rows: the product applies its gates itself."""
     rows, matrix, dtype = stream.normed, weight.packed, stream.total.dtype
     if (
         isinstance(rows, Fp16PairRow)
         or rows.planes.shape[1] != 1
-        or not takes_hopper_gemm(rows.planes[:, 0], matrix.values)
+        or not takes_hopper_gemm(rows.planes[:, 0], matrix.values, mode)
     ):
         return None
     options = {"activation": activation, "row_scales": rows.scales, "scales": matrix.scales, "dtype": dtype}
@@ -148,11 +153,11 @@ def _wide_gated(stream: QuantizedStream, weight: LinearWeight, activation: Activ
     return QuantizedGate(quantize_rows(gated), dtype)
 
 
-def any_linear(x: torch.Tensor | QuantizedGate, weight: LinearWeight) -> torch.Tensor:
+def any_linear(x: torch.Tensor | QuantizedGate, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
     if isinstance(x, QuantizedGate):
-        return _product(x.rows, weight, x.dtype)
+        return _product(x.rows, weight, x.dtype, mode)
     if isinstance(weight.packed, Fp8Matrix):
-        return fp8_linear(x, weight.packed, weight.bias)
+        return fp8_linear(x, weight.packed, weight.bias, mode)
     return gemv_int4_linear(x, weight.packed, weight.bias, x.dtype)  # values weighted by attention: of moderate size
 
 

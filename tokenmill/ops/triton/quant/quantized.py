@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.packed_formats import EXPANDED_BYTES, PackedIntFormat
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.triton.gemm import splitk
@@ -176,20 +177,22 @@ def expanded(matrix: Fp8Matrix | PackedIntMatrix) -> torch.Tensor:
     return (groups if minima is None else groups + minima.unsqueeze(2)).flatten(1)
 
 
-def fp8_gemm(rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def fp8_gemm(
+    rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, mode: Mode
+) -> torch.Tensor:
     """Rows as planes → [R, num_out]"""
     if rows.planes.shape[1] == 2:
         return gemm_fp8_split.gemm_fp8_split(rows, matrix.values, matrix.scales, bias, dtype)
     plane = rows.planes.squeeze(1)
-    if takes_hopper_gemm(plane, matrix.values):
+    if takes_hopper_gemm(plane, matrix.values, mode):
         return hopper_linear(plane, matrix.values, bias, row_scales=rows.scales, scales=matrix.scales, dtype=dtype)
     return torch._scaled_mm(
         plane, matrix.values.t(), rows.scales, matrix.scales.unsqueeze(0), bias=bias, out_dtype=dtype
     )  # fmt: skip
 
 
-def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    return fp8_gemm(gemm_fp8_split.quantize_rows(x), matrix, bias, x.dtype)
+def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, mode: Mode) -> torch.Tensor:
+    return fp8_gemm(gemm_fp8_split.quantize_rows(x), matrix, bias, x.dtype, mode)
 
 
 def has_gemv_int4(matrix: PackedIntMatrix) -> bool:

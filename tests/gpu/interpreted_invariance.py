@@ -7,6 +7,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from fixed_order import sums_in_fixed_order
 from interpreted_kernels import paged_batch, same
 
 from tokenmill.ops.batch import LayerCache
@@ -32,6 +33,8 @@ def check_products() -> None:
             assert torch.equal(deterministic_linear(x[rows], weight, border=border), together[rows])
         in_turn = deterministic_linear(x.repeat(7, 1), weight, cut=DeterministicConfig(16, 2, 32, 4, 2), border=border)
         assert torch.equal(in_turn[:21], together), "one program for both segments, or one for each"
+    elsewhere = deterministic_linear(x, weight, border=border + 32)
+    assert not torch.equal(elsewhere, together), "sums in another order must show, or nothing here is checked"
 
 
 def make_cache(num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> LayerCache:
@@ -103,6 +106,12 @@ def check_rounded_writes(dtype: torch.dtype) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
+    with sums_in_fixed_order():
+        check_all()
+    print("all kernels agree with the reference")
+
+
+def check_all() -> None:
     check_products()
     decoding, mixed = [(1, 90), (1, 300)], [(1, 270), (20, 20), (5, 275)]
     check_attention(4, 2, 20, AttentionArgs(0.3), torch.float32, decoding)
@@ -114,7 +123,6 @@ def main() -> None:
     check_experts()
     for dtype in LARGEST:
         check_rounded_writes(dtype)
-    print("all kernels agree with the reference")
 
 
 if __name__ == "__main__":

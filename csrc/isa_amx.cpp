@@ -184,7 +184,7 @@ size_t scratch_bytes(const Matrix& w) { return is_quantised(w.kind) ? sizeof(Scr
 Kernels make_kernels() {
   Kernels kernels = avx512_kernels();
   kernels.name = "amx";
-  kernels.many_rows = 64;  // with fewer, making weights ready for the unit takes longer than it saves (docs/LOG.md)
+  kernels.many_rows = 64;  // with fewer, making weights ready for the unit takes longer than it saves (docs/experiments/cpu-gemm.md)
   kernels.wide_tile_rows = kRows;
   kernels.linear_scratch_bytes = scratch_bytes;
   kernels.linear = linear_or_avx512;

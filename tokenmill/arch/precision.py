@@ -1,6 +1,6 @@
 """What a GPU computes a model in, where nobody asks for a precision: one rule for the engine and the planner.
 
-              mantissa   largest number   what a residual stream reaches (`docs/LOG.md`)
+              mantissa   largest number   what a residual stream reaches (`docs/experiments/gpu-precision.md`)
     bfloat16    8 bits      3e38
     float16    11 bits     65,504         SmolLM2-135M 27,000, Gemma 3 270M 104,000, 27B 700,000
     float32    24 bits      3e38

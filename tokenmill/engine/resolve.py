@@ -27,7 +27,8 @@ from tokenmill.runner.memory import (
 )
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-COST = "25 % of throughput, 16 % of a single sequence's speed, 23 % of prefill (8B shape, H200)"  # see docs/LOG.md
+# Measured: docs/performance.md.
+COST = "25 % of throughput, 16 % of a single sequence's speed, 23 % of prefill (8B shape, H200)"
 STEADY = f"deterministic: a request's tokens do not depend on what else is in the batch; it costs about {COST}"
 FASTEST = (
     "sums in the fastest order: the last bits of a request's logits may change with its batch "

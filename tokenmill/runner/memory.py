@@ -162,7 +162,8 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored:
 def graph_sizes(max_rows: int) -> list[int]:
     """Batch sizes that decoding steps are padded to: 1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 384 512 640 ...
 
-    No 448 and no odd multiple of 64 behind it: cuBLAS takes longer for them than for the next size (`docs/LOG.md`).
+    No 448 and no odd multiple of 64 behind it: cuBLAS takes longer for them than for the next size
+    (`docs/experiments/gpu-gemm.md`).
     """
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, 256, 32), 256, 320, 384, *range(512, max_rows, 128)]
     return [size for size in sizes if size < max_rows] + [max_rows]

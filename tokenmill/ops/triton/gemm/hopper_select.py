@@ -3,7 +3,7 @@
 
 Only those of steps that are recorded. A short prompt waits for its launches rather than for its products, and these,
 which describe tiles to the unit that copies them, take the host longer: a mixture's first token came twice as late with
-them (`docs/LOG.md`). A graph does that once.
+them (`docs/experiments/gpu-gemm.md`). A graph does that once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -51,6 +51,8 @@ def test_any_ids(shared_dir: Path, name: str, skip: bool, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", [name for name in VOCABULARIES if name != "bert-bge"])
 @with_fixtures
+@example(text=" ", prompt="")
+@example(text=" a", prompt="")
 @given(text=st.text(max_size=40), prompt=st.text(max_size=8))
 def test_any_text_round_trips_and_no_character_is_split(shared_dir: Path, name: str, text: str, prompt: str) -> None:
     tokenizer = vocabulary(name, shared_dir)
@@ -61,7 +63,8 @@ def test_any_text_round_trips_and_no_character_is_split(shared_dir: Path, name: 
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
     going_on = IncrementalDetokenizer(tokenizer, prompt_ids=tokenizer.encode(prompt), skip_special_tokens=False)
-    assert streamed(going_on, ids, [1] * len(ids)).removeprefix(" ") == text.removeprefix(" ")
+    # Behind a prompt, tokenizers that put a space before a text keep it.
+    assert streamed(going_on, ids, [1] * len(ids)) in (text, " " + text)
 
 
 def test_bytes_wait_for_their_character() -> None:

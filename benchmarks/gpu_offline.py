@@ -57,7 +57,7 @@ def steps(llm: LLM) -> dict[str, float]:
     input_processor = llm.frontend.input_processor(llm.core.info.max_context)
     for count in (8, 32, 128):
         for _ in range(count):
-            llm.core.add(input_processor.take(PromptRequest(prompt=prompt(rng, 480), params=greedy(64))))
+            llm.core.add(input_processor.process(PromptRequest(prompt=prompt(rng, 480), params=greedy(64))))
         times = []
         while llm.core.has_work:
             began = time.perf_counter()

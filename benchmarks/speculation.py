@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 
 def run(llm: LLM, asked: Asked) -> Measured:
     input_processor = llm.frontend.input_processor(llm.core.info.max_context)
-    requests = [input_processor.take(one) for one in asked]
+    requests = [input_processor.process(one) for one in asked]
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
     before, began = llm.core.stats(), time.perf_counter()
     for request in requests:

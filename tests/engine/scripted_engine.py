@@ -34,14 +34,14 @@ def scripted_core(model: Model | None = None, *, num_blocks: int = 65, prefix_ca
     return assemble(config, model, storage)
 
 
-def byte_intake() -> InputProcessor:
+def byte_input_processor() -> InputProcessor:
     return InputProcessor(tokenizer=byte_tokenizer(), vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=(257,))
 
 
 def run(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[SequenceOutput]]:
     """All outputs by request id, once everything has ended."""
     for one in asked:
-        core.add(byte_intake().take(one))
+        core.add(byte_input_processor().process(one))
     outputs: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in asked}
     while core.has_work:
         for output in core.step():

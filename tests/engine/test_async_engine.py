@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -19,14 +20,24 @@ import pytest
 import tokenmill
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.engine import async_engine
+from tokenmill.engine import async_engine, text_workers
 from tokenmill.engine.core_client import CoreClient
 from tokenmill.engine.core_process import CoreProcess, own_python
+from tokenmill.engine.frontend import load_frontend
+from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.messages import Abort
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.process_core_client import ProcessCoreClient
-from tokenmill.errors import Draining, EngineDead, InvalidRequest, RequestFailed, TokenmillError
-from tokenmill.types import Event, PromptRequest, SequenceOutput
+from tokenmill.errors import (
+    ContextLengthExceeded,
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    TokenmillError,
+)
+from tokenmill.types import Event, PromptRequest, Request, SequenceOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["thread", "process"])
@@ -76,14 +87,14 @@ def test_many_at_once_answer_as_one_alone(stories_dir: Path, in_process: bool) -
 
 
 def test_a_mistake_in_one_answer_s_text_ends_that_one_alone(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    push = OutputProcessor.push
+    process = OutputProcessor.process
 
-    def pushed(outlet: OutputProcessor, output: SequenceOutput) -> list[Event]:
-        if outlet.request_id == "unlucky":
+    def processed(processor: OutputProcessor, output: SequenceOutput) -> list[Event]:
+        if processor.request_id == "unlucky":
             raise ValueError("a mistake")
-        return push(outlet, output)
+        return process(processor, output)
 
-    monkeypatch.setattr(OutputProcessor, "push", pushed)
+    monkeypatch.setattr(OutputProcessor, "process", processed)
 
     async def scenario() -> None:
         async with running(stories_dir, in_process=True) as engine:
@@ -142,20 +153,103 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(stories_dir: Path, in_
     run(scenario())
 
 
-def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> None:
+def test_a_full_engine_refuses(stories_dir: Path) -> None:
+    """Two run, two wait; those that a step will admit at once are not counted as waiting."""
+
     async def scenario() -> None:
-        async with running(stories_dir, in_process=False) as engine:
+        async with running(stories_dir, in_process=True, max_running=2, max_waiting=2) as engine:
+            streams = [engine.submit(story(LONG)) for _ in range(4)]
+            for refused in (engine.submit, engine.prepare):
+                with pytest.raises(Overloaded):
+                    await resolved(refused(story(LONG)))
+            await streams[0].aclose()
+            assert await text_of(engine, story(SamplingParams(max_tokens=2)))
+
+    run(scenario())
+
+
+async def resolved(result: Any) -> Any:
+    return await result if asyncio.iscoroutine(result) else result
+
+
+class SlowTokenizer:
+    """Holds up a thread that tokenises until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.threads: set[int] = set()
+        process = InputProcessor.process
+
+        def slow(processor: InputProcessor, asked: ClientRequest) -> Request:
+            self.threads.add(threading.get_ident())
+            if isinstance(asked, PromptRequest) and len(asked.prompt) > text_workers.LONG_CHARACTERS:
+                self.has_begun.set()
+                assert self.may_end.wait(60)
+            return process(processor, asked)
+
+        monkeypatch.setattr(InputProcessor, "process", slow)
+
+
+def test_a_long_prompt_is_prepared_in_a_thread_beside_streams(
+    stories_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowTokenizer(monkeypatch)
+    too_long = PromptRequest(prompt="word " * 4000)
+
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=True) as engine:
+            preparing = asyncio.create_task(engine.prepare(too_long))
+            await until(slow.has_begun.is_set)
+            assert await text_of(engine, story(SamplingParams(max_tokens=5))), "streams go on meanwhile"
+            short = await engine.prepare(story(SamplingParams(max_tokens=5)))
+            assert [event.text async for event in engine.submit(short)]
+            slow.may_end.set()
+            with pytest.raises(ContextLengthExceeded):
+                await preparing
+            assert len(slow.threads) == 2, "short prompts stay on the event loop's thread"
+
+    run(scenario())
+
+
+def test_leaving_while_a_prompt_is_prepared_submits_nothing(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowTokenizer(monkeypatch)
+    monkeypatch.setattr(text_workers, "LONG_CHARACTERS", 8)
+
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=True, max_running=2, max_waiting=2) as engine:
+            leaving = [asyncio.create_task(engine.prepare(story(LONG))) for _ in range(4)]
+            await until(slow.has_begun.is_set)
+            with pytest.raises(Overloaded):  # prompts that are being prepared count
+                engine.submit(PromptRequest(prompt=[1]))
+            for task in leaving:
+                task.cancel()
+            assert all(
+                isinstance(one, asyncio.CancelledError)
+                for one in await asyncio.gather(*leaving, return_exceptions=True)
+            )
+            slow.may_end.set()
+            assert await text_of(engine, PromptRequest(prompt=[1], params=SamplingParams(max_tokens=5)))
+            await until(lambda: engine.stats().running == 0)
+
+    run(scenario())
+
+
+def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> None:
+    tries = iter([None, OSError(errno.ENOMEM, "no memory"), None])
+    config = EngineConfig(ModelConfig(model=str(stories_dir)), ops=OpsConfig(threads=1))
+
+    def make_client() -> CoreClient:
+        if (problem := next(tries)) is not None:  # the first restart has no memory for a process
+            raise problem
+        return ProcessCoreClient(config, stories_dir)
+
+    async def scenario() -> None:
+        engine = AsyncEngine(load_frontend(config), make_client)
+        await engine.open()
+        try:
             before = await text_of(engine, story(SamplingParams(temperature=0, max_tokens=20)))
             stream = engine.submit(story(LONG))
             await anext(stream)
-            make_link, tries = engine._make_link, iter([OSError(errno.ENOMEM, "no memory"), None])
-
-            def made() -> CoreClient:
-                if (problem := next(tries)) is not None:  # the first time there is nothing to start one with
-                    raise problem
-                return make_link()
-
-            engine._make_link = made
             os.kill(engine.core.pid, signal.SIGKILL)
             with pytest.raises(EngineDead, match="SIGKILL"):
                 await collect(stream)
@@ -163,6 +257,8 @@ def test_a_killed_core_fails_its_requests_and_comes_back(stories_dir: Path) -> N
                 engine.submit(story(LONG))
             await until(lambda: engine.health().state == "ready")
             assert await text_of(engine, story(SamplingParams(temperature=0, max_tokens=20))) == before
+        finally:
+            await engine.close()
 
     run(scenario())
 

@@ -82,7 +82,7 @@ def run(llm: LLM, asks: list[tuple[list[int], SamplingParams]], together: bool) 
         arriving = len(waiting) if together else int(not llm.core.has_work)
         for name, prompt, params in waiting[:arriving]:
             asked = PromptRequest(prompt=prompt, params=params, request_id=name)
-            llm.core.add(llm.frontend.input_processor(CONTEXT).take(asked))
+            llm.core.add(llm.frontend.input_processor(CONTEXT).process(asked))
         waiting = waiting[arriving:]
         for output in llm.core.step():
             assert output.error is None, output
@@ -132,7 +132,7 @@ def test_the_engine_setting_holds_unless_a_request_says_otherwise(stories_dir: P
     ):
         (answer,) = llm.generate([prompt], params, progress=False)
         assert (len(answer.outputs[0].token_ids), answer.outputs[0].finish_reason) == (length, "length")
-    request = llm.frontend.input_processor(CONTEXT).take(PromptRequest(prompt=prompt, params=SamplingParams()))
+    request = llm.frontend.input_processor(CONTEXT).process(PromptRequest(prompt=prompt, params=SamplingParams()))
     assert request.shift is not None and request.shift.keep == 7
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_output_processor import outlet_for
+from test_output_processor import output_processor_for
 
 from tokenmill import SamplingParams
 from tokenmill.engine.stream import EventBuffer, EventStream
@@ -22,22 +22,22 @@ def read(*steps: list[Event], error: RequestFailed | None = None) -> list[Event]
     """What a reader gets who looks once after each step."""
 
     async def scenario() -> list[Event]:
-        arrivals = EventBuffer(outlet_for(SamplingParams()))
-        stream = EventStream(arrivals, lambda _: None, asyncio.get_running_loop())
+        buffer = EventBuffer(output_processor_for(SamplingParams()))
+        stream = EventStream(buffer, lambda _: None, asyncio.get_running_loop())
         got: list[Event] = []
         reading = asyncio.create_task(_collect(stream, got))
         for events in steps:
             for event in events:
-                arrivals.put(event)
+                buffer.put(event)
             for _ in range(3):  # time to wake up, to read and to wait again
                 await asyncio.sleep(0)
         if error is None:
-            arrivals.end()
+            buffer.end()
             await reading
             with pytest.raises(StopAsyncIteration):  # and stays at its end
                 await anext(stream)
         else:
-            arrivals.fail(error)
+            buffer.fail(error)
             with pytest.raises(RequestFailed):
                 await reading
         return got

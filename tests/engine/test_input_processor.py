@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_engine import MAX_CONTEXT, VOCAB, byte_intake
+from scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor
 
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.lengths import MAX_CHARACTERS_PER_TOKEN, longest_prompt
@@ -26,11 +26,11 @@ def prompt(ids: list[int] | str, **params: Any) -> PromptRequest:
 
 
 def test_limits_and_seeds_are_settled() -> None:
-    request = byte_intake().take(prompt([1, 2, 3], max_tokens=MAX_CONTEXT))
+    request = byte_input_processor().process(prompt([1, 2, 3], max_tokens=MAX_CONTEXT))
     assert request.max_tokens == MAX_CONTEXT - 3 and request.request_id and request.eos_token_ids == [257]
-    assert byte_intake().take(prompt("abc")).max_tokens == MAX_CONTEXT - 3
-    assert byte_intake().take(prompt([1], seed=-5)).seed == -5
-    several = byte_intake().take(prompt([1], best_of=3)).params
+    assert byte_input_processor().process(prompt("abc")).max_tokens == MAX_CONTEXT - 3
+    assert byte_input_processor().process(prompt([1], seed=-5)).seed == -5
+    several = byte_input_processor().process(prompt([1], best_of=3)).params
     assert (several.n, several.best_of, several.logprobs) == (3, None, 0)
 
 
@@ -57,7 +57,7 @@ def test_limits_and_seeds_are_settled() -> None:
 )
 def test_what_is_wrong_is_named(asked: ClientRequest, param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        byte_intake().take(asked)
+        byte_input_processor().process(asked)
     assert refused.value.param == param
 
 
@@ -72,14 +72,14 @@ def test_what_is_wrong_is_named(asked: ClientRequest, param: str) -> None:
 )
 def test_what_does_not_fit_is_told_as_such(asked: ClientRequest, param: str) -> None:
     with pytest.raises(ContextLengthExceeded) as refused:
-        byte_intake().take(asked)
+        byte_input_processor().process(asked)
     assert refused.value.param == param
 
 
 def test_megabytes_of_conversation_are_not_even_tokenised() -> None:
     most = longest_prompt(MAX_CONTEXT) * MAX_CHARACTERS_PER_TOKEN
     with pytest.raises(ContextLengthExceeded, match="characters does not fit"):
-        byte_intake().take(chat("x" * most))
+        byte_input_processor().process(chat("x" * most))
 
 
 def test_a_template_that_does_not_compile_is_in_the_way_of_conversations_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,15 +90,15 @@ def test_a_template_that_does_not_compile_is_in_the_way_of_conversations_only(ca
         tokenizer=tokenizer, vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=(257,)
     )
     assert "conversations are refused" in caplog.text
-    assert input_processor.take(prompt("abc")).prompt_token_ids == [97, 98, 99]
+    assert input_processor.process(prompt("abc")).prompt_token_ids == [97, 98, 99]
     for _ in range(2):
         with pytest.raises(ModelError, match="does not compile"):
-            input_processor.take(chat("hi"))
+            input_processor.process(chat("hi"))
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
     bare = InputProcessor(tokenizer=None, vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=())
-    assert bare.take(prompt([1, 2])).prompt_token_ids == [1, 2]
+    assert bare.process(prompt([1, 2])).prompt_token_ids == [1, 2]
     for asked in (prompt("text"), chat("text"), prompt([1], stop=["a"]), prompt([1], stop_regex=["a"])):
         with pytest.raises(InvalidRequest, match="no tokenizer"):
-            bare.take(asked)
+            bare.process(asked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripted_engine import MAX_CONTEXT, VOCAB, byte_intake, run, scripted_core, tokens_of
+from scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor, run, scripted_core, tokens_of
 
 from tokenmill import SamplingParams
 from tokenmill.engine.core import MAX_FAILED_STEPS_IN_A_ROW
@@ -44,7 +44,7 @@ def test_an_abort_leaves_nothing_behind(after_steps: int) -> None:
     core = scripted_core(num_blocks=40)
     long = PromptRequest(prompt="x" * 60, request_id="gone", params=SamplingParams(max_tokens=60, n=3))
     for one in [GOOD[0], long, *GOOD[1:]]:
-        core.add(byte_intake().take(one))
+        core.add(byte_input_processor().process(one))
     outputs: dict[str, list[int]] = {}
     for step in range(10_000):
         if step == after_steps:
@@ -61,15 +61,15 @@ def test_an_abort_leaves_nothing_behind(after_steps: int) -> None:
 
 
 def test_wrong_requests_never_reach_the_engine() -> None:
-    input_processor = byte_intake()
+    input_processor = byte_input_processor()
     with pytest.raises(ContextLengthExceeded, match=str(MAX_CONTEXT)):
-        input_processor.take(PromptRequest(prompt=[5] * MAX_CONTEXT))
+        input_processor.process(PromptRequest(prompt=[5] * MAX_CONTEXT))
     for prompt in ([VOCAB], [-1], [True], []):
         with pytest.raises(InvalidRequest):
-            input_processor.take(PromptRequest(prompt=prompt))
+            input_processor.process(PromptRequest(prompt=prompt))
     for params in (SamplingParams(logit_bias={VOCAB: 1.0}), SamplingParams(allowed_token_ids=[-1])):
         with pytest.raises(InvalidRequest, match="not a token id"):
-            input_processor.take(PromptRequest(prompt="hi", params=params))
+            input_processor.process(PromptRequest(prompt="hi", params=params))
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
@@ -78,7 +78,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
     assert outputs[-1].finish_reason == "length"
     assert [len(output.prompt_logprobs or ()) for output in outputs] == [MAX_CONTEXT - 1]
     with pytest.raises(ContextLengthExceeded):
-        byte_intake().take(PromptRequest(prompt=[5] * (MAX_CONTEXT + 1), params=scored))
+        byte_input_processor().process(PromptRequest(prompt=[5] * (MAX_CONTEXT + 1), params=scored))
 
 
 def test_a_request_that_never_fits_is_refused_and_the_others_run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scripted_engine import byte_intake
+from scripted_engine import byte_input_processor
 
 from tokenmill import SamplingParams
 from tokenmill.engine.output_processor import OutputProcessor
@@ -13,8 +13,8 @@ from tokenmill.text.bytes import EOS_ID, byte_tokenizer
 from tokenmill.types import Event, PromptRequest, SequenceOutput, TokenLogprobs
 
 
-def outlet_for(params: SamplingParams) -> OutputProcessor:
-    request = byte_intake().take(PromptRequest(prompt="p", params=params, request_id="r"))
+def output_processor_for(params: SamplingParams) -> OutputProcessor:
+    request = byte_input_processor().process(PromptRequest(prompt="p", params=params, request_id="r"))
     keep_best = params.n if params.best_of is not None else None
     return OutputProcessor(request, byte_tokenizer(), keep_best=keep_best, wants_logprobs=params.logprobs is not None)
 
@@ -30,15 +30,15 @@ def output(ids: list[int], *, index: int = 0, finish: str | None = None, logprob
     )
 
 
-def push_text(outlet: OutputProcessor, text: str, finish: str = "length") -> list[Event]:
+def push_text(processor: OutputProcessor, text: str, finish: str = "length") -> list[Event]:
     data = list(text.encode())
-    events = [event for byte in data for event in outlet.push(output([byte]))]
-    return events + outlet.push(output([], finish=finish))
+    events = [event for byte in data for event in processor.process(output([byte]))]
+    return events + processor.process(output([], finish=finish))
 
 
 @given(st.text(max_size=40))
 def test_events_join_to_the_text_and_no_character_is_split(text: str) -> None:
-    events = push_text(outlet_for(SamplingParams()), text)
+    events = push_text(output_processor_for(SamplingParams()), text)
     assert "".join(event.text for event in events) == text
     assert all("\ufffd" not in event.text for event in events if "\ufffd" not in text)
     assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
@@ -48,57 +48,57 @@ def test_events_join_to_the_text_and_no_character_is_split(text: str) -> None:
 @given(st.text(max_size=20), st.integers(1, 5), st.booleans())
 def test_tokens_that_come_together_say_what_they_say_one_by_one(text: str, size: int, ends_with_id: bool) -> None:
     ids = [*text.encode(), *([EOS_ID] if ends_with_id else [])]
-    outlet = outlet_for(SamplingParams())
+    processor = output_processor_for(SamplingParams())
     events = []
     for start in range(0, max(1, len(ids)), size):
         is_last = start + size >= len(ids)
         brought = output(ids[start : start + size], finish="stop" if is_last else None)
-        events += outlet.push(msgspec.structs.replace(brought, logprobs=None))
+        events += processor.process(msgspec.structs.replace(brought, logprobs=None))
     assert "".join(event.text for event in events) == text
     assert [token_id for event in events for token_id in event.token_ids] == ids
-    assert outlet.is_finished and events[-1].usage is not None
+    assert processor.is_finished and events[-1].usage is not None
     assert events[-1].usage.completion_tokens == len(ids)
 
 
 @example("ab", ["b", "aba"])  # "aba" might still begin before the "b" when the text is over
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_a_stop_string_ends_the_text_before_it(text: str, stops: list[str]) -> None:
-    outlet = outlet_for(SamplingParams(stop=stops, logprobs=0))
-    events = push_text(outlet, text)
+    processor = output_processor_for(SamplingParams(stop=stops, logprobs=0))
+    events = push_text(processor, text)
     shown = "".join(event.text for event in events)
     ends = [text.find(stop) for stop in stops if stop in text]
     expected = text[: min(ends)] if ends else text
     assert shown == expected
     assert events[-1].finish_reason == ("stop" if ends else "length")
     assert "".join(info.text for event in events for info in event.logprobs or []) == shown
-    assert ends or not outlet.pop_stopped()
+    assert ends or not processor.pop_stopped()
 
 
 def test_usage_counts_up_to_the_stop_string_and_no_further() -> None:
-    outlet = outlet_for(SamplingParams(stop=["END"]))
-    events = push_text(outlet, "abENDxyz")
+    processor = output_processor_for(SamplingParams(stop=["END"]))
+    events = push_text(processor, "abENDxyz")
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == 5
     assert events[-1].stop_reason == "END"
 
 
 def test_min_tokens_holds_stop_strings_off() -> None:
-    events = push_text(outlet_for(SamplingParams(stop=["b"], min_tokens=3)), "abab")
+    events = push_text(output_processor_for(SamplingParams(stop=["b"], min_tokens=3)), "abab")
     assert "".join(event.text for event in events) == "aba"
 
 
 def test_an_end_token_is_counted_but_never_shown() -> None:
-    outlet = outlet_for(SamplingParams(logprobs=0, skip_special_tokens=False))
-    events = outlet.push(output([104, 105])) + outlet.push(output([EOS_ID], finish="stop"))
+    processor = output_processor_for(SamplingParams(logprobs=0, skip_special_tokens=False))
+    events = processor.process(output([104, 105])) + processor.process(output([EOS_ID], finish="stop"))
     assert "".join(event.text for event in events) == "hi"
     assert [info.text for event in events for info in event.logprobs or []] == ["h", "i"]
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == 3
 
 
 def test_best_of_shows_the_likeliest_and_only_once_all_have_ended() -> None:
-    outlet = outlet_for(SamplingParams(n=2, best_of=3))
-    assert outlet.push(output([97], index=0, finish="length", logprob=-3.0)) == []
-    assert outlet.push(output([98], index=1, finish="length", logprob=-1.0)) == []
-    events = outlet.push(output([99], index=2, finish="length", logprob=-2.0))
+    processor = output_processor_for(SamplingParams(n=2, best_of=3))
+    assert processor.process(output([97], index=0, finish="length", logprob=-3.0)) == []
+    assert processor.process(output([98], index=1, finish="length", logprob=-1.0)) == []
+    events = processor.process(output([99], index=2, finish="length", logprob=-2.0))
     assert [(event.index, event.text) for event in events] == [(0, "b"), (1, "c")]
     assert all(event.logprobs is None for event in events)
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == 3

@@ -101,7 +101,7 @@ def run_together(llm: LLM, asks: list[Ask], rng: random.Random | None) -> Answer
         arriving = rng.randrange(0, 12) if rng is not None else int(not llm.core.has_work)
         for number, ask in waiting[:arriving]:
             asked = PromptRequest(prompt=ask.prompt, params=ask.params, request_id=str(number))
-            llm.core.add(llm.frontend.input_processor(512).take(asked))
+            llm.core.add(llm.frontend.input_processor(512).process(asked))
         waiting = waiting[arriving:]
         for output in llm.core.step():
             assert output.error is None, output

@@ -3,7 +3,7 @@ It does not begin while somebody may be about to ask."""
 
 from __future__ import annotations
 
-from scripted_engine import byte_intake, scripted_core
+from scripted_engine import byte_input_processor, scripted_core
 
 from tokenmill.engine.loop import QUIET_S, run_loop
 from tokenmill.engine.messages import FromCore, Outputs, Shutdown, Submit, ToCore
@@ -43,7 +43,7 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
 
     core._next_idle_task = next_idle_task
     asked = PromptRequest(prompt="ab", params=SamplingParams(max_tokens=6, ignore_eos=True), request_id="x")
-    mailbox = Mailbox({3: Submit(byte_intake().take(asked))})
+    mailbox = Mailbox({3: Submit(byte_input_processor().process(asked))})
     run_loop(core, mailbox)
     outputs = [one for message in mailbox.sent if isinstance(message, Outputs) for one in message.outputs]
     assert sum(len(one.token_ids) for one in outputs) == 6

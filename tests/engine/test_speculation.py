@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripted_engine import CONFIG, VOCAB, byte_intake, tokens_of
+from scripted_engine import CONFIG, VOCAB, byte_input_processor, tokens_of
 from test_same_tokens_always import Answers, Ask, make_asks, run_together
 
 from tokenmill import LLM, SamplingParams
@@ -146,7 +146,7 @@ def drafted_core(model: Model, draft: Model | None, *, draft_blocks: int = 65, m
 def run_core(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[int]]:
     outputs: dict[str, list[Any]] = {one.request_id: [] for one in asked}
     for one in asked:
-        core.add(byte_intake().take(one))
+        core.add(byte_input_processor().process(one))
     while core.has_work:
         for output in core.step():
             assert output.error is None, output.error
@@ -263,7 +263,7 @@ def test_other_salts_gain_nothing_from_an_answer(stories_dir: Path) -> None:
 
     def accepted(salt: str, name: str) -> int:
         asked = PromptRequest(prompt="Tom had a red ball", params=params, request_id=name, cache_salt=salt)
-        llm.core.add(llm.frontend.input_processor(512).take(asked))
+        llm.core.add(llm.frontend.input_processor(512).process(asked))
         outputs = []
         while llm.core.has_work:
             outputs += llm.core.step()
@@ -287,10 +287,10 @@ def test_drawn_tokens_follow_the_model_s_distribution(temperature: float) -> Non
     table = torch.tensor([[rng.gauss(0, 1.5) for _ in range(vocab)] for _ in range(vocab)])
     core = drafted_core(ScriptedModel(vocab, lambda _position, token: table[token]), None, mode="ngram")
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature)
-    input_processor = byte_intake()
+    input_processor = byte_input_processor()
     for number in range(150):
         asked = PromptRequest(prompt=[1, 2, 3], params=msgspec.structs.replace(params, seed=number))
-        core.add(input_processor.take(asked))
+        core.add(input_processor.process(asked))
     said: dict[str, list[int]] = {}
     while core.has_work:
         for output in core.step():

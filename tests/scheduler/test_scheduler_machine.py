@@ -11,7 +11,7 @@ from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, exp
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.engine.core import failed_step
-from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
@@ -88,7 +88,7 @@ class Life(RuleBasedStateMachine):
         self.cache = KVCache(
             windows=windows, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
         )
-        self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget, policy=policy, max_waiting=12)
+        self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget, policy=policy)
         self.now = 0.0
         self.scheduler = Scheduler(
             config=self.config,
@@ -164,7 +164,7 @@ class Life(RuleBasedStateMachine):
         used_before = self.cache.num_used
         try:
             self.scheduler.add(request)
-        except (InvalidRequest, Overloaded):
+        except InvalidRequest:
             assert self.cache.num_used == used_before
             return
         self.requests[request.request_id] = request

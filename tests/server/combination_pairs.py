@@ -16,7 +16,7 @@ from combination_features import BY_NAME, FEATURES, tokens
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.config.server import ServerConfig
-from tokenmill.engine.results import CompletionOutput, RequestOutput, empty_output
+from tokenmill.engine.results import CompletionOutput, EventFold, RequestOutput, request_output
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.openai.parse import parse_completion
 from tokenmill.types import PromptRequest
@@ -97,16 +97,17 @@ class Bench:
         """After some steps strangers of higher priority come and need every row."""
         before = llm.core.stats().preemptions
         request = llm._submit(asked)
-        answer = empty_output(request, None, asked.params.n)
+        folds = [EventFold() for _ in range(asked.params.n)]
         for number in range(MAX_TOKENS * 10):
             if number == STEPS_BEFORE:
                 self._crowd_out(llm)
             for output in llm.core.step():
                 for event in llm._deliver(output):
                     if event.request_id == request.request_id:
-                        answer.add(event)
+                        folds[event.index].add(event)
             if not llm._output_processors:
                 break
+        answer = request_output(request, None, folds)
         assert llm.core.stats().preemptions > before and answer.finished, "nobody was preempted"
         return answer
 

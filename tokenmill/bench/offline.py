@@ -76,8 +76,7 @@ def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
         scheduler = replace(scheduler, max_running=most)
     if scheduler.speculate == "auto":
         scheduler = replace(scheduler, speculate="off")
-    waiting = max(scheduler.max_waiting, workload.num_requests, most)
-    return replace(config, model=model, scheduler=replace(scheduler, max_waiting=waiting))
+    return replace(config, model=model, scheduler=scheduler)
 
 
 def rows_by_default(config: EngineConfig) -> int:

@@ -1,6 +1,7 @@
-"""From what a client asks to what the engine computes: template, tokens, settled limits, checked ids.
+"""From what a client asks for to what the engine computes: template, tokens, settled limits, checked ids.
 
-Everything that can be wrong with a request is found here, before it is queued, and named.
+Everything that can be wrong with a request is found here, before it is queued, and named. An `InputProcessor` may be
+used from several threads at once (see `text_workers.py`).
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-import uuid
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
 from tokenmill.engine.lengths import NO_SHIFTING, Shifting, longest_prompt, require_plausible_length
+from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.params.checks import require_unicode
@@ -30,7 +32,17 @@ log = logging.getLogger(__name__)
 ClientRequest = ChatRequest | PromptRequest | EmbedRequest
 
 
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request as the client asked it and as the engine computes it."""
+
+    asked: ClientRequest
+    request: Request
+
+
 class InputProcessor:
+    """Turns client requests into engine requests for one model."""
+
     def __init__(
         self,
         *,
@@ -67,19 +79,23 @@ class InputProcessor:
     def _words(self) -> WordSearch:
         return WordSearch(self.tokenizer, self._vocab_size)
 
-    def take(self, asked: ClientRequest) -> Request:
+    def prepare(self, asked: ClientRequest) -> PreparedRequest:
+        return PreparedRequest(asked, self.process(asked))
+
+    def process(self, asked: ClientRequest) -> Request:
+        """Render, tokenise and check a request."""
         require_unicode("request_id", asked.request_id)
         if isinstance(asked, EmbedRequest):
-            return self._take_embedding(asked)
+            return self._process_embedding(asked)
         require_unicode("cache_salt", asked.cache_salt)
         prompt_ids = self.prompt_ids(asked)
         shift = self._shifting.asked_for(asked.params, self.max_context)
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._require_fit(prompt_ids, param, shift, has_answer=asked.params.max_tokens != 0)
         params = self._settle(asked.params)
-        tokenized = self._spelled(params, prompt_ids)
+        tokenized = self._tokenized(params, prompt_ids)
         return Request(
-            request_id=asked.request_id or new_request_id(),
+            request_id=asked.request_id or new_id(),
             prompt_token_ids=prompt_ids,
             params=params,
             eos_token_ids=self._eos_token_ids,
@@ -110,9 +126,9 @@ class InputProcessor:
         )
 
     def chat_ids(self, asked: ChatRequest) -> list[int]:
-        """A template that writes the begin token itself must not get a second one."""
+        """The token ids of a conversation. A template that writes the begin token itself does not get a second one."""
         text = self.chat_text(asked)
-        # Whoever checked the messages' length saw neither what a template adds nor reasoning, tool calls and arguments.
+        # A server checks the length of the messages; what a template adds, reasoning and tool calls are not in that.
         require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
         bos = self.tokenizer.special_tokens.get("bos_token")
         return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
@@ -139,8 +155,8 @@ class InputProcessor:
             return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
         return params
 
-    def _spelled(self, params: SamplingParams, prompt_ids: list[int]) -> TokenizedParams:
-        """What the core must know of the parameters that are text."""
+    def _tokenized(self, params: SamplingParams, prompt_ids: list[int]) -> TokenizedParams:
+        """The token ids of those parameters that users write as text."""
         tokenized = TokenizedParams()
         if params.dry_multiplier > 0.0:
             breakers = DRY_BREAKERS if params.dry_sequence_breakers is None else params.dry_sequence_breakers
@@ -186,7 +202,7 @@ class InputProcessor:
                 )
 
     def _require_fit(self, prompt_ids: list[int], param: str, shift: ContextShift | None, *, has_answer: bool) -> None:
-        """Where no answer is wanted (a prompt is scored), the prompt may take the whole context."""
+        """Refuse a prompt that is too long. One that is only scored, without an answer, may take the whole context."""
         longest = longest_prompt(self.max_context)
         if shift is not None and len(prompt_ids) > longest:
             raise ContextLengthExceeded(
@@ -203,20 +219,21 @@ class InputProcessor:
             )
 
     def _longest_answer(self, prompt_ids: list[int], params: SamplingParams, shift: ContextShift | None) -> int:
-        """To the end of the context; where that shifts as long as asked for, or one context long."""
+        """The most tokens an answer may have: to the end of the context, or, where that shifts, what was asked for or
+        the length of a context."""
         if shift is not None:
             return self.max_context if params.max_tokens is None else params.max_tokens
         room = self.max_context - len(prompt_ids)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
-    def _take_embedding(self, asked: EmbedRequest) -> Request:
+    def _process_embedding(self, asked: EmbedRequest) -> Request:
         prompt_ids = self._ids_of(asked.prompt, add_special_tokens=True)
         if len(prompt_ids) > self.max_context:
             raise ContextLengthExceeded(
                 f"the input has {len(prompt_ids)} tokens; at most {self.max_context} fit", param="input"
             )
         return Request(
-            request_id=asked.request_id or new_request_id(),
+            request_id=asked.request_id or new_id(),
             prompt_token_ids=prompt_ids,
             params=SamplingParams(max_tokens=0),
             max_tokens=0,
@@ -231,7 +248,3 @@ def no_tokenizer() -> InvalidRequest:
     return InvalidRequest(
         "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
     )
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex

@@ -1,11 +1,10 @@
 """The offline front: a list of prompts in, a list of answers out in the same order, with a progress bar.
 
-The same core as in serving, in this process, stepped by whoever waits for the answers.
+The same core as in serving, in this process, stepped by the thread that waits for the answers.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -29,7 +28,7 @@ from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.progress import Report, no_report, progress_over
-from tokenmill.engine.results import EmbeddingOutput, RequestOutput, empty_output
+from tokenmill.engine.results import EmbeddingOutput, EventFold, RequestOutput, request_output
 from tokenmill.engine.startup.cuda_preinit import cuda_preinit
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.torch_import import (
@@ -44,7 +43,7 @@ from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptReq
 
 Asked = tuple[ClientRequest, Request]
 Arrived = Event | TokenmillError
-TAKEN_IN_A_STEP = 128  # requests: 20 ms of work
+ADDED_PER_STEP = 128  # requests: 20 ms of work
 
 
 class LLM:
@@ -60,8 +59,7 @@ class LLM:
 
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
         """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
-        # A list of prompts is as long as it is: nothing is refused for waiting.
-        self.config = engine_config(model, {"max_waiting": sys.maxsize, **settings})
+        self.config = engine_config(model, settings)
         with preload_libraries():
             self._frontend: ModelFrontend = load_frontend(self.config)
         with gc_paused(), without_meta_kernels(), cuda_preinit(self.config.ops.device):
@@ -72,18 +70,18 @@ class LLM:
             import_meta_kernels()
         self._core.run_idle_task()  # compilers that work beside the first requests
         self._input_processor = self._frontend.input_processor(self._core.info.max_context)
-        self._turn = threading.RLock()  # whoever computes has it, or two threads would step the same core at once
-        self._output_processors: dict[str, OutputProcessor] = {}  # of requests that run
-        self._kept: dict[str, list[Arrived]] = {}  # by stream: what has come for it and was not taken yet
+        self._lock = threading.RLock()  # held by the thread that steps the core
+        self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
+        self._unread: dict[str, list[Arrived]] = {}  # by stream: what has come for it and was not read yet
 
     @property
     def core(self) -> EngineCore:
-        """What computes: `core.info` tells what was chosen and why."""
+        """The engine core; `core.info` says what was chosen and why."""
         return self._core
 
     @property
     def frontend(self) -> ModelFrontend:
-        """What reads and writes text: the tokenizer, the chat template, the model's name."""
+        """The text side of the model: tokenizer, chat template, name."""
         return self._frontend
 
     # ── whole answers ──────────────────────────────────────────────────────────────────────────────────
@@ -95,7 +93,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Go on from each prompt, a string or a list of token ids; answers come in the order of the prompts.
+        """Continue each prompt, a string or a list of token ids; answers come in the order of the prompts.
 
         `params` are for all of them, or a list with one each. Wrong input raises; a request that fails says so in the
         `error` of its answer.
@@ -131,20 +129,20 @@ class LLM:
         asked = [EmbedRequest(prompt=p, pooling=pooling) for p in prompts_from(prompts)]
         vectors: dict[str, list[float]] = {}
 
-        def take(request_id: str, arrived: Arrived) -> None:
+        def receive(request_id: str, arrived: Arrived) -> None:
             if isinstance(arrived, TokenmillError):
                 raise arrived
             vectors[request_id] = arrived.embedding or []
 
-        with self._turn:
-            requests = [self._taken(one) for one in asked]  # all are checked before any is run
-            self._run_until_done(deque(zip(asked, requests, strict=True)), take)
+        with self._lock:
+            requests = [self._processed(one) for one in asked]  # all are checked before any is run
+            self._run_until_done(deque(zip(asked, requests, strict=True)), receive)
         return [EmbeddingOutput(r.request_id, r.prompt_token_ids, vectors[r.request_id]) for r in requests]
 
     # ── answers as they come ───────────────────────────────────────────────────────────────────────────
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
-        """Go on from one prompt, in pieces as they come. Leaving the iterator early ends the request."""
+        """Continue one prompt, in pieces as they come. Leaving the iterator early ends the request."""
         (params,) = params_from(params, 1)
         return self._stream(PromptRequest(prompt=prompt_from(prompt), params=params))
 
@@ -160,38 +158,39 @@ class LLM:
         )
 
     def close(self) -> None:
-        """End whatever still runs. The model itself goes when nobody refers to this object any more."""
-        with self._turn:
+        """Abort all running requests. The model's memory is freed with this object."""
+        with self._lock:
             for request_id in list(self._output_processors):
                 self._abort(request_id)
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _answer(self, asked: Sequence[ChatRequest | PromptRequest], *, progress: bool) -> list[RequestOutput]:
-        with self._turn:
+        with self._lock:
             return self._answer_now(asked, progress)
 
     def _answer_now(self, asked: Sequence[ChatRequest | PromptRequest], progress: bool) -> list[RequestOutput]:
-        requests = [self._taken(one) for one in asked]  # all are checked before any is run
-        answers = {
-            request.request_id: empty_output(request, prompt_text(one), one.params.n)
-            for one, request in zip(asked, requests, strict=True)
-        }
+        pairs = [(one, self._processed(one)) for one in asked]  # all are checked before any is run
+        folds = {request.request_id: [EventFold() for _ in range(one.params.n)] for one, request in pairs}
+        errors: dict[str, str] = {}
 
-        def take(request_id: str, arrived: Arrived) -> None:
+        def receive(request_id: str, arrived: Arrived) -> None:
             if isinstance(arrived, TokenmillError):
-                answers[request_id].error = arrived.message
+                errors[request_id] = arrived.message
             else:
-                answers[request_id].add(arrived)
+                folds[request_id][arrived.index].add(arrived)
 
-        with progress_over(len(requests), enabled=progress) as report, relaxed_gc():
-            self._run_until_done(deque(zip(asked, requests, strict=True)), take, report)
-        return [answers[request.request_id] for request in requests]
+        with progress_over(len(pairs), enabled=progress) as report, relaxed_gc():
+            self._run_until_done(deque(pairs), receive, report)
+        return [
+            request_output(request, prompt_text(one), folds[request.request_id], errors.get(request.request_id))
+            for one, request in pairs
+        ]
 
     def _run_until_done(
-        self, waiting: deque[Asked], take: Callable[[str, Arrived], None], report: Report = no_report
+        self, waiting: deque[Asked], receive: Callable[[str, Arrived], None], report: Report = no_report
     ) -> None:
-        """All that wait, to their ends; whoever breaks off leaves nothing of them behind."""
+        """Step the core until all requests have ended; an exception on the way aborts the rest of them."""
         unfinished = {request.request_id for _, request in waiting}
         total = len(unfinished)
         try:
@@ -199,7 +198,7 @@ class LLM:
                 self._add_some(waiting)
                 for output in self._core.step():
                     for arrived in self._arrived(output, unfinished):
-                        take(output.request_id, arrived)
+                        receive(output.request_id, arrived)
                     if output.request_id not in self._output_processors:
                         unfinished.discard(output.request_id)
                     report(done=total - len(unfinished), new_tokens=len(output.token_ids))
@@ -208,51 +207,52 @@ class LLM:
                 self._abort(request_id)
 
     def _arrived(self, output: SequenceOutput, mine: Container[str]) -> Sequence[Arrived]:
-        """What an output brings to these requests; what it brings to others, streams that stand still, is kept."""
+        """Return what an output brings to these requests; what it brings to a stream that is not being read is kept."""
         arrived = self._deliver(output)
         if output.request_id in mine:
             return arrived
-        if output.request_id in self._kept:
-            self._kept[output.request_id] += arrived
+        if output.request_id in self._unread:
+            self._unread[output.request_id] += arrived
         return []
 
     def _add_some(self, waiting: deque[Asked]) -> None:
-        """The first step begins while most of a long list is still to be taken in; a static batch is one as a whole."""
-        count = len(waiting) if self.config.scheduler.policy == "static" else min(len(waiting), TAKEN_IN_A_STEP)
+        """Add the next requests: not all of a long list, so that the first step begins soon. A static batch is added
+        as a whole."""
+        count = len(waiting) if self.config.scheduler.policy == "static" else min(len(waiting), ADDED_PER_STEP)
         for _ in range(count):
             self._add(*waiting.popleft())
 
     def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
-        with self._turn:
+        with self._lock:
             request = self._submit(asked)
-            kept = self._kept[request.request_id] = []
+            unread = self._unread[request.request_id] = []
         try:
-            while kept or request.request_id in self._output_processors:
-                if not kept:
-                    self._bring_some(request.request_id)
+            while unread or request.request_id in self._output_processors:
+                if not unread:
+                    self._step_for(request.request_id)
                     continue
-                if isinstance(first := kept.pop(0), TokenmillError):
+                if isinstance(first := unread.pop(0), TokenmillError):
                     raise first
                 yield first
         finally:
-            with self._turn:
-                del self._kept[request.request_id]
+            with self._lock:
+                del self._unread[request.request_id]
                 self._abort(request.request_id)
 
-    def _bring_some(self, request_id: str) -> None:
-        """One step, unless another thread's has brought something, or the end, while this one waited for its turn."""
-        with self._turn:
-            if not self._kept[request_id] and request_id in self._output_processors:
+    def _step_for(self, request_id: str) -> None:
+        """Run one step, unless another thread's step brought this stream something while this one waited."""
+        with self._lock:
+            if not self._unread[request_id] and request_id in self._output_processors:
                 for output in self._core.step():
                     self._arrived(output, mine=())
 
-    def _taken(self, asked: ClientRequest) -> Request:
-        request = self._input_processor.take(asked)
+    def _processed(self, asked: ClientRequest) -> Request:
+        request = self._input_processor.process(asked)
         self._core.prepare(request)
         return request
 
     def _submit(self, asked: ClientRequest) -> Request:
-        request = self._taken(asked)
+        request = self._processed(asked)
         self._add(asked, request)
         return request
 
@@ -267,7 +267,7 @@ class LLM:
         if output.finish_reason == "error":
             del self._output_processors[output.request_id]
             return [error_with_code(output.error_code, output.error or "the request failed")]
-        events = output_processor.push(output)
+        events = output_processor.process(output)
         for index in output_processor.pop_stopped():
             self._core.abort(output.request_id, index)
         if output_processor.is_finished:

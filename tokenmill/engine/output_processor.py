@@ -1,7 +1,7 @@
 """From token ids back to what a client sees: text that never splits a character, stop strings cut out, usage.
 
-One `Outlet` per request, one `Choice` per sequence. The core knows nothing of text, so a stop string is found
-here; `pop_stopped` tells the caller which sequences the core should give up.
+One `OutputProcessor` per request, one `ChoiceState` per sequence. The core knows nothing of text, so stop strings are
+found here; `pop_stopped` tells the caller which sequences the core should abort.
 
     tokens   ──► detokenise ──► hold back what may begin a stop string ──► Event
     decoded:  [ emitted | held back ]      a token's logprobs go out with the event that completes its text
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenmill.engine.merge import merge_events
+from tokenmill.engine.results import EventFold
 from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.stop_chain import Stops
 from tokenmill.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ from tokenmill.types import Event, Request, SequenceOutput, TokenInfo, TokenLogp
 
 @dataclass
 class ChoiceState:
-    """What is known of one sequence so far."""
+    """The text of one sequence so far: what was decoded, what was sent, how it ended."""
 
     detokenizer: IncrementalDetokenizer | None
     stops: Stops
@@ -40,8 +40,10 @@ class ChoiceState:
 
 
 class OutputProcessor:
+    """Makes a request's events from what the core computes for it."""
+
     def __init__(self, request: Request, tokenizer: Tokenizer | None, *, keep_best: int | None, wants_logprobs: bool):
-        """`keep_best`: of all sequences hand out only the best so many, once all have ended (best_of)."""
+        """`keep_best`: hand out only so many sequences, the most likely ones, once all have ended (best_of)."""
         self.request_id = request.request_id
         self._request = request
         self._tokenizer = tokenizer
@@ -52,7 +54,7 @@ class OutputProcessor:
         self._has_stops = bool(request.params.stop or request.params.stop_regex)
         self._choices = [self._new_choice() for _ in range(request.params.n)]
         self._num_open = len(self._choices)
-        self._held: dict[int, list[Event]] = {}
+        self._candidates: dict[int, EventFold] = {}  # of best_of, by sequence
 
     @property
     def is_finished(self) -> bool:
@@ -62,8 +64,8 @@ class OutputProcessor:
     def num_completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices)
 
-    def push(self, output: SequenceOutput) -> list[Event]:
-        """The events that this output brings; none while a character or a stop string is incomplete."""
+    def process(self, output: SequenceOutput) -> list[Event]:
+        """Return the events that an output completes; none while a character or a stop string is incomplete."""
         choice = self._choices[output.index]
         if choice.is_finished:  # the core ran on a little before it heard of the stop string
             return []
@@ -74,10 +76,11 @@ class OutputProcessor:
             return []
         if self._keep_best is None:
             return [event]
-        self._held.setdefault(output.index, []).append(event)
+        self._candidates.setdefault(output.index, EventFold()).add(event)
         return self._best_choices() if self.is_finished else []
 
     def pop_stopped(self) -> list[int]:
+        """Return, once, the sequences that a stop string ended and that the core still computes."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
@@ -96,13 +99,13 @@ class OutputProcessor:
 
     def _advance(self, choice: ChoiceState, output: SequenceOutput) -> Event | None:
         if self._has_stops or output.logprobs is not None:
-            text, matched = self._push_one_by_one(choice, output)
+            text, matched = self._decode_one_by_one(choice, output)
         else:
-            text, matched = self._push_together(choice, output), None
+            text, matched = self._decode_together(choice, output), None
         if matched is not None and output.finish_reason is None:
             self._stopped.append(output.index)
         if matched is None and output.finish_reason is not None:
-            rest, matched = self._rest(choice)
+            rest, matched = self._flush(choice)
             text += rest
         finish = "stop" if matched is not None else output.finish_reason
         if finish is not None:
@@ -111,8 +114,8 @@ class OutputProcessor:
         choice.num_emitted += len(text)
         return self._event(choice, output, text, finish, matched)
 
-    def _push_together(self, choice: ChoiceState, output: SequenceOutput) -> str:
-        """Nothing is looked for in the text, and nobody asks where in it a token ends."""
+    def _decode_together(self, choice: ChoiceState, output: SequenceOutput) -> str:
+        """Decode all new tokens at once: without stop strings and logprobs it does not matter where a token ends."""
         ids = output.token_ids
         choice.num_tokens += len(ids)
         choice.unsent_ids += ids
@@ -121,17 +124,17 @@ class OutputProcessor:
         is_stop_id = output.stop_token_id is not None and ids[-1:] == [output.stop_token_id]
         return choice.detokenizer.push(ids[:-1] if is_stop_id else ids)
 
-    def _push_one_by_one(self, choice: ChoiceState, output: SequenceOutput) -> tuple[str, str | None]:
+    def _decode_one_by_one(self, choice: ChoiceState, output: SequenceOutput) -> tuple[str, str | None]:
         text, matched = "", None
         for position, token_id in enumerate(output.token_ids):
             is_stop_id = token_id == output.stop_token_id and position == len(output.token_ids) - 1
-            emitted, matched = self._push_token(choice, token_id, _nth(output.logprobs, position), is_stop_id)
+            emitted, matched = self._decode_token(choice, token_id, _nth(output.logprobs, position), is_stop_id)
             text += emitted
             if matched is not None:
                 break
         return text, matched
 
-    def _push_token(
+    def _decode_token(
         self, choice: ChoiceState, token_id: int, logprobs: TokenLogprobs | None, is_stop_id: bool
     ) -> tuple[str, str | None]:
         choice.num_tokens += 1
@@ -147,8 +150,8 @@ class OutputProcessor:
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
 
-    def _rest(self, choice: ChoiceState) -> tuple[str, str | None]:
-        """What was held back: an unfinished character, or text that began like a stop string (and may hold one)."""
+    def _flush(self, choice: ChoiceState) -> tuple[str, str | None]:
+        """Release what was held back: an unfinished character, or text that began like a stop string."""
         tail = choice.detokenizer.finish() if choice.detokenizer else ""
         emitted, _ = choice.stops.push(tail)
         return emitted + choice.stops.flush(), choice.stops.matched
@@ -178,7 +181,7 @@ class OutputProcessor:
         )
 
     def _released_infos(self, choice: ChoiceState, matched: str | None) -> list[TokenInfo]:
-        """Tokens whose text is out; at the end all that lie before the cut."""
+        """Return the tokens whose text was sent; at the end, all that lie before a stop string."""
         infos = []
         while choice.unsent_infos:
             end, info = choice.unsent_infos[0]
@@ -193,10 +196,10 @@ class OutputProcessor:
 
     def _best_choices(self) -> list[Event]:
         assert self._keep_best is not None
-        ranked = sorted(self._held, key=lambda index: -self._choices[index].cumulative_logprob)
-        best = [merge_events(self._held[index]) for index in ranked[: self._keep_best]]
+        ranked = sorted(self._candidates, key=lambda index: -self._choices[index].cumulative_logprob)
+        best = [self._candidates[index].event for index in ranked[: self._keep_best]]
         usage = self._usage()
-        return [msgspec.structs.replace(event, index=place, usage=usage) for place, event in enumerate(best)]
+        return [msgspec.structs.replace(event, index=rank, usage=usage) for rank, event in enumerate(best)]
 
     def _usage(self) -> Usage:
         return Usage(
@@ -216,14 +219,14 @@ class OutputProcessor:
         return [None, *(self._info(logprobs) for logprobs in output.prompt_logprobs)]
 
     def _info(self, logprobs: TokenLogprobs) -> TokenInfo:
-        text, raw = self._spell(logprobs.token_id)
+        text, raw = self._token_text(logprobs.token_id)
         top = [
-            (token_id, *self._spell(token_id), logprob)
+            (token_id, *self._token_text(token_id), logprob)
             for token_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         ]
         return TokenInfo(logprobs.token_id, text, raw, logprobs.logprob, logprobs.rank, top)
 
-    def _spell(self, token_id: int) -> tuple[str, bytes]:
+    def _token_text(self, token_id: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
             return "", b""
         return self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)

@@ -1,14 +1,93 @@
-"""What `LLM` hands back: the shape that users of other engines know, folded from the stream of events."""
+"""Events folded into results: one class for all who want a whole answer instead of a stream.
+
+    Event, Event, Event ──► EventFold ──► one Event with all the text
+
+A stream's reader who fell behind, a non-streaming HTTP reply, the best of several samples and the outputs of `LLM` are
+all made by `EventFold`. `RequestOutput` and `CompletionOutput` are what `LLM` returns, in the shape that users of other
+engines know.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
+
+import msgspec
 
 from tokenmill.types import Event, FinishReason, Request, TokenInfo
 
 
+class EventFold:
+    """Adds up the events of one choice. A single event, the usual case in a stream, passes unchanged."""
+
+    __slots__ = ("_earlier", "_last")
+
+    def __init__(self) -> None:
+        self._last: Event | None = None
+        self._earlier: _Sums | None = None  # of all events before the last one
+
+    def add(self, event: Event) -> None:
+        if self._last is not None:
+            if self._earlier is None:
+                self._earlier = _Sums()
+            self._earlier.add(self._last)
+        self._last = event
+
+    @property
+    def is_empty(self) -> bool:
+        return self._last is None
+
+    @property
+    def event(self) -> Event:
+        """All text, tokens and logprobs in order; how the choice ended and what it cost, as the last event says."""
+        assert self._last is not None, "no event was added"
+        return self._last if self._earlier is None else self._earlier.merged_with(self._last)
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self._text = StringIO()
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenInfo] | None = None
+        self._prompt_logprobs: list[TokenInfo | None] | None = None
+        self._queue_s: float | None = None
+
+    def add(self, event: Event) -> None:
+        self._text.write(event.text)
+        self._token_ids += event.token_ids
+        if event.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += event.logprobs
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = event.prompt_logprobs
+        if self._queue_s is None:
+            self._queue_s = event.queue_s
+
+    def merged_with(self, last: Event) -> Event:
+        return msgspec.structs.replace(
+            last,
+            text=self._text.getvalue() + last.text,
+            token_ids=self._token_ids + last.token_ids,
+            logprobs=_joined(self._logprobs, last.logprobs),
+            prompt_logprobs=last.prompt_logprobs if self._prompt_logprobs is None else self._prompt_logprobs,
+            queue_s=last.queue_s if self._queue_s is None else self._queue_s,
+        )
+
+
+def _joined(before: list[TokenInfo] | None, more: list[TokenInfo] | None) -> list[TokenInfo] | None:
+    if before is None or more is None:
+        return more if before is None else before
+    return before + more
+
+
+# ── what `LLM` returns ─────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass
 class CompletionOutput:
+    """One answer to a prompt."""
+
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -17,54 +96,66 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
-    def add(self, event: Event) -> None:
-        self.text += event.text
-        self.token_ids += event.token_ids
-        if event.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + event.logprobs
-        if event.finish_reason is not None:
-            self.finish_reason = event.finish_reason
-            self.stop_reason = event.stop_reason
-            self.cumulative_logprob = event.cumulative_logprob
-
 
 @dataclass
 class RequestOutput:
+    """All answers to a prompt."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    num_drafted_tokens: int = 0  # guessed by speculation, all outputs together
-    num_accepted_tokens: int = 0  # ... and right
+    num_drafted_tokens: int = 0  # draft tokens of speculation, all outputs together
+    num_accepted_tokens: int = 0  # draft tokens that were right
     prompt_logprobs: list[TokenInfo | None] | None = None
-    error: str | None = None  # this request failed; the others did not
+    error: str | None = None  # why this request failed; other requests of the same call are not affected
 
     @property
     def finished(self) -> bool:
         return self.error is not None or all(output.finish_reason for output in self.outputs)
 
-    def add(self, event: Event) -> None:
-        self.outputs[event.index].add(event)
-        if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
-        if event.usage is not None:
-            self.num_cached_tokens = event.usage.cached_tokens
-            self.num_drafted_tokens = event.usage.drafted_tokens
-            self.num_accepted_tokens = event.usage.accepted_tokens
-
 
 @dataclass
 class EmbeddingOutput:
+    """The vector of a prompt."""
+
     request_id: str
     prompt_token_ids: list[int]
     embedding: list[float]
 
 
-def empty_output(request: Request, prompt: str | None, num_choices: int) -> RequestOutput:
-    return RequestOutput(
+def request_output(
+    request: Request, prompt: str | None, folds: Sequence[EventFold], error: str | None = None
+) -> RequestOutput:
+    """The result of a request from the folded events of its choices; a failed one keeps the text it had."""
+    events = [None if fold.is_empty else fold.event for fold in folds]
+    output = RequestOutput(
         request_id=request.request_id,
         prompt=prompt,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=[CompletionOutput(index) for index in range(num_choices)],
+        outputs=[_completion(index, event) for index, event in enumerate(events)],
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event and event.prompt_logprobs), None),
+        error=error,
+    )
+    usages = [event.usage for event in events if event is not None and event.usage is not None]
+    if usages:
+        usage = max(usages, key=lambda one: one.completion_tokens)  # of the choice that ended last
+        output.num_cached_tokens = usage.cached_tokens
+        output.num_drafted_tokens = usage.drafted_tokens
+        output.num_accepted_tokens = usage.accepted_tokens
+    return output
+
+
+def _completion(index: int, event: Event | None) -> CompletionOutput:
+    if event is None:
+        return CompletionOutput(index)
+    return CompletionOutput(
+        index=index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=event.logprobs,
+        cumulative_logprob=event.cumulative_logprob,
+        finish_reason=event.finish_reason,
+        stop_reason=event.stop_reason,
     )

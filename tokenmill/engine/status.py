@@ -1,4 +1,4 @@
-"""What an engine says about itself: the model it serves, whether it is well, how busy it is."""
+"""What an engine reports about itself: the model it serves, whether it takes requests, how busy it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.errors import Draining, EngineDead
 
 EngineState = Literal["loading", "ready", "draining", "dead"]
 
@@ -28,6 +29,14 @@ class ModelInfo:
 class Health:
     state: EngineState
     detail: str = ""
+
+
+def require_ready(health: Health) -> None:
+    """Raise what a new request gets in this state: the one rule for all places that take requests."""
+    if health.state == "draining":
+        raise Draining("the server is shutting down", retry_after_s=5)
+    if health.state != "ready":
+        raise EngineDead(f"the engine is not ready: {health.detail or health.state}")
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

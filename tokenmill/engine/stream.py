@@ -1,8 +1,8 @@
-"""The events of one request between the engine, which puts them, and whoever awaits them.
+"""The events of one request, between the engine that puts them and the caller who awaits them.
 
-    engine ─► ArrivalProcess (kept by the engine) ─► EventStream (kept by the caller)
+    engine ─► EventBuffer (held by the engine) ─► EventStream (held by the caller)
 
-The engine must not keep the caller's end alive: dropping it is how most callers leave (`break` out of `async for`).
+The engine does not refer to the caller's end: dropping that is how most callers leave (`break` out of `async for`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Callable
 
-from tokenmill.engine.merge import merge_events
 from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.engine.results import EventFold
 from tokenmill.errors import RequestFailed, TokenmillError, error_with_code
 from tokenmill.types import Event, SequenceOutput
 
@@ -21,23 +21,28 @@ log = logging.getLogger(__name__)
 
 
 class EventBuffer:
-    """What has come of a request and was not taken yet. Whoever is behind finds what waits for him in one event a
-    choice, so the further he is behind the less an event costs a token. One reader, one future: this is passed once
-    for every token that is streamed."""
+    """The events of a request that were not read yet, folded into one per choice.
+
+    A reader who is behind gets fewer, larger events, so the further behind, the less an event costs per token. One
+    reader, one future: this code runs once for every streamed token.
+    """
 
     def __init__(self, output_processor: OutputProcessor) -> None:
         self.output_processor = output_processor
-        self._waiting: dict[int, list[Event]] = {}  # by choice; the one that spoke last is the last
+        self._waiting: dict[int, EventFold] = {}  # by choice; the one with the newest event is the last
         self._error: TokenmillError | None = None
         self._is_over = False
         self._wake: asyncio.Future[None] | None = None
 
-    def take_in(self, output: SequenceOutput) -> TokenmillError | None:
-        """An output's events; or why the request ends here. A mistake in the text of one is no other's business."""
+    def process(self, output: SequenceOutput) -> TokenmillError | None:
+        """Buffer the events of an output; return the reason if the request ends here.
+
+        A failure in the text of one request must not reach the others, so it becomes that request's error.
+        """
         if output.finish_reason == "error":
             return error_with_code(output.error_code, output.error or "the request failed")
         try:
-            for event in self.output_processor.push(output):
+            for event in self.output_processor.process(output):
                 self.put(event)
         except Exception:
             log.exception("request %s: its tokens could not be made text", self.output_processor.request_id)
@@ -45,9 +50,9 @@ class EventBuffer:
         return None
 
     def put(self, event: Event) -> None:
-        events = self._waiting.pop(event.index, [])
-        events.append(event)
-        self._waiting[event.index] = events
+        fold = self._waiting.pop(event.index, None) or EventFold()
+        fold.add(event)
+        self._waiting[event.index] = fold
         self._wake_reader()
 
     def end(self) -> None:
@@ -60,17 +65,17 @@ class EventBuffer:
 
     @property
     def is_awaited(self) -> bool:
-        """Nothing is here, and something may still come."""
+        """Whether a reader has to wait: nothing is here, and something may still come."""
         return not self._waiting and not self._is_over
 
     def arrival(self) -> asyncio.Future[None]:
         self._wake = asyncio.get_running_loop().create_future()
         return self._wake
 
-    def take(self) -> Event | None:
-        """What has come of a choice since the last time; None when all was taken. A failure is raised once."""
+    def pop(self) -> Event | None:
+        """Return the events of one choice since the last time as one; None after the last. A failure is raised once."""
         if self._waiting:
-            return merge_events(self._waiting.pop(next(iter(self._waiting))))
+            return self._waiting.pop(next(iter(self._waiting))).event
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -85,40 +90,40 @@ OnLeave = Callable[[EventBuffer], None]
 
 
 class EventStream(AsyncIterator[Event]):
-    """`aclose`, being cancelled and being dropped all abort what is not finished."""
+    """Iterates over a request's events. `aclose`, cancelling a read and dropping the stream all abort the request."""
 
-    def __init__(self, arrivals: EventBuffer, on_leave: OnLeave, loop: asyncio.AbstractEventLoop) -> None:
-        self._arrivals = arrivals
+    def __init__(self, buffer: EventBuffer, on_leave: OnLeave, loop: asyncio.AbstractEventLoop) -> None:
+        self._buffer = buffer
         self._on_leave = on_leave
-        weakref.finalize(self, _leave_later, loop, on_leave, arrivals).atexit = False
+        weakref.finalize(self, _leave_later, loop, on_leave, buffer).atexit = False
 
     @property
     def request_id(self) -> str:
-        return self._arrivals.output_processor.request_id
+        return self._buffer.output_processor.request_id
 
     async def __anext__(self) -> Event:
-        arrivals = self._arrivals
-        while arrivals.is_awaited:
+        buffer = self._buffer
+        while buffer.is_awaited:
             try:
-                await arrivals.arrival()
+                await buffer.arrival()
             except asyncio.CancelledError:
-                self._on_leave(arrivals)
+                self._on_leave(buffer)
                 raise
-        event = arrivals.take()
+        event = buffer.pop()
         if event is None:
             raise StopAsyncIteration
         return event
 
     def stop(self) -> None:
-        """Abort what is not finished; whoever waits for the next event finds the end."""
-        self._on_leave(self._arrivals)
-        self._arrivals.end()
+        """Abort the request; a reader that waits for the next event finds the end."""
+        self._on_leave(self._buffer)
+        self._buffer.end()
 
     async def aclose(self) -> None:
-        self._on_leave(self._arrivals)
+        self._on_leave(self._buffer)
 
 
-def _leave_later(loop: asyncio.AbstractEventLoop, on_leave: OnLeave, arrivals: EventBuffer) -> None:
-    """Objects die in any thread; the engine is the event loop's."""
+def _leave_later(loop: asyncio.AbstractEventLoop, on_leave: OnLeave, buffer: EventBuffer) -> None:
+    """Tell the engine in the event loop's thread: objects are collected in any thread."""
     if not loop.is_closed():
-        loop.call_soon_threadsafe(on_leave, arrivals)
+        loop.call_soon_threadsafe(on_leave, buffer)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenmill.config.engine import SchedulerConfig
-from tokenmill.errors import InvalidRequest, Overloaded
+from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.admission import Admission
 from tokenmill.scheduler.beam import BeamSearch
@@ -62,10 +62,6 @@ class Scheduler:
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request) -> None:
-        # Those that the next step lets in are not waiting yet.
-        num_stuck = len(self._waiting) - self._running.row_allocator.num_free
-        if num_stuck >= self._config.max_waiting:
-            raise Overloaded(f"{num_stuck} requests are waiting already", hint="try again a little later")
         if request.request_id in self._states:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
         check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)

@@ -36,9 +36,8 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
 from tokenmill.engine.build import assemble
-from tokenmill.engine.facts import machine_facts
-from tokenmill.engine.model import build_model, kv_storage, open_source
-from tokenmill.engine.resolve import resolve
+from tokenmill.engine.model import kv_storage, open_source
+from tokenmill.engine.resolve import resolve_model_config
 from tokenmill.kv.layout import KVLayout
 from tokenmill.scheduler.window import num_dropped
 from tokenmill.types import ContextShift, PromptRequest, Request
@@ -74,8 +73,9 @@ def plain_logprobs(path: Path, context: int, tokens: list[int]) -> Logprobs:
         CacheConfig(num_blocks=len(tokens) // 16 + 64),
         ops=OpsConfig(threads=1),
     )
-    config = resolve(asked, spec, KVLayout.from_spec(spec), machine_facts(asked, spec, path)).config
-    model, _ = build_model(config, spec, open_source(config, path, spec))
+    resolved = resolve_model_config(asked, spec, path)
+    config = resolved.config
+    model = resolved.backend.build_model(config, spec, open_source(config, path, spec))
     core = assemble(config, model, kv_storage(config, KVLayout.from_spec(spec)))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     core.add(Request(request_id="text", prompt_token_ids=tokens, params=params, max_tokens=1, seed=0))

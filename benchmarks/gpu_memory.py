@@ -22,16 +22,16 @@ import torch
 from tokenmill.arch.read import read_spec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import build
-from tokenmill.engine.resolve import DTYPE_BYTES, planned_bytes, resolve
+from tokenmill.engine.backends import StoredWeights
+from tokenmill.engine.resolve import Resolved, compute_request, resolve_model_config
 from tokenmill.kv.layout import KVLayout
 from tokenmill.params import SamplingParams
-from tokenmill.runner.memory import GPU_START_BYTES, gpu_weight_bytes
 from tokenmill.types import Request
 
 MIB = 1 << 20
 
 
-def settled(given: argparse.Namespace) -> EngineConfig:
+def settled(given: argparse.Namespace, spec: Any) -> Resolved:
     model = ModelConfig(
         given.model,
         load_format="dummy",
@@ -45,24 +45,21 @@ def settled(given: argparse.Namespace) -> EngineConfig:
         SchedulerConfig(given.max_running, given.token_budget, max_waiting=4096),
         OpsConfig(device="cuda", deterministic=given.deterministic),
     )
-    path = Path(given.model)
-    spec = read_spec(path)
-    return resolve(config, spec, KVLayout.from_spec(spec), build.machine_facts(config, spec, path)).config
+    return resolve_model_config(config, spec, Path(given.model))
 
 
-def planned(config: EngineConfig, spec: Any) -> dict[str, int]:
+def planned(resolved: Resolved, spec: Any) -> dict[str, int]:
+    config, runner = resolved.config, resolved.workspace
     layout, cache = KVLayout.from_spec(spec), config.cache
-    assert cache.num_blocks is not None and config.model.max_context is not None
-    value_bytes = DTYPE_BYTES[config.model.dtype]
-    facts = build.machine_facts(config, spec, Path(config.model.model))
-    runner = planned_bytes(spec, config, has_words=facts.has_words)
+    assert cache.num_blocks is not None
+    request = compute_request(config, spec, resolved.device, resolved.backend)
     return {
         "pool": cache.num_blocks * layout.block_bytes(cache.block_size, cache.kv_dtype),
-        "weights": gpu_weight_bytes(spec, value_bytes, config.model.quantization),
+        "weights": resolved.backend.kept_weights(StoredWeights(spec, None), request).parts.total,
         "rows": runner.rows,
         "step": runner.step,
         "graphs": runner.graphs,
-        "kernels": GPU_START_BYTES,
+        "kernels": resolved.device.start_bytes,
     }
 
 
@@ -83,12 +80,13 @@ class Meter:
         return self.seen - before
 
 
-def measured(config: EngineConfig, spec: Any, step_bytes: int) -> dict[str, int]:
+def measured(resolved: Resolved, spec: Any) -> dict[str, int]:
+    config = resolved.config
     free_before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     found, meter = {}, Meter()
     storage = build.kv_storage(config, KVLayout.from_spec(spec))
     found["pool"] = meter.more()
-    model, _ = build.build_model(config, spec, build.open_source(config, Path(config.model.model), spec))
+    model = resolved.backend.build_model(config, spec, build.open_source(config, Path(config.model.model), spec))
     torch.cuda.empty_cache()
     found["weights"] = meter.more()
     core = build.assemble(config, model, storage)
@@ -102,7 +100,7 @@ def measured(config: EngineConfig, spec: Any, step_bytes: int) -> dict[str, int]
     runner.capture_largest()
     runner.prepare()
     found["graphs"] = kept_back() - reserved
-    runner.hold(step_bytes)
+    runner.hold(resolved.workspace.step)
     serve(core)
     torch.cuda.synchronize()
     found["reserved"] = torch.cuda.memory_reserved()
@@ -135,9 +133,10 @@ def main() -> None:
     parser.add_argument("--max-context", type=int, default=8192)
     given = parser.parse_args()
     torch.cuda.init()
-    config, spec = settled(given), read_spec(Path(given.model))
-    plan = planned(config, spec)
-    found = measured(config, spec, plan["step"])
+    spec = read_spec(Path(given.model))
+    resolved = settled(given, spec)
+    plan = planned(resolved, spec)
+    found = measured(resolved, spec)
     for part, size in plan.items():
         print(f"{part:10} planned {size / MIB:12,.1f} MiB   measured {found[part] / MIB:12,.1f} MiB")
     total = sum(plan.values())

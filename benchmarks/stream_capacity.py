@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,12 @@ class Metronome:
         drawn = [RowResult(row=row.row, token_ids=[self._token_id]) for row in plan.rows if row.sample]
         time.sleep(max(0.0, ends - time.monotonic()))
         return StepResult(rows=drawn)
+
+    def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
+        pass
+
+    def next_idle_task(self) -> bool:
+        return False
 
 
 def run_core(step_s: float, token_id: int, folder: str, parent_pid: int) -> int:

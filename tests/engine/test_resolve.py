@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.arch.traffic import WeightParts
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import KVDType
+from tokenmill.engine.backends import BACKENDS, Backend, KeptWeights, StoredWeights
 from tokenmill.engine.resolve import MachineFacts, Resolved, resolve
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
@@ -16,13 +19,27 @@ from tokenmill.runner.memory import GPU_START_BYTES, RunnerLimits, runner_bytes
 
 LAYER = LayerSpec(AttentionSpec(8, 2, 64, 0.125, None), MlpSpec(1024))
 SPEC = ModelSpec("llama", 32_000, 512, (LAYER,) * 4, 1e-5, 131_072, tied_head=True, dtype="bfloat16")
-LAPTOP = MachineFacts(cores=4, available_bytes=8 << 30, weight_bytes=1 << 30, native_reason=None)
-SERVER = replace(LAPTOP, available_bytes=140 << 30, has_cuda=True)
+LAPTOP = MachineFacts(cores=4, free_bytes={"cpu": 8 << 30})
+SERVER = replace(LAPTOP, free_bytes={"cuda": 140 << 30, "cpu": 8 << 30})
+# Weights of 1 GiB, and kernels that are built, whatever this machine has.
+KEPT = KeptWeights(WeightParts(0, 0, 1 << 30), "bfloat16")
+ROWS = tuple(replace(row, kernel_limits=lambda _: None, kept_weights=lambda *_: KEPT) for row in BACKENDS)
+NOT_BUILT = tuple(replace(row, kernel_limits=lambda _: "no compiler") if row.name == "cpu" else row for row in ROWS)
 BLOCK_BYTES = 2 * 4 * 2 * 16 * 64 * 2  # keys and values, layers, heads, tokens, head_dim, float16
 
 
-def settle(config: EngineConfig | None = None, machine: MachineFacts = LAPTOP, spec: ModelSpec = SPEC) -> Resolved:
-    return resolve(config or EngineConfig(), spec, KVLayout.from_spec(spec), machine)
+def settle(
+    config: EngineConfig | None = None,
+    machine: MachineFacts = LAPTOP,
+    spec: ModelSpec = SPEC,
+    backends: tuple[Backend, ...] = ROWS,
+) -> Resolved:
+    stored = StoredWeights(spec, None)
+    return resolve(config or EngineConfig(), spec, KVLayout.from_spec(spec), machine, stored, backends)
+
+
+def gpu_with(free_bytes: int) -> MachineFacts:
+    return replace(SERVER, free_bytes={"cuda": free_bytes, "cpu": 8 << 30})
 
 
 def test_a_cpu_computes_natively_in_float32_over_a_float16_cache() -> None:
@@ -33,11 +50,43 @@ def test_a_cpu_computes_natively_in_float32_over_a_float16_cache() -> None:
 
 
 def test_without_native_kernels_the_reference_serves_and_says_why() -> None:
-    found = settle(machine=replace(LAPTOP, native_reason="no compiler"))
+    found = settle(backends=NOT_BUILT)
     assert found.config.ops.backend == "reference"
     assert any("no compiler" in reason for reason in found.reasons)
     with pytest.raises(InvalidConfig, match="no compiler"):
-        settle(EngineConfig(ops=OpsConfig(backend="cpu")), replace(LAPTOP, native_reason="no compiler"))
+        settle(EngineConfig(ops=OpsConfig(backend="cpu")), backends=NOT_BUILT)
+
+
+def test_the_first_backend_that_can_is_chosen_and_refusals_are_remembered() -> None:
+    picky = tuple(replace(row, kernel_limits=lambda _: "it is Monday") if row.name == "triton" else row for row in ROWS)
+    found = settle(machine=SERVER, backends=picky)
+    assert (found.config.ops.device, found.config.ops.backend) == ("cuda", "reference")
+    assert found.reasons[0] == "device cuda, backend reference (it is Monday)"
+
+
+@pytest.mark.parametrize(
+    ("ops", "changes", "reason"),
+    [
+        (OpsConfig(backend="reference"), {"quantization": "int8"}, "backend reference .* quantization int8"),
+        (OpsConfig(backend="triton"), {}, "backend triton .* on a GPU, not on cpu"),
+        (OpsConfig(backend="cpu"), {"dtype": "float16"}, "native kernels compute in float32"),
+        (
+            OpsConfig(),
+            {"quantization": "fp8"},
+            "no backend .* native kernels know none or int8; .* torch's ops know none",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_is_not_replaced_silently(ops: OpsConfig, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidConfig, match=reason):
+        settle(EngineConfig(ModelConfig(**changes), ops=ops))
+
+
+def test_a_gpu_is_not_left_for_the_processor_because_its_kernels_can_not() -> None:
+    """What was asked for fits the native kernels, but nobody asked for a CPU."""
+    asked = EngineConfig(ModelConfig(quantization="int8"), ops=OpsConfig(deterministic=True))
+    with pytest.raises(InvalidConfig, match="no backend computes this on cuda"):
+        settle(asked, SERVER, backends=BACKENDS)
 
 
 def test_a_gpu_computes_in_the_models_own_half_precision() -> None:
@@ -86,7 +135,7 @@ def test_a_gpu_that_torch_can_t_use_is_told() -> None:
 def test_a_gpu_says_whether_a_request_depends_on_its_batch() -> None:
     assert any("may change with its batch" in reason for reason in settle(machine=SERVER).reasons)
     steady = settle(EngineConfig(ops=OpsConfig(deterministic=True)), SERVER)
-    assert any(reason.startswith("deterministic:") and "% of throughput" in reason for reason in steady.reasons)
+    assert any(reason.startswith("deterministic:") and "cost in speed" in reason for reason in steady.reasons)
     assert not any("batch" in reason for reason in settle().reasons)
 
 
@@ -96,7 +145,7 @@ def test_a_gpu_runs_more_at_once() -> None:
 
     assert limits(settle()) == (64, 512)
     assert limits(settle(machine=SERVER)) == (1024, 8192)
-    assert limits(settle(machine=replace(SERVER, available_bytes=24 << 30))) == (256, 2048)
+    assert limits(settle(machine=gpu_with(24 << 30))) == (256, 2048)
     asked = EngineConfig(scheduler=SchedulerConfig(max_running=3, token_budget=7))
     assert limits(settle(asked, SERVER)) == (3, 7)
 
@@ -104,7 +153,7 @@ def test_a_gpu_runs_more_at_once() -> None:
 def test_a_cache_of_one_byte_a_number_counts_its_scales() -> None:
     def num_blocks(kv_dtype: KVDType) -> int:
         config = EngineConfig(cache=CacheConfig(kv_dtype=kv_dtype), scheduler=SchedulerConfig(4096, 4096))
-        return settle(config, replace(SERVER, available_bytes=8 << 30)).config.cache.num_blocks or 0
+        return settle(config, gpu_with(8 << 30)).config.cache.num_blocks or 0
 
     assert num_blocks("int8") == pytest.approx(num_blocks("bfloat16") * 128 / (64 + 4), rel=1e-3)
 
@@ -112,7 +161,7 @@ def test_a_cache_of_one_byte_a_number_counts_its_scales() -> None:
 def test_what_steps_need_is_left_beside_the_pool() -> None:
     config = EngineConfig(scheduler=SchedulerConfig(4096, 8192))
     beside = runner_bytes(SPEC, RunnerLimits(4096, 8192, 32_768)).total + GPU_START_BYTES
-    settled = settle(config, replace(SERVER, available_bytes=20 << 30)).config
+    settled = settle(config, gpu_with(20 << 30)).config
     assert settled.cache.num_blocks == int(((19 << 30) - beside) * 0.9) // BLOCK_BYTES
 
 
@@ -159,4 +208,4 @@ def test_nonsense_is_refused_by_name(config: EngineConfig, name: str) -> None:
 
 def test_a_machine_without_room_is_told_so() -> None:
     with pytest.raises(InvalidConfig, match="no room for a KV cache"):
-        settle(machine=replace(LAPTOP, available_bytes=1 << 30))
+        settle(machine=replace(LAPTOP, free_bytes={"cpu": 1 << 30}))

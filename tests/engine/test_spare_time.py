@@ -41,7 +41,7 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
         left -= left > 0
         return left > 0
 
-    core._next_idle_task = next_idle_task
+    core.runner.next_idle_task = next_idle_task  # type: ignore[method-assign]
     asked = PromptRequest(prompt="ab", params=SamplingParams(max_tokens=6, ignore_eos=True), request_id="x")
     mailbox = Mailbox({3: Submit(byte_input_processor().process(asked))})
     run_loop(core, mailbox)

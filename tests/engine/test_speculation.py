@@ -20,8 +20,8 @@ from test_same_tokens_always import Answers, Ask, make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.build import assemble
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.draft import draft_model
-from tokenmill.engine.speculation import resolve_mode
+from tokenmill.engine.resolve import resolve_speculation
+from tokenmill.engine.speculation import draft_model
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
@@ -224,7 +224,7 @@ def test_a_draft_model_needs_the_same_vocabulary(stories_dir: Path, tmp_path: Pa
     shutil.copytree(stories_dir, other)
     config = msgspec.json.decode((other / "config.json").read_bytes())
     (other / "config.json").write_bytes(msgspec.json.encode({**config, "vocab_size": config["vocab_size"] + 8}))
-    with pytest.raises(InvalidConfig, match="can't guess for"):
+    with pytest.raises(InvalidConfig, match="can't propose tokens for"):
         LLM(str(stories_dir), threads=1, speculate=f"draft:{other}")
 
 
@@ -235,12 +235,12 @@ def test_wrong_modes_are_refused(mode: str, stories_dir: Path) -> None:
 
 
 def test_a_gpu_speculates_not_and_says_why() -> None:
-    mode, reason = resolve_mode("auto", "cuda")
+    mode, reason = resolve_speculation("auto", overlaps_steps=True)
     assert mode == "off" and "GPU" in reason
     for asked in ("ngram", "draft:x"):
         with pytest.raises(InvalidConfig, match="GPU"):
-            resolve_mode(asked, "cuda")
-    assert resolve_mode("auto", "cpu")[0] == "auto"
+            resolve_speculation(asked, overlaps_steps=True)
+    assert resolve_speculation("auto", overlaps_steps=False)[0] == "auto"
 
 
 # ── what a request sees ────────────────────────────────────────────────────────────────────────────────

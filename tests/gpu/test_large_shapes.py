@@ -12,9 +12,9 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.batch import LayerCache
-from tokenmill.ops.interface import AttentionArgs, LinearWeight, OpsWanted
+from tokenmill.ops.interface import AttentionArgs, LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.ops.table import choose_ops
+from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.inputs import build_batch
 from tokenmill.types import RowPlan
 from tokenmill.weights.dummy import dummy_weights
@@ -54,10 +54,9 @@ def logits(
 ) -> torch.Tensor:
     """Of a long prompt, of a short one, then of one more token of each."""
     device, block = torch.device("cuda"), 16
-    wanted = OpsWanted(SPEC, device, dtype, kv_dtype or dtype, backend, deterministic=deterministic)  # type: ignore[arg-type]
-    ops, _ = choose_ops(wanted)
+    ops = build_ops(deterministic=deterministic) if backend == "triton" else REFERENCE_OPS
     model = Decoder(SPEC, Loader(source or dummy_weights(SPEC, device=device), ops, dtype, device))
-    storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, wanted.kv_dtype, device)
+    storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, kv_dtype or dtype, device)
     tables = np.arange(1, 181, dtype=np.int32).reshape(1, 2, 90)
     tokens = torch.randint(0, 32000, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from tokenmill.ops.triton import TRITON
+from tokenmill.engine.backends import TRITON
 from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.launch import capabilities
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
@@ -138,7 +138,7 @@ def require_fits(one: Launch, name: int | str) -> None:
 
 def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
     """Ampere; what decodes one row, the dearest of them to be wrong about"""
-    forms = launches(80, LLAMA, kv_dtype=torch.float8_e4m3fn)
+    forms = launches(80, LLAMA, kv_dtype="fp8")
     found = {one.jitted.fn.__name__: one for one in forms}
     for kernel in ("_place", "_fused_decode_attention"):
         require_fits(found[kernel], 80)
@@ -211,9 +211,9 @@ def test_who_computes_with_fp8(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     capabilities.has_fp8.cache_clear()
     try:
-        refusal = TRITON.refuse(replace(WANTED, quantization="fp8"))
+        refusal = TRITON.unsupported_reason(replace(WANTED, quantization="fp8"))
         assert refusal is None if has else "compute capability 8.9" in str(refusal)
-        assert TRITON.refuse(replace(WANTED, kv_dtype=torch.float8_e4m3fn)) is None
+        assert TRITON.unsupported_reason(replace(WANTED, kv_dtype="fp8")) is None
         assert packed_int.has_ptx() == (hip is None)
         assert not overlaps.__wrapped__() and not capabilities.is_hopper.__wrapped__(torch.device("cuda"))
     finally:

@@ -1,8 +1,6 @@
-"""The small reference ops against torch and transformers, and the choice of ops."""
+"""The small reference ops against torch and transformers."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +8,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tokenmill.arch.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
-from tokenmill.errors import InvalidConfig
-from tokenmill.ops import table
-from tokenmill.ops.interface import Backend, OpsWanted
+from tokenmill.arch.spec import Activation
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.reference import REFERENCE, REFERENCE_OPS
-from tokenmill.ops.table import choose_ops
+from tokenmill.ops.reference import REFERENCE_OPS
 
 OPS = REFERENCE_OPS
 
@@ -95,26 +89,6 @@ def test_experts_equal_a_plain_loop(renormalize: bool) -> None:
             shares[e] / total * (down[e] @ (functional.silu(gate[e] @ x[token]) * (up[e] @ x[token]))) for e in best
         )
         torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-5)
-
-
-def wanted(**changes: object) -> OpsWanted:
-    layer = LayerSpec(AttentionSpec(2, 1, 8, 1.0, None), MlpSpec(8))
-    spec = ModelSpec("test", 16, 16, (layer,), 1e-5, 64, True)
-    plain = OpsWanted(spec, torch.device("cpu"), torch.float32, torch.float32)
-    return replace(plain, **changes)  # type: ignore[arg-type]
-
-
-def test_the_first_backend_that_can_is_chosen_and_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    picky = Backend("picky", lambda _wanted: "it is Monday", REFERENCE.build)
-    monkeypatch.setattr(table, "BACKENDS", (picky, REFERENCE))
-    ops, reasons = choose_ops(wanted())
-    assert ops.name == "reference"
-    assert reasons == ["ops: picky refused: it is Monday", "ops: reference computes the model on cpu"]
-
-
-def test_a_backend_that_cannot_is_not_replaced_silently() -> None:
-    with pytest.raises(InvalidConfig, match="float8_e5m2 for the KV cache"):
-        choose_ops(wanted(kv_dtype=torch.float8_e5m2, backend="reference"))
 
 
 def test_of_equal_experts_the_first_are_taken() -> None:

@@ -5,32 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from tokenmill.ops.interface import OpsWanted
-from tokenmill.ops.triton import TRITON
+from tokenmill.engine.backends import TRITON
+from tokenmill.ops.compute_request import ComputeRequest
 
 pytest.importorskip("triton")
 
 LAYER = LayerSpec(AttentionSpec(4, 2, 64, 1.0, None), MlpSpec(8))
 SPEC = ModelSpec("test", 16, 16, (LAYER,), 1e-5, 64, tied_head=True)
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), True, shared=MlpSpec(8), has_shared_gate=True))
-WANTED = OpsWanted(SPEC, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+WANTED = ComputeRequest(SPEC, "cuda", "bfloat16", "bfloat16")
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8", "fp8"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_cache_and_the_deterministic_mode_are_taken(kv_dtype: torch.dtype, deterministic: bool) -> None:
-    assert TRITON.refuse(replace(WANTED, kv_dtype=kv_dtype, deterministic=deterministic)) is None
+def test_every_cache_and_the_deterministic_mode_are_taken(kv_dtype: str, deterministic: bool) -> None:
+    assert TRITON.unsupported_reason(replace(WANTED, kv_dtype=kv_dtype, deterministic=deterministic)) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": torch.device("cpu")}, "on a GPU"),
-        ({"dtype": torch.int8}, "for activations"),
-        ({"kv_dtype": torch.float8_e5m2}, "for the KV cache"),
+        ({"device": "cpu"}, "on a GPU"),
+        ({"dtype": "int8"}, "for activations"),
+        ({"kv_dtype": "float8_e5m2"}, "for the KV cache"),
         ({"deterministic": True, "quantization": "fp8"}, "quantised weights"),
         ({"deterministic": True, "spec": replace(SPEC, layers=(GATED,))}, "gate of experts"),
         (
@@ -40,5 +39,5 @@ def test_every_cache_and_the_deterministic_mode_are_taken(kv_dtype: torch.dtype,
     ],
 )
 def test_anything_else_is_refused_with_its_reason(changes: dict[str, object], reason: str) -> None:
-    refusal = TRITON.refuse(replace(WANTED, **changes))  # type: ignore[arg-type]
+    refusal = TRITON.unsupported_reason(replace(WANTED, **changes))  # type: ignore[arg-type]
     assert refusal is not None and reason in refusal

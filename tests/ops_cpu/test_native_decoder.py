@@ -15,6 +15,7 @@ from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
+from tokenmill.engine.backends import NATIVE
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
@@ -22,13 +23,13 @@ from tokenmill.models.loading import Loader
 from tokenmill.models.protocol import WeightReader
 from tokenmill.models.rope import make_rope_table
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, GroupTables
+from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native
-from tokenmill.ops.cpu.decoder import NativeDecoder, refusal
+from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import quantized_q8
-from tokenmill.ops.interface import OpsWanted
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.table import choose_ops
+from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.text.gguf_vocab import tokenizer_from_gguf
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.source import open_weights
@@ -115,9 +116,8 @@ def native_model(
     )
 
 
-def torch_model(spec: ModelSpec, weights: WeightReader, kv_dtype: torch.dtype = torch.float32) -> Decoder:
-    ops, _ = choose_ops(OpsWanted(spec, CPU, torch.float32, kv_dtype, "reference"))
-    return Decoder(spec, Loader(weights, ops, torch.float32, CPU), MAX_CONTEXT)
+def torch_model(spec: ModelSpec, weights: WeightReader) -> Decoder:
+    return Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, CPU), MAX_CONTEXT)
 
 
 def storage_for(spec: ModelSpec, rows: int, dtype: torch.dtype = torch.float32) -> KVStorage:
@@ -384,11 +384,14 @@ def test_inconsistent_batches_are_refused() -> None:
 
 
 def test_what_the_kernels_cannot_do_is_said() -> None:
-    assert refusal(LLAMA, 16, torch.float32) is None
-    assert "multiple of 16" in str(refusal(LLAMA, 8, torch.float32))
-    assert "int8" in str(refusal(LLAMA, 16, torch.float8_e4m3fn))
-    assert "multiple of 4" in str(refusal(with_attention(head_dim=30), 16, torch.int8))
-    assert "256" in str(refusal(with_attention(head_dim=512), 16, torch.float32))
+    def refusal(spec: ModelSpec, block_size: int, kv_dtype: str) -> str | None:
+        return NATIVE.unsupported_reason(ComputeRequest(spec, "cpu", "float32", kv_dtype, block_size))
+
+    assert refusal(LLAMA, 16, "float32") is None
+    assert "multiple of 16" in str(refusal(LLAMA, 8, "float32"))
+    assert "int8" in str(refusal(LLAMA, 16, "fp8"))
+    assert "multiple of 4" in str(refusal(with_attention(head_dim=30), 16, "int8"))
+    assert "256" in str(refusal(with_attention(head_dim=512), 16, "float32"))
 
 
 TEXT = """The harbour lay quiet in the early morning. Boats that had come in during the night were tied up along the

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.traffic import decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
+from tokenmill.arch.traffic import WeightParts, decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
 from tokenmill.cli import main
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.engine.backends import BACKENDS, KeptWeights, StoredWeights
 from tokenmill.engine.resolve import MachineFacts, resolve
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.peaks import DEVICES
@@ -47,9 +48,12 @@ def test_pool_is_what_the_engine_would_allocate() -> None:
     small = replace(H200, available_bytes=24 << 30)
     plan = plan_memory(MODEL.spec, MODEL.weights("auto"), "bfloat16", small, Split(), limits)
     free = small.available_bytes - GPU_CONTEXT_BYTES
-    facts = MachineFacts(cores=8, available_bytes=free, weight_bytes=plan.weights, has_cuda=True)
+    facts = MachineFacts(cores=8, free_bytes={"cuda": free})
+    kept = KeptWeights(WeightParts(0, 0, plan.weights), "bfloat16")
+    backends = [replace(row, kernel_limits=lambda _: None, kept_weights=lambda *_: kept) for row in BACKENDS]
     asked = EngineConfig(ModelConfig(max_context=4096), scheduler=SchedulerConfig(max_running=64, token_budget=512))
-    settled = resolve(asked, MODEL.spec, KVLayout.from_spec(MODEL.spec), facts).config
+    stored = StoredWeights(MODEL.spec, None)
+    settled = resolve(asked, MODEL.spec, KVLayout.from_spec(MODEL.spec), facts, stored, backends).config
     assert settled.cache.num_blocks == plan.num_blocks
     assert plan.kv_pool == plan.num_blocks * KVLayout.from_spec(MODEL.spec).block_bytes(16, "bfloat16")
 

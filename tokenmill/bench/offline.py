@@ -11,28 +11,22 @@ and with `num_requests` one more run: all requests at once through the scheduler
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import DTYPE_BYTES, bytes_per_value, decode_flops, kv_bytes, prefill_flops
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.cost import decode_flops, kv_bytes, prefill_flops
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
+from tokenmill.arch.traffic import WeightParts, weights_read_bytes
 from tokenmill.bench.engine_steps import StepRun, drive, model_clock, random_requests
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize
 from tokenmill.bench.peaks import Peaks
 from tokenmill.config import EngineConfig
-from tokenmill.config.engine import default_limits
-from tokenmill.engine.facts import kept_formats
+from tokenmill.engine.backends import StoredWeights, find_backend, find_device
 from tokenmill.engine.llm import LLM
-from tokenmill.engine.resolve import compute_dtype
+from tokenmill.engine.resolve import choose_device, compute_request, probe
 from tokenmill.errors import InvalidConfig
-from tokenmill.hardware.machine import probe_machine
-from tokenmill.runner.memory import NOTHING_STORED, gpu_weight_parts
 
 WARMUP_TOKENS = 4
 
@@ -81,12 +75,9 @@ def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
 
 def rows_by_default(config: EngineConfig) -> int:
     """How many sequences at once the engine would settle on by itself."""
-    gpus = probe_machine().gpus if config.ops.device != "cpu" else ()
-    if not gpus:
-        return default_limits(None)[0]
-    import torch  # which may be built without GPUs, or for others
-
-    return default_limits(gpus[0].free_bytes if torch.cuda.is_available() else None)[0]
+    machine = probe(config)
+    device = choose_device(config.ops, machine)
+    return device.limits(machine.free_bytes[device.name])[0]
 
 
 def open_measured(config: EngineConfig) -> Measured:
@@ -94,40 +85,20 @@ def open_measured(config: EngineConfig) -> Measured:
     while llm.core.run_idle_task():  # a GPU's graphs of every size: a server has them by the time anybody looks
         pass
     runner: Any = llm.core.runner
-    parts, dtype = stored_weights(llm, runner.model)
+    parts, dtype = stored_weights(llm)
     kv_dtype = str(runner.storage.keys.dtype).removeprefix("torch.")
     kv_dtype = "fp8" if kv_dtype.startswith("float8") else kv_dtype
-    return Measured(llm, llm.frontend.spec, parts, kv_dtype, dtype, runner.storage.device.type)
+    return Measured(llm, llm.frontend.spec, parts, kv_dtype, dtype, llm.core.info.device)
 
 
-def stored_weights(llm: LLM, model: Any) -> tuple[WeightParts, str]:
+def stored_weights(llm: LLM) -> tuple[WeightParts, str]:
     """Bytes of the weights as the engine keeps them, and the type most of them have."""
-    path, config, spec = llm.frontend.model_path, llm.config.model, llm.frontend.spec
-    is_native = hasattr(model, "weight_bytes")
-    if is_native and path.suffix == ".gguf" and config.load_format != "dummy":
-        return gguf_weight_parts(read_gguf_model(path)), main_type(path)
-    if is_native and config.quantization == "int8":
-        return weight_parts(spec, "Q8_0", vector_dtype="float32"), "int8"
-    dtype: str = compute_dtype(config, llm.config.ops, spec, on_gpu=on_gpu(llm))
-    if is_native and config.load_format != "dummy" and spec.dtype in DTYPE_BYTES:
-        dtype = spec.dtype  # kept as the file has it, whatever it is computed in
-    stored = kept_formats(llm.config, spec, path) if on_gpu(llm) else NOTHING_STORED
-    if on_gpu(llm) and (config.quantization != "none" or stored):
-        label = Counter(one.quant for one in stored.values()).most_common(1)[0][0] if stored else config.quantization
-        return gpu_weight_parts(spec, int(bytes_per_value(dtype)), config.quantization, stored), label
-    return weight_parts(spec, dtype), dtype
-
-
-def on_gpu(llm: LLM) -> bool:
-    runner: Any = llm.core.runner
-    return bool(runner.storage.device.type == "cuda")
-
-
-def main_type(path: Path) -> str:
-    sizes: dict[str, int] = {}
-    for tensor in read_gguf_model(path).tensors.values():
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.num_bytes
-    return max(sizes, key=lambda kind: sizes[kind])
+    path, config, spec = llm.frontend.model_path, llm.config, llm.frontend.spec
+    is_random = config.model.load_format == "dummy"
+    backend, stored = find_backend(llm.core.info.backend), StoredWeights(spec, None if is_random else path)
+    request = compute_request(config, spec, find_device(llm.core.info.device), backend)
+    kept = backend.kept_weights(stored, request)
+    return kept.parts, kept.dtype
 
 
 # ── the runs ───────────────────────────────────────────────────────────────────────────────────────────

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import tokenmill
+from tokenmill.arch.read import read_spec
 from tokenmill.cli.screen import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig
+from tokenmill.engine.resolve import explain_choices, unused_gpu
 from tokenmill.errors import TokenmillError
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import Machine, probe_machine
@@ -100,9 +102,8 @@ def choice_rows(store: Store, manifests: list[Manifest]) -> tuple[list[Row], str
 
 
 def _reasons(store: Store, manifest: Manifest) -> list[str]:
-    from tokenmill.engine.build import explain_choices  # torch
-
-    return explain_choices(EngineConfig(ModelConfig(model=manifest.name)), store.path_of(manifest))
+    path = store.path_of(manifest)
+    return explain_choices(EngineConfig(ModelConfig(model=manifest.name)), path, read_spec(path))
 
 
 def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[list[str], list[str]]:
@@ -133,8 +134,6 @@ def gpu_advice(gpu: Gpu) -> str:
     """Empty where torch can use it."""
     if _version("torch") is None:
         return ""
-    from tokenmill.engine.facts import unused_gpu  # torch
-
     return unused_gpu(gpu) or ""
 
 

@@ -8,22 +8,20 @@ from typing import Literal
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
-Backend = Literal["auto", "reference", "cpu", "triton"]
-Device = Literal["auto", "cpu", "cuda"]
+BackendName = Literal["auto", "reference", "cpu", "triton"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 ActivationBits = Literal["auto", "8", "mixed", "16"]
 BatchPolicy = Literal["continuous", "static"]
 
-# Sequences and tokens of a step, where nobody asks for others.
+# Default sequences and tokens of a step.
 CPU_LIMITS, SMALL_GPU_LIMITS, GPU_LIMITS = (64, 512), (256, 2048), (1024, 8192)
 LARGE_GPU_BYTES = 64 * 10**9
 MAX_AUTO_CONTEXT = 32_768  # models that promise a million tokens still start on a small machine
 
 
-def default_limits(gpu_bytes: int | None) -> tuple[int, int]:
-    """(max_running, token_budget) for a GPU with so much memory; None: for a CPU"""
-    if gpu_bytes is None:
-        return CPU_LIMITS
-    return GPU_LIMITS if gpu_bytes >= LARGE_GPU_BYTES else SMALL_GPU_LIMITS
+def gpu_limits(num_bytes: int) -> tuple[int, int]:
+    """Default (max_running, token_budget) on a GPU with so much memory."""
+    return GPU_LIMITS if num_bytes >= LARGE_GPU_BYTES else SMALL_GPU_LIMITS
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class OpsConfig:
-    device: Device = "auto"
+    device: DeviceName = "auto"
     """Where the model runs."""
-    backend: Backend = "auto"
+    backend: BackendName = "auto"
     """Which kernels compute it; `auto` takes the fastest that can."""
     activation_bits: ActivationBits = "auto"
     """How finely native kernels round what they multiply quantised weights with: 8 bits (fastest), 16 (nothing of an

@@ -1,4 +1,4 @@
-"""Puts a core together: the model on its device, the KV pool, scheduler and runner."""
+"""A core put together: the model on its device, the KV pool, scheduler and runner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -17,12 +16,11 @@ import torch
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core import EngineCore, Runner, no_vocabulary, nothing_left
-from tokenmill.engine.draft import build_draft
-from tokenmill.engine.facts import machine_facts
-from tokenmill.engine.model import build_model, kv_storage, native_reason, open_source, ops_wanted
-from tokenmill.engine.resolve import planned_bytes, resolve
-from tokenmill.engine.speculation import LoadDraft, make_drafter, no_draft
+from tokenmill.engine.backends import find_device
+from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
+from tokenmill.engine.model import kv_storage, open_source
+from tokenmill.engine.resolve import Resolved, resolve_model_config
+from tokenmill.engine.speculation import LoadDraft, build_draft, make_drafter, no_draft
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
 from tokenmill.guided.compile import Compiler
@@ -32,41 +30,31 @@ from tokenmill.kv.cache import KVCache
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.ops.table import choose_ops
-from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
-from tokenmill.types import StepPlan
 
 log = logging.getLogger(__name__)
 
 
-def nothing_to_do() -> None:
-    pass
-
-
 def build_core(
-    config: EngineConfig, model_path: Path, while_compiling: Callable[[], None] = nothing_to_do
+    config: EngineConfig, model_path: Path, while_compiling: Callable[[], None] = lambda: None
 ) -> EngineCore:
-    """`while_compiling` is called where a start waits for compilers, if it does."""
+    """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
+    it does."""
     started = time.monotonic()
     prestart_compilers(config)
     spec = read_spec(model_path)
-    layout = KVLayout.from_spec(spec)
-    facts = machine_facts(config, spec, model_path)
-    resolved = resolve(config, spec, layout, facts)
+    resolved = resolve_model_config(config, spec, model_path)
     settled = resolved.config
-    warn_slow_backend(config, settled, facts.native_reason)
-    assert settled.ops.threads is not None and settled.model.max_context is not None
-    # Native kernels bring their own threads; torch's would wait in busy loops on the same cores.
-    torch.set_num_threads(1 if settled.ops.backend == "cpu" else settled.ops.threads)
+    warn_slow_backend(config, resolved)
+    assert settled.ops.threads is not None
+    torch.set_num_threads(settled.ops.threads if resolved.backend.uses_torch_threads else 1)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
-        model, op_reasons = build_model(settled, spec, open_source(settled, model_path, spec))
-    if settled.ops.device == "cuda":
-        torch.cuda.empty_cache()
+        model = resolved.backend.build_model(settled, spec, open_source(settled, model_path, spec))
+    torch.cuda.empty_cache()  # does nothing where no GPU is in use
     with advice_where_memory_ends("the KV cache does not fit beside the weights", "memory_fraction"):
-        storage = kv_storage(settled, layout)
+        storage = kv_storage(settled, KVLayout.from_spec(spec))
     core = assemble(
         settled,
         model,
@@ -74,12 +62,10 @@ def build_core(
         lambda: vocabulary_of(model_path, spec),
         lambda draft: build_draft(draft, settled.model.max_context, model_path, spec),
     )
-    if storage.device.type == "cuda":
-        step_bytes = planned_bytes(spec, settled, has_words=facts.has_words).step
-        run_largest_step(core.runner, settled.scheduler.num_tokens, step_bytes, while_compiling)
+    run_largest_step(core.runner, settled.scheduler.num_tokens, resolved.workspace.step, while_compiling)
     core.info = msgspec.structs.replace(
         core.info,
-        reasons=[*resolved.reasons, *op_reasons],
+        reasons=[*resolved.reasons, resolved.backend.describe_kernels(settled)],
         pid=os.getpid(),
         load_s=time.monotonic() - started,
     )
@@ -95,38 +81,29 @@ def prestart_compilers(config: EngineConfig) -> None:
         begin()
 
 
-def warn_slow_backend(asked: EngineConfig, settled: EngineConfig, reason: str | None) -> None:
-    """Torch's reference serves everything, slowly: nobody should find that out by waiting."""
-    if settled.ops.backend == "reference" and asked.ops.backend == "auto":
-        log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
+def warn_slow_backend(asked: EngineConfig, resolved: Resolved) -> None:
+    """Log that a slow backend serves because the fast ones can't, unless it was asked for."""
+    if resolved.backend.is_slow and asked.ops.backend == "auto":
+        log.warning("%s: many times slower than the kernels made for it, and with more memory", resolved.reasons[0])
 
 
-def run_largest_step(runner: Any, num_tokens: int, step_bytes: int, while_compiling: Callable[[], None]) -> None:
+def run_largest_step(runner: Runner, num_tokens: int, step_bytes: int, while_compiling: Callable[[], None]) -> None:
     with advice_where_memory_ends("the largest step does not fit beside the weights and the KV cache", "token_budget"):
         runner.run_largest_step(num_tokens, step_bytes, while_compiling)
 
 
 @contextmanager
-def advice_where_memory_ends(told: str, param: str) -> Iterator[None]:
-    """What does not fit must fail at start, with a word of advice, and not under load. It was counted beforehand, so
-    most likely another process has taken memory since."""
+def advice_where_memory_ends(problem: str, param: str) -> Iterator[None]:
+    """Turn a GPU's lack of memory at start into an error with advice. The memory was counted beforehand, so most likely
+    another process has taken some since."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise InvalidConfig(
-            f"{told} into the GPU's memory",
+            f"{problem} into the GPU's memory",
             param=param,
             hint="end what else runs there, or lower memory_fraction, max_running or token_budget",
         ) from error
-
-
-def explain_choices(config: EngineConfig, model_path: Path) -> list[str]:
-    """What would be chosen for a model here, and why, without loading it."""
-    spec = read_spec(model_path)
-    resolved = resolve(config, spec, KVLayout.from_spec(spec), machine_facts(config, spec, model_path))
-    if resolved.config.ops.backend == "cpu":
-        return [*resolved.reasons, native_reason()]
-    return [*resolved.reasons, *choose_ops(ops_wanted(resolved.config, spec))[1]]
 
 
 def assemble(
@@ -136,7 +113,7 @@ def assemble(
     load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
     load_draft: LoadDraft = no_draft,
 ) -> EngineCore:
-    """Scheduler and runner over a model that is already there (a real one or a scripted one).
+    """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
 
     `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
     `load_draft` is called where the config asks for a draft model.
@@ -149,26 +126,27 @@ def assemble(
         block_size=storage.block_size,
         prefix_caching=config.cache.prefix_caching,
     )
-    is_cuda = storage.device.type == "cuda"
+    device = find_device(storage.device.type)
     grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
     scheduler = Scheduler(
         config=config.scheduler,
         cache=cache,
         max_rows=max_rows,
         clock=time.monotonic,
-        lookahead_tokens=1 if is_cuda else 0,
+        lookahead_tokens=1 if device.overlaps_steps else 0,
         drafter=make_drafter(config, grammars.num_allowed, load_draft),
     )
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
-    runner = make_runner(model, storage, sampler, max_rows, config.model.max_context, scheduler.plan_ahead)
+    runner = device.make_runner(model, storage, sampler, max_rows, config.model.max_context, scheduler.plan_ahead)
     info = CoreInfo(
         max_context=config.model.max_context,
         num_blocks=storage.num_blocks,
         block_size=storage.block_size,
         max_running=max_rows,
+        device=device.name,
+        backend=config.ops.backend,
     )
-    next_idle_task = getattr(runner, "next_idle_task", nothing_left)
-    return EngineCore(scheduler, runner, info, grammars=grammars, next_idle_task=next_idle_task)
+    return EngineCore(scheduler, runner, info, grammars=grammars)
 
 
 def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
@@ -179,18 +157,3 @@ def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
     if tokenizer is None:
         return no_vocabulary()
     return Vocabulary(tokenizer, spec.vocab_size, eos_ids(spec, tokenizer))
-
-
-def make_runner(
-    model: Model,
-    storage: KVStorage,
-    sampler: Sampler,
-    max_rows: int,
-    max_context: int,
-    plan_ahead: Callable[[], StepPlan | None],
-) -> Runner:
-    if storage.device.type != "cuda":
-        return ModelRunner(model, storage, sampler, max_rows, max_context)
-    from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
-
-    return CudaRunner(model, storage, sampler, max_rows, max_context, plan_ahead)

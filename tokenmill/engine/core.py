@@ -27,12 +27,17 @@ MAX_FAILED_STEPS_IN_A_ROW = 3
 GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it looks at its mail
 
 
-def nothing_left() -> bool:
-    return False
-
-
 class Runner(Protocol):
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult: ...
+
+    def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
+        """Take all the memory that steps will ever take, before the first request. `while_compiling` is called while
+        kernels are compiled, if any are."""
+        ...
+
+    def next_idle_task(self) -> bool:
+        """Do a moment's work that later steps would have to do themselves; False when nothing is left of it."""
+        ...
 
 
 class EngineCore:
@@ -43,16 +48,13 @@ class EngineCore:
         info: CoreInfo,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
-        next_idle_task: Callable[[], bool] = nothing_left,
     ) -> None:
-        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `next_idle_task`: a
-        moment's work that later steps would have to do themselves; False when nothing is left of it."""
+        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained."""
         self.info = info
         self._grammars = grammars or Grammars(Compiler(no_vocabulary), 1, 1)
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._next_idle_task = next_idle_task
         self._refusals: list[SequenceOutput] = []
         self._num_steps = 0
         self._busy_s = 0.0
@@ -72,7 +74,7 @@ class EngineCore:
 
     def run_idle_task(self) -> bool:
         """For when there is no work; False when there is nothing to prepare either."""
-        return self._next_idle_task()
+        return self._runner.next_idle_task()
 
     def add(self, request: Request) -> None:
         """Take a request; one that can't be served answers with an error output at the next step."""

@@ -1,4 +1,8 @@
-"""From a model's files to a model on its device, and the tensors of its KV pool."""
+"""From a model's files to a model on its device, and the tensors of its KV pool.
+
+A backend's row (`backends.py`) picks which of the two models here is built: `Decoder`, which calls a table of ops layer
+by layer, or `NativeDecoder`, whose step is one call of the compiled CPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,75 +17,40 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder, rope_tables
 from tokenmill.models.loading import Loader
-from tokenmill.models.protocol import Model
-from tokenmill.ops.cpu import instruction_set
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
-from tokenmill.ops.interface import OpsWanted
-from tokenmill.ops.table import choose_ops
+from tokenmill.ops.interface import Ops
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
 from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
 from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
-# What each backend can make of plain weights while it loads them.
-QUANTIZATIONS = {"cpu": ("none", "int8"), "triton": ("none", "fp8", "int8", "int4"), "reference": ("none",)}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
-    if config.model.load_format == "dummy":
-        if config.ops.device == "cuda":  # drawn where they are used, in the precision they are used in
-            dtype = TORCH_DTYPES[config.model.dtype]
-            return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=torch.device("cuda"))
-        return dummy_weights(spec, seed=config.model.seed)
-    require_format(config, path)
+    """The model's weights: those of its files, checked for completeness, or random ones."""
+    if config.model.load_format == "dummy":  # drawn where they are used, in the precision they are used in
+        dtype, device = TORCH_DTYPES[config.model.dtype], torch.device(config.ops.device)
+        return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=device)
+    wanted, found = config.model.load_format, locate(path).format
+    if wanted not in ("auto", found):
+        raise InvalidConfig(f"load_format {wanted} was asked for, but {path} holds {found}", param="load_format")
     source = open_weights(path, spec)
     source.check()
     return source
 
 
-def require_format(config: EngineConfig, path: Path) -> None:
-    wanted, found = config.model.load_format, locate(path).format
-    if wanted not in ("auto", found):
-        raise InvalidConfig(f"load_format {wanted} was asked for, but {path} holds {found}", param="load_format")
+def build_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops) -> Decoder:
+    """A model that computes layer by layer with a table of ops."""
+    dtype, device = TORCH_DTYPES[config.model.dtype], torch.device(config.ops.device)
+    return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context)
 
 
-def build_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> tuple[Model, list[str]]:
-    if config.model.quantization not in QUANTIZATIONS[config.ops.backend]:
-        known = ", ".join(QUANTIZATIONS[config.ops.backend])
-        raise InvalidConfig(
-            f"quantization {config.model.quantization!r} is not known to the {config.ops.backend} kernels",
-            param="quantization",
-            hint=f"they know {known}",
-        )
-    if config.ops.backend == "cpu":
-        return native_model(config, spec, source), [native_reason()]
-    wanted = ops_wanted(config, spec)
-    ops, reasons = choose_ops(wanted)
-    return Decoder(spec, Loader(source, ops, wanted.dtype, wanted.device), config.model.max_context), reasons
-
-
-def ops_wanted(config: EngineConfig, spec: ModelSpec) -> OpsWanted:
-    dtype, kv_dtype = TORCH_DTYPES[config.model.dtype], KV_DTYPES[config.cache.kv_dtype]
-    return OpsWanted(
-        spec,
-        torch.device(config.ops.device),
-        dtype,
-        kv_dtype,
-        config.ops.backend,
-        config.model.quantization,
-        config.ops.deterministic,
-    )
-
-
-def native_reason() -> str:
-    return f"ops: native kernels ({instruction_set()})"
-
-
-def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
+def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
+    """A model whose step is one call of the compiled CPU kernels."""
     assert config.model.max_context is not None and config.ops.threads is not None
     tables = rope_tables(spec, config.model.max_context, torch.device("cpu"))
     kept = packed_cache(config, source)
@@ -101,7 +70,7 @@ def native_model(config: EngineConfig, spec: ModelSpec, source: WeightSource) ->
 
 
 def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
-    """Weights that were packed by an earlier start; an empty one where that is not wanted or not worth it."""
+    """Weights that an earlier start has packed; an empty cache where that is switched off or not worth it."""
     if not config.model.packed_cache or not isinstance(source, CheckpointWeights):
         return PackedCache()
     if not is_worth_keeping(source.checkpoint.files):

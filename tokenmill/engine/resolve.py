@@ -1,51 +1,41 @@
-"""`auto` settled: one pure function from what was asked, the model and the machine to a complete config.
+"""`auto` settings resolved: from what was asked, the model and the machine to a complete config, with reasons in words.
 
-Returns the new config and the reasons in words, which are printed at start. Nothing is probed or allocated here.
+`probe` looks at the machine once; `resolve` is a pure function that walks the rows of `backends.py` and allocates
+nothing. Its reasons are printed at start and by `tokenmill doctor`.
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.precision import ComputeDType, gpu_dtype, is_small
+from tokenmill.arch.cost import DTYPE_BYTES
+from tokenmill.arch.precision import ComputeDType, is_small
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
-from tokenmill.engine.speculation import resolve_mode
+from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.errors import InvalidConfig
+from tokenmill.hardware.gpu import Gpu
+from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import KVLayout
-from tokenmill.runner.memory import (
-    GPU_START_BYTES,
-    RunnerBytes,
-    RunnerLimits,
-    blocks_for_context,
-    num_blocks_that_fit,
-    runner_bytes,
-)
+from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.runner.memory import RunnerBytes, RunnerLimits, blocks_for_context, num_blocks_that_fit
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-# Measured: docs/performance.md.
-COST = "25 % of throughput, 16 % of a single sequence's speed, 23 % of prefill (8B shape, H200)"
-STEADY = f"deterministic: a request's tokens do not depend on what else is in the batch; it costs about {COST}"
-FASTEST = (
-    "sums in the fastest order: the last bits of a request's logits may change with its batch "
-    f"(--deterministic: never, for about {COST})"
-)
+DRAFT_PREFIX = "draft:"
+SPECULATIONS = f"off, auto, ngram or {DRAFT_PREFIX}MODEL"
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What must be known of the machine to settle a config."""
+    """What must be known of the machine to resolve a config."""
 
     cores: int
-    available_bytes: int  # for weights and KV cache together, on the device that runs the model
-    weight_bytes: int  # what the weights will take there
-    has_cuda: bool = False
-    has_words: bool = False  # matrices that large steps expand
-    native_reason: str | None = "native kernels are not built"  # why they can't run this model; None: they can
+    free_bytes: Mapping[str, int]  # by the name of each device that torch can use: for weights and KV cache together
     unused_gpu: str | None = None  # why torch does not compute on a GPU that is there
 
 
@@ -53,20 +43,82 @@ class MachineFacts:
 class Resolved:
     config: EngineConfig
     reasons: list[str]
+    device: Device
+    backend: Backend
+    workspace: RunnerBytes  # what the runner takes beside weights and pool
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, layout: KVLayout, machine: MachineFacts) -> Resolved:
+def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> Resolved:
+    """Resolve a config for a model's files on this machine."""
+    is_random = config.model.load_format == "dummy"
+    stored = StoredWeights(spec, None if is_random else path)
+    return resolve(config, spec, KVLayout.from_spec(spec), probe(config), stored)
+
+
+def explain_choices(config: EngineConfig, path: Path, spec: ModelSpec) -> list[str]:
+    """What would be chosen for a model here, and why, without loading it."""
+    resolved = resolve_model_config(config, spec, path)
+    return [*resolved.reasons, resolved.backend.describe_kernels(resolved.config)]
+
+
+# ── the machine ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def probe(config: EngineConfig) -> MachineFacts:
+    """Look at the devices that the config allows; others are not opened."""
+    machine = probe_machine()
+    allowed = [device for device in DEVICES if config.ops.device in ("auto", device.name)]
+    free_bytes: dict[str, int] = {device.name: free for device in allowed if (free := device.free_bytes()) is not None}
+    unused = next(filter(None, map(unused_gpu, machine.gpus)), None)
+    return MachineFacts(machine.cpu.usable_cores, free_bytes, unused)
+
+
+def unused_gpu(gpu: Gpu) -> str | None:
+    """Why torch does not compute on a GPU that is there; None when it can."""
+    import torch
+
+    platform, built = ("ROCm", torch.version.hip) if gpu.vendor == "amd" else ("CUDA", torch.version.cuda)
+    if built is None:
+        how = "https://pytorch.org/get-started/locally names one that is not"
+        return f"there is {gpu.name}, but this torch is built without {platform}: {how}"
+    if not torch.cuda.is_available():
+        return f"there is {gpu.name}, but torch can't open it: its driver may be too old for {platform} {built}"
+    return None
+
+
+# ── the config ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    machine: MachineFacts,
+    stored: StoredWeights,
+    backends: Sequence[Backend] = BACKENDS,
+) -> Resolved:
     _require_ranges(config)
     reasons: list[str] = []
-    ops = _resolve_ops(config.ops, spec, machine, reasons)
-    config = replace(config, scheduler=_resolve_scheduler(config.scheduler, ops, machine, reasons))
-    model = _resolve_model(config.model, spec, ops, reasons)
-    cache = _resolve_cache(config, spec, model, _auto_kv_dtype(spec, model, ops), layout, machine, reasons)
-    model = _within_pool(model, cache, layout, reasons)
-    mode, reason = resolve_mode(config.scheduler.speculate, ops.device)
+    device = choose_device(config.ops, machine)
+    backend, request = _choose_backend(config, spec, device, backends, reasons)
+    ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons)
+    free_bytes = machine.free_bytes[device.name]
+    config = replace(config, ops=ops, scheduler=_resolve_scheduler(config.scheduler, device, free_bytes, reasons))
+    config = replace(config, model=_resolve_model(config.model, spec, device, request, reasons))
+    kv_dtype: Any = request.kv_dtype
+    fraction = config.cache.memory_fraction or device.memory_fraction
+    cache = replace(config.cache, kv_dtype=kv_dtype, memory_fraction=fraction)
+    config = replace(config, cache=cache)
+    kept = backend.kept_weights(stored, request)
+    workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
+    if cache.num_blocks is None:
+        cache = _size_pool(config, layout, device, kept, workspace, free_bytes, reasons)
+    model = _within_pool(config.model, cache, layout, reasons)
+    mode, reason = resolve_speculation(config.scheduler.speculate, overlaps_steps=device.overlaps_steps)
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
-    return Resolved(replace(config, model=model, cache=cache, scheduler=scheduler, ops=ops), reasons)
+    config = replace(config, model=model, cache=cache, scheduler=scheduler)
+    return Resolved(config, reasons, device, backend, workspace)
 
 
 def _require_ranges(config: EngineConfig) -> None:
@@ -85,33 +137,100 @@ def _require_ranges(config: EngineConfig) -> None:
             raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
 
 
-def _resolve_ops(ops: OpsConfig, spec: ModelSpec, machine: MachineFacts, reasons: list[str]) -> OpsConfig:
-    device = ops.device if ops.device != "auto" else ("cuda" if machine.has_cuda else "cpu")
-    if device == "cuda" and not machine.has_cuda:
-        told = "device cuda was asked for, but torch sees no CUDA device"
-        raise InvalidConfig(told, param="device", hint=machine.unused_gpu or "tokenmill doctor shows what is here")
-    backend = ops.backend
-    if backend == "auto":
-        backend = "triton" if device == "cuda" else ("cpu" if machine.native_reason is None else "reference")
-        why = f" ({machine.native_reason})" if backend == "reference" else ""
-        reasons.append(f"device {device}, backend {backend}{why}")
-    if ops.device == "auto" and device == "cpu" and machine.unused_gpu is not None:
+def choose_device(ops: OpsConfig, machine: MachineFacts) -> Device:
+    """The first device that is asked for and can be used."""
+    for device in DEVICES:
+        if ops.device in ("auto", device.name) and device.name in machine.free_bytes:
+            return device
+    raise InvalidConfig(
+        f"device {ops.device} was asked for, but torch sees no {ops.device.upper()} device",
+        param="device",
+        hint=machine.unused_gpu or "tokenmill doctor shows what is here",
+    )
+
+
+def _choose_backend(
+    config: EngineConfig, spec: ModelSpec, device: Device, backends: Sequence[Backend], reasons: list[str]
+) -> tuple[Backend, ComputeRequest]:
+    """The first backend of this device that can compute the model; why the others can't is part of the reasons."""
+    asked = config.ops.backend
+    refusals: list[str] = []
+    for backend in backends:
+        is_asked = asked == backend.name or (asked == "auto" and device in backend.devices)
+        if not is_asked:
+            continue
+        request = compute_request(config, spec, device, backend)
+        refusal = backend.unsupported_reason(request)
+        if refusal is None:
+            if asked == "auto":
+                why = f" ({'; '.join(refusals)})" if refusals else ""
+                reasons.append(f"device {device.name}, backend {backend.name}{why}")
+            return backend, request
+        refusals.append(refusal)
+    problem = (
+        f"no backend computes this on {device.name}:" if asked == "auto" else f"backend {asked} was asked for, but"
+    )
+    raise InvalidConfig(f"{problem} {'; '.join(refusals)}", param="backend")
+
+
+def compute_request(config: EngineConfig, spec: ModelSpec, device: Device, backend: Backend) -> ComputeRequest:
+    """What a backend is asked for, with the precisions it takes by default."""
+    model, kv_dtype = config.model, config.cache.kv_dtype
+    dtype = compute_dtype(config, spec, device)
+    return ComputeRequest(
+        spec=spec,
+        device=device.name,
+        dtype=dtype,
+        kv_dtype=backend.default_kv_dtype(spec, dtype, model.quantization) if kv_dtype == "auto" else kv_dtype,
+        block_size=config.cache.block_size,
+        quantization=model.quantization,
+        deterministic=config.ops.deterministic,
+    )
+
+
+def compute_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> ComputeDType:
+    model = config.model
+    if model.dtype != "auto":
+        return model.dtype
+    return device.compute_dtype(spec, model.quantization != "none" or config.ops.deterministic)
+
+
+def _resolve_ops(
+    ops: OpsConfig, spec: ModelSpec, device: Device, backend: Backend, machine: MachineFacts, reasons: list[str]
+) -> OpsConfig:
+    if ops.device == "auto" and device is not DEVICES[0] and machine.unused_gpu is not None:
         reasons.append(machine.unused_gpu)
-    if backend == "cpu" and machine.native_reason is not None:
-        raise InvalidConfig(f"backend cpu was asked for, but {machine.native_reason}", param="backend")
-    if device == "cuda":
-        reasons.append(STEADY if ops.deterministic else FASTEST)
+    if device.batch_notes is not None:
+        deterministic, fastest = device.batch_notes
+        reasons.append(deterministic if ops.deterministic else fastest)
     bits = ops.activation_bits
     if bits == "auto":
         bits = "mixed" if is_small(spec) else "8"
-    return replace(ops, device=device, backend=backend, activation_bits=bits, threads=ops.threads or machine.cores)
+    return replace(
+        ops,
+        device=device.name,
+        backend=backend.name,
+        activation_bits=bits,
+        threads=ops.threads or machine.cores,
+    )
 
 
-def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons: list[str]) -> ModelConfig:
-    on_gpu = ops.device == "cuda"
-    dtype = compute_dtype(model, ops, spec, on_gpu=on_gpu)
+def _resolve_scheduler(
+    scheduler: SchedulerConfig, device: Device, free_bytes: int, reasons: list[str]
+) -> SchedulerConfig:
+    rows, tokens = device.limits(free_bytes)
+    rows = rows if scheduler.max_running is None else scheduler.max_running
+    tokens = max(rows, tokens) if scheduler.token_budget is None else scheduler.token_budget
+    reasons.append(f"at most {rows} sequences and {tokens} tokens a step")
+    return replace(scheduler, max_running=rows, token_budget=tokens)
+
+
+def _resolve_model(
+    model: ModelConfig, spec: ModelSpec, device: Device, request: ComputeRequest, reasons: list[str]
+) -> ModelConfig:
+    dtype: Any = request.dtype
     if model.dtype == "auto":
-        reasons.append(f"computing in {dtype}{_why(dtype, spec) if on_gpu else ''}")
+        reasons.append(f"computing in {dtype}{device.dtype_note(spec, dtype)}")
     context = model.max_context
     if context is None:
         context = min(spec.max_context, MAX_AUTO_CONTEXT)
@@ -124,95 +243,50 @@ def _resolve_model(model: ModelConfig, spec: ModelSpec, ops: OpsConfig, reasons:
     return replace(model, dtype=dtype, max_context=context)
 
 
-def compute_dtype(model: ModelConfig, ops: OpsConfig, spec: ModelSpec, *, on_gpu: bool) -> ComputeDType:
-    if model.dtype != "auto":
-        return model.dtype
-    in_halves = model.quantization != "none" or ops.deterministic
-    return gpu_dtype(spec, in_halves=in_halves) if on_gpu else "float32"
+def _runner_limits(config: EngineConfig, kept: KeptWeights) -> RunnerLimits:
+    assert config.model.max_context is not None
+    return RunnerLimits(
+        config.scheduler.num_rows,
+        config.scheduler.num_tokens,
+        config.model.max_context,
+        config.cache.block_size,
+        int(DTYPE_BYTES[config.model.dtype]),
+        has_words=kept.has_expanded,
+    )
 
 
-def _why(dtype: str, spec: ModelSpec) -> str:
-    if dtype == "float32":
-        return ", as so small a model's answers change visibly in 16 bits (--dtype bfloat16: prompts twice as fast)"
-    if spec.dtype == "float32":
-        return ", rounded from the file's float32 (--dtype float32 computes with all of it, more slowly)"
-    return ""
-
-
-def _resolve_scheduler(
-    scheduler: SchedulerConfig, ops: OpsConfig, machine: MachineFacts, reasons: list[str]
-) -> SchedulerConfig:
-    rows, tokens = default_limits(machine.available_bytes if ops.device == "cuda" else None)
-    rows = rows if scheduler.max_running is None else scheduler.max_running
-    tokens = max(rows, tokens) if scheduler.token_budget is None else scheduler.token_budget
-    reasons.append(f"at most {rows} sequences and {tokens} tokens a step")
-    return replace(scheduler, max_running=rows, token_budget=tokens)
-
-
-def _auto_kv_dtype(spec: ModelSpec, model: ModelConfig, ops: OpsConfig) -> str:
-    """Native kernels compute in float32 but need not remember in it: beside weights that were rounded themselves, keys
-    and values of 11 bits are not seen in the answers, and half as many bytes are read."""
-    is_rounded = spec.dtype != "float32" or model.quantization != "none"
-    return "float16" if ops.backend == "cpu" and is_rounded else model.dtype
-
-
-def _resolve_cache(
+def _size_pool(
     config: EngineConfig,
-    spec: ModelSpec,
-    model: ModelConfig,
-    auto_kv_dtype: str,
     layout: KVLayout,
-    machine: MachineFacts,
+    device: Device,
+    kept: KeptWeights,
+    workspace: RunnerBytes,
+    free_bytes: int,
     reasons: list[str],
 ) -> CacheConfig:
-    cache = config.cache
-    kv_dtype: Any = cache.kv_dtype if cache.kv_dtype != "auto" else auto_kv_dtype
-    assert kv_dtype != "auto" and model.max_context is not None
-    fraction = cache.memory_fraction or (0.9 if machine.has_cuda else 0.25)
-    cache = replace(cache, kv_dtype=kv_dtype, memory_fraction=fraction)
-    if cache.num_blocks is not None:
-        return cache
-    block_bytes = layout.block_bytes(cache.block_size, kv_dtype)
-    rows, tokens = config.scheduler.num_rows, config.scheduler.num_tokens
-    beside = machine.weight_bytes
-    if machine.has_cuda:
-        planned = planned_bytes(spec, replace(config, model=model, cache=cache), has_words=machine.has_words)
-        beside += planned.total + GPU_START_BYTES
+    """As many blocks as the memory holds that weights and runner leave."""
+    cache, weights = config.cache, kept.parts.total
+    assert config.model.max_context is not None and cache.memory_fraction is not None
+    if workspace.total:
         reasons.append(
-            f"memory: weights {machine.weight_bytes / 2**30:.2f} GiB, rows {planned.rows / 2**30:.2f}, largest step "
-            f"{planned.step / 2**30:.2f}, graphs {planned.graphs / 2**30:.2f}"
+            f"memory: weights {weights / 2**30:.2f} GiB, rows {workspace.rows / 2**30:.2f}, largest step "
+            f"{workspace.step / 2**30:.2f}, graphs {workspace.graphs / 2**30:.2f}"
         )
+    block_bytes = layout.block_bytes(cache.block_size, cache.kv_dtype)
     num_blocks = num_blocks_that_fit(
         layout,
-        free_bytes=max(0, machine.available_bytes - beside),
-        memory_fraction=fraction,
+        free_bytes=max(0, free_bytes - weights - workspace.total - device.start_bytes),
+        memory_fraction=cache.memory_fraction,
         block_size=cache.block_size,
         block_bytes=block_bytes,
-        max_context=model.max_context,
-        max_rows=rows,
-        max_chunk=tokens,
+        max_context=config.model.max_context,
+        max_rows=config.scheduler.num_rows,
+        max_chunk=config.scheduler.num_tokens,
     )
     tokens = num_blocks * cache.block_size // len(layout.groups)
     gib = num_blocks * block_bytes / 2**30
-    reasons.append(f"KV cache of {kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
+    reasons.append(f"KV cache of {cache.kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
     return replace(cache, num_blocks=num_blocks)
-
-
-def planned_bytes(spec: ModelSpec, config: EngineConfig, *, has_words: bool) -> RunnerBytes:
-    """What a GPU's runner takes beside weights and pool; the config is settled but for its pool."""
-    model, scheduler = config.model, config.scheduler
-    assert model.max_context is not None
-    return runner_bytes(
-        spec,
-        RunnerLimits(
-            scheduler.num_rows,
-            scheduler.num_tokens,
-            model.max_context,
-            config.cache.block_size,
-            DTYPE_BYTES[model.dtype],
-            has_words=has_words,
-        ),
-    )
 
 
 def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:
@@ -239,3 +313,25 @@ def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
         key=lambda n: blocks_for_context(layout, n * cache.block_size, cache.block_size, limit),
     )
     return min(limit, fitting * cache.block_size)
+
+
+def resolve_speculation(asked: str, *, overlaps_steps: bool) -> tuple[str, str]:
+    """The speculation to run, and why, in words."""
+    if asked not in ("off", "auto", "ngram") and not asked.startswith(DRAFT_PREFIX):
+        raise InvalidConfig(f"speculate must be {SPECULATIONS}, not {asked!r}", param="speculate")
+    if asked == DRAFT_PREFIX:
+        raise InvalidConfig("draft: needs a model", param="speculate", hint="--speculate draft:MODEL")
+    if overlaps_steps and asked not in ("off", "auto"):
+        raise InvalidConfig(
+            f"speculate {asked} was asked for, but on a GPU steps overlap, and drafts can't be checked in time",
+            param="speculate",
+            hint="leave it at auto, which is off there",
+        )
+    if overlaps_steps and asked == "auto":
+        return "off", "speculation off: on a GPU the next step starts before the tokens of this one are known"
+    told = {
+        "off": "speculation off",
+        "auto": "speculation: draft tokens from earlier text, as many as pay off",
+        "ngram": "speculation: all likely draft tokens from earlier text",
+    }
+    return asked, told.get(asked, f"speculation: {asked.removeprefix(DRAFT_PREFIX)} proposes draft tokens")

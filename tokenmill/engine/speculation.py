@@ -1,6 +1,9 @@
-"""Which speculation an engine runs, and the draft model where one is asked for.
+"""Speculation of an engine: who proposes draft tokens, and the draft model where one is asked for.
 
-Answers don't depend on guesses, so an engine whose guesses fail goes on without them.
+    auto, ngram     draft tokens from the request's own text and from recent answers
+    draft:MODEL     a second model with the same vocabulary, beside the first one
+
+Answers don't depend on draft tokens, so an engine whose proposer fails goes on without one.
 """
 
 from __future__ import annotations
@@ -8,9 +11,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from tokenmill.config import EngineConfig, ModelConfig
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config import EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.engine.model import kv_storage, open_source
+from tokenmill.engine.resolve import DRAFT_PREFIX, resolve_model_config
 from tokenmill.errors import InvalidConfig
+from tokenmill.kv.cache import KVCache
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.protocol import Model
+from tokenmill.runner.runner import ModelRunner
+from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
 from tokenmill.speculate.depth import CostModelDepth, ThresholdDepth
 from tokenmill.speculate.draft_model import DraftModel
@@ -19,11 +33,9 @@ from tokenmill.speculate.draft_request import DraftRequest
 from tokenmill.speculate.draft_state import DraftState
 from tokenmill.speculate.ngram_proposer import NgramProposer
 from tokenmill.speculate.step_cost import StepCost
+from tokenmill.store import resolve_model
 
 log = logging.getLogger(__name__)
-
-DRAFT = "draft:"
-MODES = f"off, auto, ngram or {DRAFT}MODEL"
 
 LoadDraft = Callable[[EngineConfig], DraftModel]
 
@@ -36,24 +48,24 @@ def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: Load
     mode = config.scheduler.speculate
     if mode == "off":
         return NO_DRAFTS
-    guessing = DisableOnError(speculation(mode, config, load_draft))
-    return Drafting(guessing, num_allowed, config.scheduler.num_tokens)
+    proposer = DisableOnError(speculation(mode, config, load_draft))
+    return Drafting(proposer, num_allowed, config.scheduler.num_tokens)
 
 
 class DisableOnError:
-    """A speculation until it raises anything; nothing from then on. What it held, a draft model too, is let go."""
+    """A speculation that is dropped, with its draft model, when it raises anything; the engine goes on without one."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation: Speculation | None = speculation
 
-    def propose(self, asks: Sequence[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]:
         if self._speculation is not None:
             try:
-                return self._speculation.propose(asks, num_rows, num_tokens)
+                return self._speculation.propose(requests, num_rows, num_tokens)
             except Exception:
                 log.exception("speculation failed and is off from now on; answers stay the same, only slower")
                 self._speculation = None
-        return [[] for _ in asks]
+        return [[] for _ in requests]
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         if self._speculation is not None:
@@ -66,35 +78,57 @@ class DisableOnError:
 
 def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:
     cost = StepCost()
-    if mode.startswith(DRAFT):
+    if mode.startswith(DRAFT_PREFIX):
         return DraftModelProposer(load_draft(draft_config(config)))
     return NgramProposer(ThresholdDepth() if mode == "ngram" else CostModelDepth(cost), cost)
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The draft model runs beside the other one: the same rows, kernels and threads, a cache of its own."""
-    model = ModelConfig(model=config.scheduler.speculate.removeprefix(DRAFT))
+    model = ModelConfig(model=config.scheduler.speculate.removeprefix(DRAFT_PREFIX))
     cache = replace(config.cache, num_blocks=None, kv_dtype="auto", prefix_caching=True)
     return replace(config, model=model, cache=cache, scheduler=replace(config.scheduler, speculate="off"))
 
 
-def resolve_mode(asked: str, device: str) -> tuple[str, str]:
-    """The mode to run, and why, in words."""
-    if asked not in ("off", "auto", "ngram") and not asked.startswith(DRAFT):
-        raise InvalidConfig(f"speculate must be {MODES}, not {asked!r}", param="speculate")
-    if asked == DRAFT:
-        raise InvalidConfig("draft: needs a model", param="speculate", hint="--speculate draft:MODEL")
-    if device == "cuda" and asked not in ("off", "auto"):
+# ── the draft model ────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_draft(config: EngineConfig, target_context: int | None, target_path: Path, target: ModelSpec) -> DraftModel:
+    """Load a second model with a runner and a cache of its own, in the memory that the first one leaves."""
+    assert target_context is not None
+    path = resolve_model(config.model.model).path
+    spec = read_spec(path)
+    require_same_vocabulary(path, spec, target_path, target)
+    config = replace(config, model=replace(config.model, max_context=min(target_context, spec.max_context)))
+    resolved = resolve_model_config(config, spec, path)
+    config = resolved.config
+    assert config.model.max_context is not None
+    storage = kv_storage(config, KVLayout.from_spec(spec))
+    model = resolved.backend.build_model(config, spec, open_source(config, path, spec))
+    return draft_model(model, storage, config.scheduler, config.model.max_context)
+
+
+def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int) -> DraftModel:
+    max_rows = scheduler.num_rows
+    runner = ModelRunner(model, storage, Sampler(model.vocab_size, max_rows, storage.device), max_rows, max_context)
+    cache = KVCache(windows=storage.layout.windows, num_blocks=storage.num_blocks, block_size=storage.block_size)
+    return DraftModel(runner, cache, max_context, scheduler.num_tokens)
+
+
+def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, target: ModelSpec) -> None:
+    """Draft tokens are ids: the same id must be the same text in both models."""
+    from tokenmill.engine.frontend import tokenizer_of  # text: a core without a draft model starts without it
+
+    own, other = tokenizer_of(path), tokenizer_of(target_path)
+    problem = None
+    if spec.vocab_size != target.vocab_size:
+        problem = f"it has {spec.vocab_size} tokens, the model {target.vocab_size}"
+    elif own is not None and other is not None:
+        differing = next((i for i in range(spec.vocab_size) if own.token_bytes(i) != other.token_bytes(i)), None)
+        problem = None if differing is None else f"token {differing} differs"
+    if problem is not None:
         raise InvalidConfig(
-            f"speculate {asked} was asked for, but on a GPU steps overlap, and drafts can't be checked in time",
+            f"{path.name} can't propose tokens for {target_path.name}: {problem}",
             param="speculate",
-            hint="leave it at auto, which is off there",
+            hint="a draft model needs the same vocabulary, as smaller models of one family have",
         )
-    if device == "cuda" and asked == "auto":
-        return "off", "speculation off: on a GPU the next step starts before this one is known"
-    told = {
-        "off": "speculation off",
-        "auto": "speculation: guesses from earlier text, as far as they pay",
-        "ngram": "speculation: all likely guesses from earlier text",
-    }
-    return asked, told.get(asked, f"speculation: {asked.removeprefix(DRAFT)} guesses")

@@ -55,12 +55,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the core settled while loading and its front must know."""
+    """What the core has resolved while loading and its front must know."""
 
     max_context: int
     num_blocks: int
     block_size: int
     max_running: int = 0
+    device: str = ""
+    backend: str = ""
     reasons: list[str] = []  # why each automatic choice was made, for the start-up log
     pid: int = 0
     load_s: float = 0.0

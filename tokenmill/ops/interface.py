@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from tokenmill.arch.spec import Activation, ModelSpec, MoeSpec
+from tokenmill.arch.spec import Activation, MoeSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.raw import RawTensor
 
@@ -177,25 +177,3 @@ class Ops:
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """Logits of any precision [L, vocab] → see `BestLogits` of models"""
     stream: FusedNormOps | None = None
-
-
-@dataclass(frozen=True)
-class OpsWanted:
-    """What the ops of one model must be able to do on one device."""
-
-    spec: ModelSpec
-    device: torch.device
-    dtype: torch.dtype  # of activations
-    kv_dtype: torch.dtype
-    backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    quantization: str = "none"  # of plain weights, while they are loaded
-    deterministic: bool = False  # the same sums for a row whatever the batch
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A way to compute; `refuse` gives the reason why it cannot do what is wanted, or None when it can."""
-
-    name: str
-    refuse: Callable[[OpsWanted], str | None]
-    build: Callable[[OpsWanted], Ops]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from tokenmill.engine.backends import CPU, CUDA, Device
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import Machine, probe_machine
 from tokenmill.hardware.measured import measure_cpu
@@ -36,6 +37,11 @@ class PlanDevice:
     @property
     def is_cpu(self) -> bool:
         return self.peaks.kind == "cpu"
+
+    @property
+    def runs_on(self) -> Device:
+        """The engine's row for this device; accelerators that it does not run on are planned like GPUs."""
+        return CPU if self.is_cpu else CUDA
 
     @property
     def link_bytes_s(self) -> float:

@@ -18,12 +18,11 @@ from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.planner.device import PlanDevice
-from tokenmill.runner.memory import GPU_START_BYTES, RunnerLimits, blocks_for_context, num_blocks_that_fit, runner_bytes
+from tokenmill.runner.memory import RunnerLimits, blocks_for_context, num_blocks_that_fit
 
 MIB = 1 << 20
 GPU_CONTEXT_BYTES = 500 * MIB  # what the driver takes of a GPU before anything else
 CPU_RUNTIME_BYTES = 272 * MIB  # interpreter, torch, tokenizer
-POOL_SHARE = {True: 0.25, False: 0.9}  # of what is left after the weights: on a CPU, on a GPU
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def plan_memory(
     """`file_bytes`: of a file that stays mapped while its packed copy is used (a GGUF file on a CPU)."""
     weights = device_weight_bytes(spec, parts, split)
     activations, graphs = step_bytes(spec, limits, device, split)
-    runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + GPU_START_BYTES
+    runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + device.runs_on.start_bytes
     free = device.available_bytes - weights - activations - runtime - graphs
     blocks, block_bytes, per_request = _pool(spec, kv_dtype, device, split, limits, free)
     held = 0 if blocks < 2 else (blocks - 1) // per_request
@@ -135,7 +134,7 @@ def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) ->
         limits.value_bytes,
         has_words=limits.has_words,
     )
-    found = runner_bytes(spec, bounds, share=1 / split.tensor)
+    found = device.runs_on.workspace_bytes(spec, bounds, 1 / split.tensor)
     return found.rows + found.step, found.graphs
 
 
@@ -158,7 +157,7 @@ def _pool(
     per_request = blocks_for_context(layout, limits.context, limits.block_size, limits.token_budget)
     if limits.num_blocks is not None:
         return limits.num_blocks, block_bytes, per_request
-    fraction = limits.memory_fraction or POOL_SHARE[device.is_cpu]
+    fraction = limits.memory_fraction or device.runs_on.memory_fraction
     try:
         blocks = num_blocks_that_fit(
             layout,
@@ -183,7 +182,7 @@ def _outline_pool(
     share = split.kv_share(outline)
     block_bytes = max(1, ceil(kv_bytes_per_token(outline, kv_dtype) * limits.block_size * share))  # 1: states only
     per_request = max(1, ceil(kv_bytes(outline, kv_dtype, limits.context) * share / block_bytes))
-    affordable = int(max(0, free) * (limits.memory_fraction or POOL_SHARE[device.is_cpu])) // block_bytes
+    affordable = int(max(0, free) * (limits.memory_fraction or device.runs_on.memory_fraction)) // block_bytes
     useful = limits.max_running * per_request + 1
     return min(affordable, useful) if limits.num_blocks is None else limits.num_blocks, block_bytes, per_request
 

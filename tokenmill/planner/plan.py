@@ -19,7 +19,6 @@ from tokenmill.arch.cost import (
     prefill_flops,
 )
 from tokenmill.arch.outline import Model, outline_of
-from tokenmill.arch.precision import gpu_dtype
 from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
@@ -98,7 +97,7 @@ class Plan:
 
 def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
     question.split.check(model.spec)
-    computed = None if device.is_cpu else _gpu_dtype(model.spec, question)
+    computed = None if device.is_cpu else _compute_dtype(model.spec, question, device)
     weight_dtype = model.dtype(question.weight_dtype, computed)
     parts = model.weights(question.weight_dtype, computed)
     kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else computed or CPU_KV_DTYPE
@@ -119,11 +118,11 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     )
 
 
-def _gpu_dtype(spec: Model, question: Question) -> str:
+def _compute_dtype(spec: Model, question: Question, device: PlanDevice) -> str:
     if question.dtype != "auto":
         return question.dtype
     asked = question.weight_dtype
-    return asked if asked in PLAIN_DTYPES else gpu_dtype(spec, in_halves=asked != "auto")
+    return asked if asked in PLAIN_DTYPES else device.runs_on.compute_dtype(spec, asked != "auto")
 
 
 def _price(roofline: Roofline, question: Question, best: Load | None) -> Price | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenmill.arch.precision import gpu_dtype
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT, default_limits
+from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.engine.backends import Device
 from tokenmill.planner.device import this_machine
 from tokenmill.planner.model import PlannedModel, model_at
 from tokenmill.planner.plan import Plan, Question, counted, make_plan
@@ -19,12 +19,12 @@ def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
     model = model_at(path, name)
     device = this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
     context = config.model.max_context or min(model.spec.max_context, MAX_AUTO_CONTEXT)
-    rows, tokens = default_limits(None if device.is_cpu else device.available_bytes)
+    rows, tokens = device.runs_on.limits(device.available_bytes)
     question = Question(
         input_len=min(TYPICAL_INPUT, max(1, context // 2)),
         output_len=min(TYPICAL_OUTPUT, max(1, context // 4)),
         dtype=config.model.dtype,
-        weight_dtype=_weight_dtype(config, model, on_gpu=not device.is_cpu),
+        weight_dtype=_weight_dtype(config, model, device.runs_on),
         kv_dtype=config.cache.kv_dtype,
         max_context=context,
         max_running=config.scheduler.max_running or rows,
@@ -36,15 +36,15 @@ def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
     return make_plan(model, device, question)
 
 
-def _weight_dtype(config: EngineConfig, model: PlannedModel, *, on_gpu: bool) -> str:
-    """Weights are quantised while they are loaded only where the file has not done so; a GPU whose sums have one order
-    expands them."""
+def _weight_dtype(config: EngineConfig, model: PlannedModel, device: Device) -> str:
+    """Weights are quantised while they are loaded only where the file has not done so; where --deterministic asks for
+    kernels of its own, a file's quantised weights are expanded."""
     wanted, dtype = config.model.quantization, config.model.dtype
     if wanted != "none" and model.stored_dtype in UNQUANTISED:
         return wanted
-    if not (on_gpu and config.ops.deterministic):
+    if device.batch_notes is None or not config.ops.deterministic:
         return "auto"
-    return dtype if dtype != "auto" else gpu_dtype(model.spec, in_halves=True)
+    return dtype if dtype != "auto" else device.compute_dtype(model.spec, True)
 
 
 def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:

@@ -62,6 +62,9 @@ class RunnerBytes:
         return self.rows + self.step + self.graphs
 
 
+NO_RUNNER_BYTES = RunnerBytes(0, 0, 0)
+
+
 def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -> RunnerBytes:
     """On a GPU; `share`: of each matrix and the vocabulary that one of several devices has."""
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size * share
@@ -118,12 +121,6 @@ def table_width(max_blocks: int) -> int:
 
 Formats = Mapping[str, Stored]
 NOTHING_STORED: Formats = {}
-
-
-def gpu_weight_bytes(
-    spec: ModelSpec, value_bytes: int, quantization: str = "none", stored: Formats = NOTHING_STORED
-) -> int:
-    return gpu_weight_parts(spec, value_bytes, quantization, stored).total
 
 
 def gpu_weight_parts(

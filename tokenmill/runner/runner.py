@@ -11,7 +11,7 @@ calls of numpy and torch on a few numbers each took ten times as long as plannin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +71,12 @@ class ModelRunner:
         self.apply_changes(plan, plan.rows)
         rows = self.run_rows(plan.rows, masks) if plan.rows else []
         return StepResult(rows=rows, step_s=time.perf_counter() - began)
+
+    def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
+        """Nothing to take beforehand: a step's memory comes from the system, and no kernels are compiled."""
+
+    def next_idle_task(self) -> bool:
+        return False
 
     def apply_changes(self, plan: StepPlan, rows: Sequence[RowPlan]) -> None:
         """`rows`: those of the plan that are new"""

@@ -1,10 +1,18 @@
-"""Whether the compiled kernels are here. They are absent where the package was installed without a C++ compiler."""
+"""Whether the compiled kernels are here, and which models they compute. No torch.
+
+They are absent where the package was installed without a C++ compiler.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+
+from tokenmill.arch.spec import MoeSpec
+from tokenmill.ops.compute_request import ComputeRequest
+
+MAX_HEAD_DIM = 256
 
 
 @cache
@@ -20,6 +28,23 @@ def is_available() -> tuple[bool, str]:
     """(can it be used, why or why not)"""
     module, reason = _load()
     return module is not None, reason
+
+
+def unsupported_reason(request: ComputeRequest) -> str | None:
+    """Why the native kernels can't compute a model on this machine; None when they can."""
+    available, reason = is_available()
+    if not available:
+        return reason
+    if request.block_size % 16:
+        return f"KV blocks of {request.block_size} tokens; the native kernels need a multiple of 16"
+    sizes = {layer.attention.head_dim for layer in request.spec.layers}
+    if max(sizes) > MAX_HEAD_DIM:
+        return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
+    if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
+        return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
+    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate for layer in request.spec.layers):
+        return "a shared expert with a gate of its own, which the native kernels don't have"
+    return None
 
 
 def native() -> ModuleType:

@@ -18,8 +18,6 @@ from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCach
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
-MAX_HEAD_DIM = 256
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 KEPT_LINES = 64  # of logits, whose memory is kept from step to step
 FINE_ABOVE = {"8": math.inf, "mixed": 2.5, "16": 0.0}
 """Blocks of 32 activations keep 16 bits where their largest number is more than so many times the row's mean; where
@@ -38,22 +36,6 @@ class Storage(Protocol):
 
 RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
 """cos and sin per rope, float32 [max_context, rotary_dim / 2]"""
-
-
-def refusal(spec: ModelSpec, block_size: int, kv_dtype: torch.dtype) -> str | None:
-    """Why the native decoder can't run this, or None when it can."""
-    if block_size % 16:
-        return f"KV blocks of {block_size} tokens; the native kernels need a multiple of 16"
-    if kv_dtype not in CACHE_DTYPES:
-        return f"a KV cache of {kv_dtype}; the native kernels keep float32, float16, bfloat16 or int8"
-    sizes = {layer.attention.head_dim for layer in spec.layers}
-    if max(sizes) > MAX_HEAD_DIM:
-        return f"heads of {max(sizes)} numbers; the native kernels take up to {MAX_HEAD_DIM}"
-    if kv_dtype == torch.int8 and any(size % 4 for size in sizes):
-        return "an int8 KV cache for heads that are no multiple of 4 numbers"
-    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate for layer in spec.layers):
-        return "an expert for all tokens behind a gate of its own, which the native kernels don't have"
-    return None
 
 
 class NativeDecoder:

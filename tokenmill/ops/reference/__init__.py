@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tokenmill.ops.interface import Backend, Ops, OpsWanted
+from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.activation import act_mul, softcap
 from tokenmill.ops.reference.attention import attention, write_kv
 from tokenmill.ops.reference.attention_plan import plan_attention
 from tokenmill.ops.reference.experts import experts, pack_experts, route
-from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.norm import add_rms_norm, rms_norm
 from tokenmill.ops.reference.rotate import rotate
@@ -31,18 +30,3 @@ REFERENCE_OPS = Ops(
     experts=experts,
     softcap=softcap,
 )
-
-
-def _refuse(wanted: OpsWanted) -> str | None:
-    if not wanted.dtype.is_floating_point or wanted.dtype.itemsize < 2:
-        return f"{wanted.dtype} for activations"
-    if wanted.kv_dtype.itemsize == 1 and wanted.kv_dtype not in LARGEST:
-        return f"{wanted.kv_dtype} for the KV cache"
-    return None
-
-
-def _build(_wanted: OpsWanted) -> Ops:
-    return REFERENCE_OPS
-
-
-REFERENCE = Backend("reference", _refuse, _build)

@@ -1,0 +1,383 @@
+"""Devices and backends as rows: where a model can run, what computes it there, and what that takes.
+
+    Device    cuda, cpu                  what every backend there has in common: limits, precision, runner and memory
+    Backend   triton, cpu, reference     which models it computes, what it makes of their weights, how a model is built
+
+`resolve` walks the rows and collects their reasons; the planner, `doctor` and the benchmarks ask the same rows.
+Another vendor's GPU is a row here and a folder in `ops`. Importing this file does not import torch, which the planner
+does without: a row imports what it needs when it is asked to build something.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mode
+from typing import TYPE_CHECKING
+
+from tokenmill.arch.cost import DTYPE_BYTES
+from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.outline import Model as ModelShape
+from tokenmill.arch.packed_formats import stored_formats
+from tokenmill.arch.precision import ComputeDType, gpu_dtype
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
+from tokenmill.config import EngineConfig
+from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_limits
+from tokenmill.hardware.machine import probe_machine
+from tokenmill.ops import cpu as native_kernels
+from tokenmill.ops import triton as triton_kernels
+from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.runner.memory import (
+    GPU_START_BYTES,
+    NO_RUNNER_BYTES,
+    NOTHING_STORED,
+    Formats,
+    RunnerBytes,
+    RunnerLimits,
+    gpu_weight_parts,
+    runner_bytes,
+)
+from tokenmill.weights.locate import stored_bytes
+
+if TYPE_CHECKING:
+    from tokenmill.engine.core import Runner
+    from tokenmill.kv.storage import KVStorage
+    from tokenmill.models.protocol import Model
+    from tokenmill.sampling.sampler import Sampler
+    from tokenmill.types import StepPlan
+    from tokenmill.weights.source import WeightSource
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+# ── devices ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device: what holds for every backend on it."""
+
+    name: DeviceName  # torch's name too
+    title: str
+    memory_fraction: float
+    """Default share of the memory left after loading that the KV cache may take."""
+    start_bytes: int
+    """What loaded kernels take beside weights, pool and workspace."""
+    overlaps_steps: bool
+    """Whether the next step is launched before the tokens of this one are known; drafts can't be checked then."""
+    batch_notes: tuple[str, str] | None
+    """Whether a request's tokens depend on its batch: the note for --deterministic, the note without; None: never."""
+    free_bytes: Callable[[], int | None]
+    """Memory that is free now; None where torch can't use such a device."""
+    limits: Callable[[int], tuple[int, int]]
+    """Free bytes → default (max_running, token_budget)."""
+    compute_dtype: Callable[[ModelShape, bool], ComputeDType]
+    """(model, 16 bits for small models too) → the default precision of activations."""
+    dtype_note: Callable[[ModelShape, str], str]
+    """(model, compute dtype) → what the default costs, and which flag asks for another."""
+    workspace_bytes: Callable[[ModelSpec, RunnerLimits, float], RunnerBytes]
+    """(model, limits, share of each matrix on one of several devices) → what the runner takes beside the weights."""
+    make_runner: Callable[[Model, KVStorage, Sampler, int, int, Callable[[], StepPlan | None]], Runner]
+    runner_package: str | None = None
+    """A package that the runner needs and that may be missing."""
+
+
+def _free_gpu_bytes() -> int | None:
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+def _gpu_dtype_note(spec: ModelShape, dtype: str) -> str:
+    if dtype == "float32":
+        return ", because a small model's answers change visibly in 16 bits (--dtype bfloat16: prompts twice as fast)"
+    if spec.dtype == "float32":
+        return ", rounded from the file's float32 (--dtype float32 computes with all of it, more slowly)"
+    return ""
+
+
+def _cuda_runner(
+    model: Model,
+    storage: KVStorage,
+    sampler: Sampler,
+    max_rows: int,
+    max_context: int,
+    plan_ahead: Callable[[], StepPlan | None],
+) -> Runner:
+    from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
+
+    return CudaRunner(model, storage, sampler, max_rows, max_context, plan_ahead)
+
+
+def _cpu_runner(
+    model: Model,
+    storage: KVStorage,
+    sampler: Sampler,
+    max_rows: int,
+    max_context: int,
+    _plan_ahead: Callable[[], StepPlan | None],
+) -> Runner:
+    from tokenmill.runner.runner import ModelRunner
+
+    return ModelRunner(model, storage, sampler, max_rows, max_context)
+
+
+CUDA = Device(
+    name="cuda",
+    title="GPU",
+    memory_fraction=0.9,
+    start_bytes=GPU_START_BYTES,
+    overlaps_steps=True,
+    batch_notes=(
+        "deterministic: a request's tokens do not depend on what else is in the batch, at some cost in speed",
+        "fastest order of sums: the last bits of a request's logits may change with its batch "
+        "(--deterministic: they never do, at some cost in speed)",
+    ),
+    free_bytes=_free_gpu_bytes,
+    limits=gpu_limits,
+    compute_dtype=lambda spec, in_halves: gpu_dtype(spec, in_halves=in_halves),
+    dtype_note=_gpu_dtype_note,
+    workspace_bytes=lambda spec, limits, share: runner_bytes(spec, limits, share=share),
+    make_runner=_cuda_runner,
+    runner_package="triton",
+)
+CPU = Device(
+    name="cpu",
+    title="CPU",
+    memory_fraction=0.25,
+    start_bytes=0,
+    overlaps_steps=False,
+    batch_notes=None,
+    free_bytes=lambda: probe_machine().memory.available_bytes,
+    limits=lambda _free_bytes: CPU_LIMITS,
+    compute_dtype=lambda _spec, _in_halves: "float32",
+    dtype_note=lambda _spec, _dtype: "",
+    workspace_bytes=lambda _spec, _limits, _share: NO_RUNNER_BYTES,
+    make_runner=_cpu_runner,
+)
+DEVICES = (CUDA, CPU)  # in order of preference
+
+
+def find_device(name: str) -> Device:
+    return next(device for device in DEVICES if device.name == name)
+
+
+# ── backends ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a model as its files have them, looked up when a backend asks."""
+
+    spec: ModelSpec
+    path: Path | None  # None: random weights, which have no file
+
+    @cached_property
+    def parts(self) -> WeightParts:
+        if self.path is None:
+            return weight_parts(self.spec, "float32")
+        if self.path.suffix == ".gguf":
+            return gguf_weight_parts(read_gguf_model(self.path))
+        plain = weight_parts(self.spec, self.dtype)
+        share = stored_bytes(self.path) / plain.total
+        return WeightParts(int(plain.embedding * share), int(plain.experts * share), int(plain.rest * share))
+
+    @cached_property
+    def dtype(self) -> str:
+        """The type that most of the weights have."""
+        if self.path is None:
+            return "float32"
+        if self.path.suffix != ".gguf":
+            return self.spec.dtype if self.spec.dtype in DTYPE_BYTES else "float32"
+        sizes: Counter[str] = Counter()
+        for tensor in read_gguf_model(self.path).tensors.values():
+            sizes[tensor.type] += tensor.num_bytes
+        return sizes.most_common(1)[0][0]
+
+    @cached_property
+    def formats(self) -> Formats:
+        """The block format of each matrix that is stored in one."""
+        return NOTHING_STORED if self.path is None else stored_formats(self.path, self.spec)
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """What a backend makes of a model's weights."""
+
+    parts: WeightParts
+    dtype: str  # of most of them
+    has_expanded: bool = False
+    """Some matrices stay quantised and are expanded, a piece at a time, for steps of many tokens."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A set of kernels: which models it computes, and how one is built."""
+
+    name: BackendName
+    title: str
+    devices: tuple[Device, ...]
+    dtypes: tuple[str, ...]
+    kv_dtypes: tuple[str, ...]
+    quantizations: tuple[str, ...]
+    """What plain weights can be turned into while they are loaded."""
+    is_slow: bool
+    uses_torch_threads: bool
+    """False: the kernels have threads of their own, and torch's would compete for the same cores."""
+    kernel_limits: Callable[[ComputeRequest], str | None]
+    """Why the kernels can't compute this model; None when they can."""
+    default_kv_dtype: Callable[[ModelShape, str, str], str]
+    """(model, compute dtype, quantization) → the default precision of the KV cache."""
+    kept_weights: Callable[[StoredWeights, ComputeRequest], KeptWeights]
+    build_model: Callable[[EngineConfig, ModelSpec, WeightSource], Model]
+    describe_kernels: Callable[[EngineConfig], str]
+
+    def unsupported_reason(self, request: ComputeRequest) -> str | None:
+        """Why this backend can't do what is asked; None when it can."""
+        if request.device not in [device.name for device in self.devices]:
+            return f"it computes on a {' or '.join(device.title for device in self.devices)}, not on {request.device}"
+        if request.dtype not in self.dtypes:
+            return f"{request.dtype} for activations; {self.title} compute in {_either(self.dtypes)}"
+        if request.kv_dtype not in self.kv_dtypes:
+            return f"{request.kv_dtype} for the KV cache; {self.title} keep {_either(self.kv_dtypes)}"
+        if request.quantization not in self.quantizations:
+            return f"quantization {request.quantization}; {self.title} know {_either(self.quantizations)}"
+        return self.kernel_limits(request)
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _missing_package(request: ComputeRequest) -> str | None:
+    package = find_device(request.device).runner_package
+    is_missing = package is not None and find_spec(package) is None
+    return f"{package} is not installed (pip install {package})" if is_missing else None
+
+
+# ── Triton ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeights:
+    """Quantised matrices stay as the file has them, except in plain float32 and where sums have one order only."""
+    quantization = request.quantization
+    is_expanded = request.deterministic or (quantization == "none" and request.dtype == "float32")
+    formats = NOTHING_STORED if is_expanded else stored.formats
+    parts = gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype]), quantization, formats)
+    kept = [one.quant for one in formats.values()]
+    label = mode(kept) if kept else request.dtype if quantization == "none" else quantization
+    return KeptWeights(parts, label, has_expanded=bool(formats) or quantization in ("int4", "int8"))
+
+
+def _build_with_triton(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:
+    from tokenmill.engine.model import build_decoder
+    from tokenmill.ops.triton.build import build_ops
+
+    ops = build_ops(config.model.quantization, deterministic=config.ops.deterministic)
+    return build_decoder(config, spec, source, ops)
+
+
+TRITON = Backend(
+    name="triton",
+    title="Triton kernels",
+    devices=(CUDA,),
+    dtypes=FLOATS,
+    kv_dtypes=(*FLOATS, "int8", "fp8"),
+    quantizations=("none", "fp8", "int8", "int4"),
+    is_slow=False,
+    uses_torch_threads=True,
+    kernel_limits=lambda request: _missing_package(request) or triton_kernels.unsupported_reason(request),
+    default_kv_dtype=lambda _spec, dtype, _quantization: dtype,
+    kept_weights=_kept_by_triton,
+    build_model=_build_with_triton,
+    describe_kernels=lambda config: f"ops: Triton kernels on {config.ops.device}",
+)
+
+
+# ── native CPU kernels ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _native_kv_dtype(spec: ModelShape, dtype: str, quantization: str) -> str:
+    """Native kernels compute in float32 but need not remember in it: beside weights that were rounded themselves, keys
+    and values of 11 bits are not seen in the answers, and half as many bytes are read."""
+    is_rounded = spec.dtype != "float32" or quantization != "none"
+    return "float16" if is_rounded else dtype
+
+
+def _kept_by_native(stored: StoredWeights, request: ComputeRequest) -> KeptWeights:
+    """A file's own precision, or blocks of 8 bits where that is less."""
+    in_blocks = weight_parts(stored.spec, "Q8_0", vector_dtype="float32")
+    is_smaller = request.quantization == "int8" and in_blocks.total < stored.parts.total
+    return KeptWeights(in_blocks, "int8") if is_smaller else KeptWeights(stored.parts, stored.dtype)
+
+
+def _build_native(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:
+    from tokenmill.engine.model import build_native_decoder
+
+    return build_native_decoder(config, spec, source)
+
+
+NATIVE = Backend(
+    name="cpu",
+    title="native kernels",
+    devices=(CPU,),
+    dtypes=("float32",),
+    kv_dtypes=(*FLOATS, "int8"),
+    quantizations=("none", "int8"),
+    is_slow=False,
+    uses_torch_threads=False,
+    kernel_limits=native_kernels.unsupported_reason,
+    default_kv_dtype=_native_kv_dtype,
+    kept_weights=_kept_by_native,
+    build_model=_build_native,
+    describe_kernels=lambda _config: f"ops: native kernels ({native_kernels.instruction_set()})",
+)
+
+
+# ── torch's reference ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _reference_limits(request: ComputeRequest) -> str | None:
+    if request.deterministic and find_device(request.device).batch_notes is not None:
+        return "torch's sums on a GPU change with the batch (deterministic)"
+    return _missing_package(request)
+
+
+def _kept_by_reference(stored: StoredWeights, request: ComputeRequest) -> KeptWeights:
+    """Everything is expanded to the compute dtype."""
+    return KeptWeights(gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype])), request.dtype)
+
+
+def _build_with_torch(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:
+    from tokenmill.engine.model import build_decoder
+    from tokenmill.ops.reference import REFERENCE_OPS
+
+    return build_decoder(config, spec, source, REFERENCE_OPS)
+
+
+REFERENCE = Backend(
+    name="reference",
+    title="torch's ops",
+    devices=(CUDA, CPU),
+    dtypes=FLOATS,
+    kv_dtypes=(*FLOATS, "int8", "fp8"),
+    quantizations=("none",),
+    is_slow=True,
+    uses_torch_threads=True,
+    kernel_limits=_reference_limits,
+    default_kv_dtype=lambda _spec, dtype, _quantization: dtype,
+    kept_weights=_kept_by_reference,
+    build_model=_build_with_torch,
+    describe_kernels=lambda config: f"ops: torch's reference on {config.ops.device}",
+)
+
+BACKENDS = (TRITON, NATIVE, REFERENCE)  # in order of preference; the last one handles everything a ModelSpec can say
+
+
+def find_backend(name: str) -> Backend:
+    return next(backend for backend in BACKENDS if backend.name == name)

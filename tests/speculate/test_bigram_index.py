@@ -6,9 +6,17 @@ import random
 
 import pytest
 
-from tokenmill.speculate import recent_outputs
-from tokenmill.speculate.bigram_index import LONGEST_MATCH, MAX_POSITIONS, SEPARATOR, BigramIndex, Match, continuation
-from tokenmill.speculate.recent_outputs import RecentAnswers, RecentOutputs
+from tokenmill.speculate import bigram_index
+from tokenmill.speculate.bigram_index import (
+    LONGEST_MATCH,
+    MAX_POSITIONS,
+    SEPARATOR,
+    BigramIndex,
+    Match,
+    RecentOutputs,
+    SaltedOutputs,
+    continuation,
+)
 
 
 def searched(tokens: list[int], tail: list[int], *, is_own: bool) -> Match | None:
@@ -52,7 +60,7 @@ def test_too_little_to_look_for() -> None:
 
 
 def test_recent_answers_are_found_but_not_across_their_borders() -> None:
-    answers = RecentAnswers()
+    answers = SaltedOutputs()
     answers.add([1, 2, 3, 4])
     answers.add([5, 6, 7, 8])
     found = answers.find([0, 2, 3])
@@ -71,14 +79,14 @@ def test_salts_do_not_know_of_each_other() -> None:
 
 def test_memory_is_bounded() -> None:
     rng = random.Random(0)
-    answers = RecentAnswers()
+    answers = SaltedOutputs()
     for _ in range(60):
         answers.add([rng.randrange(1000) for _ in range(1000)])
-        assert sum(len(one.tokens) for one in answers._generations) <= 2 * (recent_outputs.GENERATION_TOKENS + 1002)
-    answers.add([1] * 10 * recent_outputs.GENERATION_TOKENS)
-    assert sum(len(one.tokens) for one in answers._generations) <= 4 * recent_outputs.GENERATION_TOKENS
+        assert sum(len(one.tokens) for one in answers._segments) <= 2 * (bigram_index.SEGMENT_TOKENS + 1002)
+    answers.add([1] * 10 * bigram_index.SEGMENT_TOKENS)
+    assert sum(len(one.tokens) for one in answers._segments) <= 4 * bigram_index.SEGMENT_TOKENS
     archive = RecentOutputs()
-    for number in range(5 * recent_outputs.MAX_SALTS):
+    for number in range(5 * bigram_index.MAX_SALTS):
         archive.add(str(number), [1, 2, 3])
         archive.add("kept", [1, 2, 3])
-    assert len(archive._salts) == recent_outputs.MAX_SALTS and archive.of("kept") is not None
+    assert len(archive._salts) == bigram_index.MAX_SALTS and archive.of("kept") is not None

@@ -6,7 +6,7 @@ import pytest
 
 from tokenmill.speculate.bigram_index import LONGEST_MATCH, BigramIndex
 from tokenmill.speculate.draft_state import DraftState
-from tokenmill.speculate.lookup import Lookup
+from tokenmill.speculate.ngram_proposer import NgramLookup
 
 PASSAGE = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 
@@ -28,7 +28,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_guesses_that_come_true_go_on_without_a_search(is_own: bool, step: int, searches: list[int]) -> None:
-    lookup, trail = Lookup(), DraftState("salt")
+    lookup, trail = NgramLookup(), DraftState("salt")
     if is_own:
         tokens = [*PASSAGE, 1, *PASSAGE[:2]]
     else:
@@ -36,13 +36,13 @@ def test_guesses_that_come_true_go_on_without_a_search(is_own: bool, step: int, 
         tokens = [5, *PASSAGE[:2]]
     following = [*PASSAGE[2:], 1]
     lookup.propose(trail, tokens, 4)
-    assert trail.proposal == following[:4] and trail.length == 2
+    assert trail.proposal == following[:4] and trail.match_length == 2
     num_searches = len(searches)
     for said in range(step, 6, step):
         tokens += following[said - step : said]
         lookup.propose(trail, tokens, 2)
         assert trail.proposal == following[said : said + 2]
-        assert trail.length == 2 + said <= LONGEST_MATCH
+        assert trail.match_length == 2 + said <= LONGEST_MATCH
     assert len(searches) == num_searches
     tokens += [7, 12]  # another turn: what stands behind is looked for anew, and nothing does
     lookup.propose(trail, tokens, 4)
@@ -50,7 +50,7 @@ def test_guesses_that_come_true_go_on_without_a_search(is_own: bool, step: int, 
 
 
 def test_the_end_of_an_answer_ends_its_guesses() -> None:
-    lookup, trail, tokens = Lookup(), DraftState(), [5, 11, 12]
+    lookup, trail, tokens = NgramLookup(), DraftState(), [5, 11, 12]
     lookup.remember(DraftState(), PASSAGE, 0)
     lookup.propose(trail, tokens, 7)
     assert trail.proposal == PASSAGE[2:]

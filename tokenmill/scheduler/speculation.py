@@ -16,8 +16,7 @@ from typing import Protocol
 
 from tokenmill.scheduler.request_state import SequenceGroup
 from tokenmill.scheduler.sequence import Sequence
-from tokenmill.speculate.draft_request import DraftRequest
-from tokenmill.speculate.draft_state import DraftState
+from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.types import StepPlan, StepResult
 
 NumAllowed = Callable[[int, Seq[int]], int]

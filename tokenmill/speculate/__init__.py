@@ -1,2 +1,4 @@
-"""Speculation: proposers, how likely their guesses are right, how many of them pay. Verifying is the
-sampler's."""
+"""Speculative decoding: proposers of draft tokens, how likely those are right, how many of them pay.
+
+Verification is the sampler's (`sampling/verify.py`): a draft token is right if it equals the token that is sampled.
+"""

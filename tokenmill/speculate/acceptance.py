@@ -1,22 +1,22 @@
-"""How likely a guess is right, learned from what was really drawn, whether or not the guess was computed.
+"""How likely draft tokens are to be accepted, learned from the tokens that were really sampled.
 
-A guess behind a long agreement is surer than one behind a short one (`AcceptanceRates` keeps a rate for each length,
-for
-all requests), and some requests repeat themselves more than others (`Skill`: how a request does against those rates).
-A guess that was never fed costs nothing and still teaches: it is compared with the token that came.
+A draft token is more likely to be right the longer the matching context before it, so `AcceptanceRates` keeps one rate
+per match length for all requests together. Some requests repeat themselves more than others: `RequestAcceptance` says
+how one request does against those rates. A draft token need not have been computed to be learned from: it is compared
+with the token that was sampled in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# By length of the agreement: 2, 3, 4 to 5, 6 to 9, 10 and more tokens; what they start from.
+# Prior rates for matches of 2, 3, 4 to 5, 6 to 9, and 10 or more tokens.
 FIRST_RATES = (0.35, 0.5, 0.65, 0.8, 0.9)
 _CLASS_OF_LENGTH = (0, 0, 0, 1, 2, 2, 3, 3, 3, 3)
 FIRST_RATE_WEIGHT = 8.0
-REMEMBERED_GUESSES = 256.0  # of one class, before older ones count half
-REMEMBERED_OF_REQUEST = 32.0
-SKILL_CAUTION = 2.0
+MAX_OBSERVATIONS = 256.0  # per length class; beyond, the older ones are halved
+MAX_REQUEST_OBSERVATIONS = 32.0
+REQUEST_PRIOR_WEIGHT = 2.0
 
 
 def length_class(length: int) -> int:
@@ -24,7 +24,7 @@ def length_class(length: int) -> int:
 
 
 class AcceptanceRates:
-    """Of all requests, by class of agreement."""
+    """Acceptance rates over all requests, one per class of match length."""
 
     def __init__(self, first_rates: Sequence[float] = FIRST_RATES) -> None:
         self._first = first_rates
@@ -36,7 +36,7 @@ class AcceptanceRates:
         return (self._right[kind] + weight * self._first[kind]) / (self._seen[kind] + weight)
 
     def learn(self, kind: int, is_right: bool) -> None:
-        if self._seen[kind] >= REMEMBERED_GUESSES:
+        if self._seen[kind] >= MAX_OBSERVATIONS:
             self._right[kind] /= 2
             self._seen[kind] /= 2
         self._right[kind] += is_right
@@ -44,7 +44,7 @@ class AcceptanceRates:
 
 
 class RequestAcceptance:
-    """How one request's guesses do, against what would be expected of such guesses."""
+    """How one request's draft tokens do, compared with the rates of all requests."""
 
     __slots__ = ("_expected", "_right", "_seen")
 
@@ -52,16 +52,17 @@ class RequestAcceptance:
         self._right = self._seen = self._expected = 0.0
 
     def learn(self, expected: float, is_right: bool) -> None:
-        if self._seen >= REMEMBERED_OF_REQUEST:
+        if self._seen >= MAX_REQUEST_OBSERVATIONS:
             self._right, self._seen, self._expected = self._right / 2, self._seen / 2, self._expected / 2
         self._right += is_right
         self._expected += expected
         self._seen += 1
 
     def chance(self, rate: float) -> float:
-        """Of a guess that is right at `rate` in general: the odds times how much better or worse this request is."""
+        """Probability that a draft token with the general acceptance rate `rate` is right in this request: the odds,
+        multiplied by how much better or worse this request has done than expected."""
         wrong, expected_wrong = self._seen - self._right, self._seen - self._expected
-        better = (self._right + SKILL_CAUTION) * (expected_wrong + SKILL_CAUTION)
-        worse = (wrong + SKILL_CAUTION) * (self._expected + SKILL_CAUTION)
+        better = (self._right + REQUEST_PRIOR_WEIGHT) * (expected_wrong + REQUEST_PRIOR_WEIGHT)
+        worse = (wrong + REQUEST_PRIOR_WEIGHT) * (self._expected + REQUEST_PRIOR_WEIGHT)
         odds = rate / (1.0 - rate) * better / worse
         return odds / (1.0 + odds)

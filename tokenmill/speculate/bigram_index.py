@@ -1,31 +1,44 @@
-"""Where has this been said before? An index of token pairs, grown by a token at a time, never read through again.
+"""Index of token pairs: where did the last two tokens of a sequence occur before, and what followed?
 
-    tokens   … a b c d … a b          the last pair (a, b) stood at ▲ before: c d … may follow again
+    tokens   … a b c d … a b          the last pair (a, b) occurred at ▲ before: c d … may follow again
                  ▲
-    last     (a, b) ──► its latest place          before[place] ──► the place before that of the same pair
+    _last      (a, b) ──► its latest position
+    _before    position ──► the previous position of the same pair
 
-Of the latest few places of a pair the one is taken before which most tokens agree: the longer the agreement, the surer
-the continuation. This is how LZ77 compressors look for matches, and costs as little: a few microseconds.
+Among the latest few positions of a pair, the one with the longest matching context wins: the longer the match, the more
+likely the continuation. This is the match search of LZ77 compressors. Adding a token takes well under a microsecond,
+a search a few; the list is never scanned.
+
+`RecentOutputs` applies the same index to what other requests were answered lately, in bounded memory. Requests with
+different cache salts share nothing, as in the prefix cache: the speed of an answer would reveal what others received.
+
+    older segment    [ output | output | output ]      searched, no longer extended; dropped when the newer one is full
+    newer segment    [ output | output | ...    ]
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_POSITIONS = 8  # of one pair that are compared
-LONGEST_MATCH = 16  # tokens; longer agreement says nothing more
-SEPARATOR = -1  # stands between texts; no match reaches across it
+MAX_POSITIONS = 8  # positions of one pair that are compared
+LONGEST_MATCH = 16  # tokens; longer matches are not more reliable
+SEPARATOR = -1  # between two outputs; no match reaches across it
+SEGMENT_TOKENS = 16_384  # about 2 MB with its index
+MAX_SALTS = 16
 
 
 class Match(NamedTuple):
-    start: int  # of what followed
-    length: int  # how many tokens agree before it
+    """An earlier occurrence: where its continuation starts, and how many tokens before it match."""
+
+    start: int
+    length: int
 
 
 class BigramIndex:
-    """An index over one growing list of tokens, which its owner keeps."""
+    """Index of token pairs over one growing list of tokens, which the caller keeps."""
 
     __slots__ = ("_before", "_last")
 
@@ -34,35 +47,35 @@ class BigramIndex:
         self._before = array("i", [-1])  # one entry a token
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Takes in what has been added to the list since the last call."""
+        """Index the tokens that were added to the list since the last call."""
         last, before = self._last, self._before
-        for place in range(len(before), len(tokens)):
-            pair = _pair(tokens, place)
+        for position in range(len(before), len(tokens)):
+            pair = _pair(tokens, position)
             before.append(last.get(pair, -1))
-            if tokens[place] != SEPARATOR:
-                last[pair] = place
+            if tokens[position] != SEPARATOR:
+                last[pair] = position
 
     def find(self, tokens: Sequence[int], tail: Sequence[int]) -> Match | None:
-        """The best earlier place in `tokens` (the indexed list) that agrees with the end of `tail`."""
+        """Find the position in `tokens` (the indexed list) whose context matches the end of `tail` best."""
         if len(tail) < 2:
             return None
-        place, best = self._last.get(_pair(tail, len(tail) - 1), -1), None
-        if place == len(tokens) - 1 and tokens is tail:  # the end itself
-            place = self._before[place]
+        position, best = self._last.get(_pair(tail, len(tail) - 1), -1), None
+        if position == len(tokens) - 1 and tokens is tail:  # the end itself
+            position = self._before[position]
         for _ in range(MAX_POSITIONS):
-            if place < 0:
+            if position < 0:
                 break
-            length = _agreement(tokens, place, tail)
+            length = _match_length(tokens, position, tail)
             if best is None or length > best.length:
-                best = Match(place + 1, length)
+                best = Match(position + 1, length)
                 if length == LONGEST_MATCH:
                     break
-            place = self._before[place]
+            position = self._before[position]
         return best
 
 
 def continuation(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """What followed; where that reaches the end of the list it goes on with itself, as a repeated passage would."""
+    """The `count` tokens from `start`; past the end of the list it repeats itself, as a repeating passage would."""
     found = list(tokens[start : start + count])
     if SEPARATOR in found:
         return found[: found.index(SEPARATOR)]
@@ -72,13 +85,66 @@ def continuation(tokens: Sequence[int], start: int, count: int) -> list[int]:
     return found
 
 
-def _pair(tokens: Sequence[int], place: int) -> int:
-    return tokens[place - 1] << 32 | tokens[place]
+def _pair(tokens: Sequence[int], position: int) -> int:
+    return tokens[position - 1] << 32 | tokens[position]
 
 
-def _agreement(tokens: Sequence[int], place: int, tail: Sequence[int]) -> int:
-    length, most = 2, min(LONGEST_MATCH, place + 1, len(tail))
+def _match_length(tokens: Sequence[int], position: int, tail: Sequence[int]) -> int:
+    length, most = 2, min(LONGEST_MATCH, position + 1, len(tail))
     end = len(tail) - 1
-    while length < most and tokens[place - length] == tail[end - length]:
+    while length < most and tokens[position - length] == tail[end - length]:
         length += 1
     return length
+
+
+class Segment:
+    """Outputs one after another, with separators, and their index."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = [SEPARATOR]
+        self._index = BigramIndex()
+
+    def add(self, output: Sequence[int]) -> None:
+        self.tokens += output
+        self.tokens.append(SEPARATOR)
+        self._index.extend(self.tokens)
+
+    def find(self, tail: Sequence[int]) -> Match | None:
+        return self._index.find(self.tokens, tail)
+
+
+class SaltedOutputs:
+    """Recent outputs of the requests with one salt, in two segments."""
+
+    def __init__(self) -> None:
+        self._segments = [Segment()]
+
+    def add(self, output: Sequence[int]) -> None:
+        self._segments[0].add(output[-SEGMENT_TOKENS:])
+        if len(self._segments[0].tokens) > SEGMENT_TOKENS:
+            self._segments = [Segment(), self._segments[0]]
+
+    def find(self, tail: Sequence[int]) -> tuple[Sequence[int], Match] | None:
+        """Find the segment with the longest match; returns its tokens and the match."""
+        found = [(one.tokens, match) for one in self._segments if (match := one.find(tail)) is not None]
+        return max(found, key=lambda pair: pair[1].length) if found else None
+
+
+class RecentOutputs:
+    """Recent outputs by salt; the least recently used salt is dropped first."""
+
+    def __init__(self) -> None:
+        self._salts: OrderedDict[str, SaltedOutputs] = OrderedDict()
+
+    def of(self, salt: str) -> SaltedOutputs | None:
+        if salt in self._salts:
+            self._salts.move_to_end(salt)
+        return self._salts.get(salt)
+
+    def add(self, salt: str, output: Sequence[int]) -> None:
+        outputs = self.of(salt)
+        if outputs is None:
+            outputs = self._salts[salt] = SaltedOutputs()
+            if len(self._salts) > MAX_SALTS:
+                self._salts.popitem(last=False)
+        outputs.add(output)

@@ -1,7 +1,7 @@
-"""How many guesses are worth computing in one step: the number that brings most tokens a second.
+"""How many draft tokens to verify in one step: the number that gives the most tokens per second.
 
-Each guess is right with some chance (all before it right too), so the surest ones of all sequences go first. With m of
-them a step brings  rows + Σ chance  tokens and takes what a step of so many tokens takes.
+Each draft token has a probability that it and all before it are right; the most likely ones of all sequences go first.
+A step with m of them yields  rows + Σ probability  tokens and takes the time of a step of that many tokens.
 
     tokens a second │     ●   ●
                     │  ●          ●          drafts pay up to the top
@@ -16,29 +16,32 @@ from typing import Protocol
 
 from tokenmill.speculate.step_cost import StepCost
 
-MAX_DRAFTS = 15  # of one sequence in one step
-NEGLIGIBLE = 0.05  # chances below are not worth a look
-MIN_CHANCE = 0.3  # `Eager` feeds guesses that are at least this likely
-CAUTION = 1.15  # drafts are reckoned dearer than they seem, since promises err
+MAX_DRAFTS = 15  # per sequence and step
+NEGLIGIBLE = 0.05  # probabilities below this are not considered
+MIN_CHANCE = 0.3  # `ThresholdDepth` feeds draft tokens that are at least this likely
+CAUTION = 1.15  # drafts are counted as this much dearer than estimated, since estimates err
 PROBE_DEPTH = 2
-FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the next look
+FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the next probe
 
 
 class Depth(Protocol):
+    """A rule for how many draft tokens each sequence gets."""
+
     def least_chance(self, num_rows: int, num_tokens: int) -> float:
-        """Guesses less likely than this are fed in no case: nobody need reckon further."""
+        """The probability below which no draft token is fed, so that proposers can stop there."""
         ...
 
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int) -> list[int]:
-        """How many guesses of each sequence to feed. chances[i][j]: that guesses 0 to j of sequence i are all right.
+        """Choose how many draft tokens of each sequence to feed.
 
-        The step draws for `num_rows` sequences and feeds `num_tokens` tokens besides the guesses.
+        chances[i][j] is the probability that drafts 0 to j of sequence i are all right. The step samples for
+        `num_rows` sequences and feeds `num_tokens` tokens besides the drafts.
         """
         ...
 
 
 class ThresholdDepth:
-    """All that are likely enough, whatever they cost."""
+    """Every draft token that is likely enough, whatever it costs."""
 
     def __init__(self, least_chance: float = MIN_CHANCE) -> None:
         self._least = least_chance
@@ -51,11 +54,13 @@ class ThresholdDepth:
 
 
 class CostModelDepth:
+    """As many draft tokens as raise the tokens per second, by the measured cost of steps."""
+
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
 
     def least_chance(self, num_rows: int, num_tokens: int) -> float:
-        """Half of where a token more would cost as much as it brings, were all sizes on the line."""
+        """Half the probability at which one more token costs what it brings, by the fitted line alone."""
         if not self._cost.is_known:
             return 1.0
         return max(NEGLIGIBLE, 0.5 * self._cost.slope * num_rows / self._cost.seconds(num_tokens))
@@ -76,8 +81,9 @@ class CostModelDepth:
 
 
 class DraftDepth:
-    """The same question where guesses cost the draft model's steps: one depth for all sequences, since they are drafted
-    for together. When none pays, now and then a short draft shows whether that is still so, ever more rarely."""
+    """One depth for all sequences, since the draft model drafts for them together and its steps cost time too.
+
+    While no draft pays, a short draft now and then, ever more rarely, shows whether that is still so."""
 
     def __init__(self, cost: StepCost, draft_cost: StepCost) -> None:
         self._cost = cost
@@ -86,7 +92,7 @@ class DraftDepth:
         self._num_waited = 0
 
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int, num_behind: int) -> int:
-        """`num_behind`: tokens that the draft model feeds before it can guess."""
+        """Choose the depth; `num_behind` tokens must be fed to the draft model before it can draft."""
         best = self._best(chances, num_rows, num_tokens, num_behind)
         if best:
             self._patience, self._num_waited = FIRST_PATIENCE, 0

@@ -1,12 +1,12 @@
-"""Speculation with a second, smaller model: it runs ahead of the large one in a KV cache of its own.
+"""Speculation with a draft model: a second, smaller model with a KV cache of its own.
 
-    tokens       t0 … tn                    what is true
-    draft model  t0 … tn │ a  b  c          feeds what is new of the true ones, then its own draws, one after the other
-    next time    t0 … tn  a  b  x           c was wrong: its cell is written again, nothing else to undo
+    tokens       t0 … tn                    sampled by the target model
+    draft model  t0 … tn │ a  b  c          feeds the new ones of these, then its own samples, one after another
+    next time    t0 … tn  a  b  x           c was wrong: its cache entry is overwritten, nothing else to undo
 
-Its draws use the random numbers that the large model will use at the same places, so where the two distributions are
-close the draws are mostly equal, greedy or not. Knobs that look at the history or at a grammar are left to the large
-model: they decide what is right, not what is guessed.
+The draft model samples with the random numbers that the target model will use at the same positions, so where the two
+distributions are close, the samples are mostly equal, greedy or not. Parameters that depend on the history or on a
+grammar are left out: they decide what is accepted, not what is proposed.
 """
 
 from __future__ import annotations
@@ -21,47 +21,55 @@ from tokenmill.kv.cache import KVCache
 from tokenmill.kv.prefix import HashChain
 from tokenmill.params import SamplingParams
 from tokenmill.params.sampling import TRUNCATION_PARAMS
-from tokenmill.speculate.draft_request import DraftRequest
-from tokenmill.speculate.draft_state import DraftState
+from tokenmill.speculate.acceptance import AcceptanceRates
+from tokenmill.speculate.depth import DraftDepth
+from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.speculate.step_cost import StepCost
 from tokenmill.types import RowInit, RowPlan, StepPlan, StepResult
 
 DISTRIBUTION_PARAMS = ("temperature", "dynatemp_range", "dynatemp_exponent", *TRUNCATION_PARAMS)
 
+MAX_DRAFT_MODEL_TOKENS = 8  # each one is a step of the draft model
+PRIOR_RATE = 0.7
+
 
 class PlanRunner(Protocol):
+    """Runs one step of the draft model."""
+
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
 @dataclass
 class DraftRow:
-    """What the draft model holds of one sequence."""
+    """One sequence in the draft model's runner and cache."""
 
-    draft_state: DraftState  # whose it is
-    new: RowInit  # how the runner gets to know it
+    draft_state: DraftState  # of the sequence that holds the row
+    new: RowInit  # sent to the runner with the first step
     table: BlockTable
     chain: HashChain
     computed: int
-    num_true: int = 0  # of the sequence's tokens when it was last drafted for
-    drafts: list[int] = field(default_factory=list)  # drawn then; all but the last are in the cache
-    is_known: bool = False  # to the runner
-    is_broken: bool = False  # its numbers are not finite: no guesses from it
+    num_true: int = 0  # tokens of the sequence when it was last drafted for
+    drafts: list[int] = field(default_factory=list)  # sampled then; all but the last are in the cache
+    is_on_runner: bool = False
+    is_broken: bool = False  # its logits are not finite: no drafts from it
     last_used: int = 0
 
 
 class DraftModel:
+    """Keeps the draft model's rows in step with the target's sequences and samples draft tokens for them."""
+
     def __init__(self, runner: PlanRunner, cache: KVCache, max_context: int, token_budget: int) -> None:
         self._runner = runner
         self._cache = cache
         self._max_context = max_context
         self._token_budget = token_budget
         self._rows: dict[int, DraftRow] = {}
-        self._left: list[int] = []  # rows to tell the runner of
+        self._freed: list[int] = []  # rows that the runner has not been told of
         self._num_rounds = 0
         self.cost = StepCost()
 
     def draft(self, requests: Sequence[DraftRequest], depths: Sequence[int]) -> list[list[int]]:
-        """Up to depths[i] guesses for asks[i]; fewer where its context or the cache is full."""
+        """Sample up to depths[i] draft tokens for requests[i]; fewer where its context or the cache is full."""
         self._num_rounds += 1
         wanted = {request.row: (request, depth) for request, depth in zip(requests, depths, strict=True) if depth > 0}
         rows = {row: self._synced(request) for row, (request, _) in wanted.items()}
@@ -75,21 +83,21 @@ class DraftModel:
             going = [
                 (request, rows[row]) for row, request in open_rows.items() if len(rows[row].drafts) < wanted[row][1]
             ]
-            plans = [self._fed(request, row, row.drafts[-1:]) for request, row in going if not row.is_broken]
+            plans = [self._row_plan(request, row, row.drafts[-1:]) for request, row in going if not row.is_broken]
             if not plans:
                 break
             self._run(plans, rows)
         return [rows[request.row].drafts if request.row in open_rows else [] for request in requests]
 
     def num_behind(self, request: DraftRequest) -> int:
-        """Tokens that the draft model has to feed before its first guess."""
+        """Tokens that the draft model has to feed before its first draft token."""
         row = self._rows.get(request.row)
         return len(request.tokens) - (row.computed if row is not None and row.draft_state is request.draft_state else 0)
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _synced(self, request: DraftRequest) -> DraftRow:
-        """The row of this sequence, with only true tokens counted as computed."""
+        """The row of this sequence, with wrong drafts no longer counted as computed."""
         row = self._rows.get(request.row)
         if row is None or row.draft_state is not request.draft_state or row.is_broken:
             row = self._opened(request)
@@ -113,13 +121,13 @@ class DraftModel:
     def _close(self, number: int) -> None:
         row = self._rows.pop(number)
         self._cache.release(row.table)
-        if row.is_known:
-            self._left.append(number)
+        if row.is_on_runner:
+            self._freed.append(number)
 
     def _has_room(
         self, request: DraftRequest, row: DraftRow, depth: int, wanted: dict[int, tuple[DraftRequest, int]]
     ) -> bool:
-        """Blocks for all that will be fed, if need be those of sequences that are not drafted for now."""
+        """Reserve blocks for all tokens to feed, taking those of sequences that are not drafted for now if needed."""
         end = len(request.tokens) + depth - 1
         if end > self._max_context:
             return False
@@ -134,21 +142,21 @@ class DraftModel:
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _catch_up(self, asked: dict[int, tuple[DraftRequest, DraftRow]]) -> None:
-        """Feeds what is true and new, in chunks; the last token of it draws the first guess."""
+        """Feed the new tokens of each sequence, in chunks; the last one samples the first draft token."""
         rows = {number: row for number, (_, row) in asked.items()}
         while True:
             left, plans = self._token_budget, []
             for request, row in asked.values():
                 count = min(left, len(request.tokens) - row.computed)
                 if count > 0 and not row.is_broken:
-                    plans.append(self._fed(request, row, request.tokens[row.computed : row.computed + count]))
+                    plans.append(self._row_plan(request, row, request.tokens[row.computed : row.computed + count]))
                     left -= count
             if not plans:
                 return
             self._run(plans, rows)
 
-    def _fed(self, request: DraftRequest, row: DraftRow, token_ids: list[int]) -> RowPlan:
-        """`row.computed` is where the tokens go; they draw if they reach to the last one there is."""
+    def _row_plan(self, request: DraftRequest, row: DraftRow, token_ids: list[int]) -> RowPlan:
+        """Plan to feed `token_ids` at `row.computed`; the row samples if that reaches its last token."""
         num_tokens = len(request.tokens) + len(row.drafts)
         return RowPlan(
             row=request.row,
@@ -160,13 +168,13 @@ class DraftModel:
         )
 
     def _run(self, plans: list[RowPlan], rows: dict[int, DraftRow]) -> None:
-        unknown = [rows[plan.row] for plan in plans if not rows[plan.row].is_known]
-        left, self._left = self._left, []
-        step = StepPlan(new_rows=[row.new for row in unknown], freed_rows=left, rows=plans)
+        new_rows = [rows[plan.row] for plan in plans if not rows[plan.row].is_on_runner]
+        freed, self._freed = self._freed, []
+        step = StepPlan(new_rows=[row.new for row in new_rows], freed_rows=freed, rows=plans)
         result = self._runner.run(step)
         self.cost.note(step.num_tokens, result.step_s)
-        for row in unknown:
-            row.is_known = True
+        for row in new_rows:
+            row.is_on_runner = True
         for fed, found in zip(plans, result.rows, strict=True):
             row = rows[fed.row]
             row.computed += len(fed.token_ids)
@@ -175,6 +183,7 @@ class DraftModel:
 
 
 def new_row(request: DraftRequest) -> RowInit:
+    """The draft model's row for a sequence: its seed, and the parameters that apply to drafts."""
     return RowInit(
         row=request.row,
         params=without_history(request.params),
@@ -186,5 +195,45 @@ def new_row(request: DraftRequest) -> RowInit:
 
 
 def without_history(params: SamplingParams) -> SamplingParams:
-    """The parameters that shape a draw by its own logits alone."""
+    """Only the parameters that depend on nothing but the logits."""
     return SamplingParams(**{name: getattr(params, name) for name in DISTRIBUTION_PARAMS})
+
+
+class DraftModelProposer:
+    """Draft tokens by the draft model, as deep as pays."""
+
+    def __init__(self, model: DraftModel, depth: int | None = None) -> None:
+        """`depth`: always this many draft tokens, instead of as many as pay."""
+        self._model = model
+        self._cost = StepCost()
+        self._depth = DraftDepth(self._cost, model.cost)
+        self._fixed = depth
+        self._rates = AcceptanceRates([PRIOR_RATE])
+
+    def propose(self, requests: Sequence[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]:
+        for request in requests:
+            request.draft_state.learn(request.tokens, self._rates, _single_class)
+            request.draft_state.propose([], 0, len(request.tokens))
+        depth = self._fixed
+        if depth is None:
+            chances = [self._chances(request) for request in requests]
+            num_behind = sum(self._model.num_behind(request) for request in requests)
+            depth = self._depth.choose(chances, num_rows, num_tokens, num_behind)
+        drafts = self._model.draft(requests, [min(depth, request.max_drafts) for request in requests])
+        for request, found in zip(requests, drafts, strict=True):
+            request.draft_state.propose(found, 0, len(request.tokens))
+        return [list(found) for found in drafts]
+
+    def _chances(self, request: DraftRequest) -> list[float]:
+        chance = request.draft_state.acceptance.chance(self._rates.rate(0))
+        return [chance**number for number in range(1, min(request.max_drafts, MAX_DRAFT_MODEL_TOKENS) + 1)]
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        self._cost.note(num_tokens, seconds)
+
+    def note_end(self, draft_state: DraftState, tokens: Sequence[int], prompt_len: int) -> None:
+        """Nothing to do: the next sequence in the same row replaces this one."""
+
+
+def _single_class(_length: int) -> int:
+    return 0

@@ -1,47 +1,70 @@
-"""What speculation remembers of one sequence while it lives: its index, how its guesses do, and the last of them."""
+"""What speculation keeps of one sequence, and what a proposer is asked with.
+
+`DraftState` lives as long as the sequence: its index of token pairs, its acceptance statistics, and the last proposal,
+which is compared with the tokens that came when the next one is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from tokenmill.params import SamplingParams
 from tokenmill.speculate.acceptance import AcceptanceRates, RequestAcceptance
 from tokenmill.speculate.bigram_index import BigramIndex
 
 
 class DraftPosition(NamedTuple):
-    """Where a proposal was read."""
+    """Where a proposal was read from."""
 
-    answers: Sequence[int] | None  # the recent answers it stands in; None: the sequence itself
+    outputs: Sequence[int] | None  # recent outputs of other requests; None: the sequence itself
     start: int
 
 
 class DraftState:
-    __slots__ = ("index", "length", "num_seen", "place", "proposal", "salt", "skill")
+    """Index, acceptance statistics and last proposal of one sequence."""
+
+    __slots__ = ("acceptance", "index", "match_length", "num_seen", "position", "proposal", "salt")
 
     def __init__(self, salt: str = "") -> None:
         self.salt = salt
         self.index = BigramIndex()
-        self.skill = RequestAcceptance()
+        self.acceptance = RequestAcceptance()
         self.proposal: list[int] = []  # the last one
-        self.length = 0  # of the agreement it stands behind
-        self.num_seen = 0  # tokens of the sequence when it was made
-        self.place: DraftPosition | None = None  # where it was read
+        self.match_length = 0  # tokens before the proposal that agree with what it was read from
+        self.num_seen = 0  # tokens of the sequence when the proposal was made
+        self.position: DraftPosition | None = None  # where it was read
 
-    def propose(self, proposal: list[int], length: int, num_seen: int, place: DraftPosition | None = None) -> None:
-        self.proposal, self.length, self.num_seen, self.place = proposal, length, num_seen, place
+    def propose(
+        self, proposal: list[int], match_length: int, num_seen: int, position: DraftPosition | None = None
+    ) -> None:
+        """Keep `proposal` as the last one."""
+        self.proposal, self.match_length, self.num_seen, self.position = proposal, match_length, num_seen, position
 
-    def learn(self, tokens: list[int], guesses: AcceptanceRates, kind_of: Callable[[int], int]) -> int:
-        """Compares the last proposal with what came, up to the first wrong guess; behind that nothing is known.
+    def learn(self, tokens: list[int], rates: AcceptanceRates, class_of: Callable[[int], int]) -> int:
+        """Compare the last proposal with the tokens that came and return how many of it were right.
 
-        `kind_of`: the kind of guess that stands behind so many agreeing tokens. How many were right.
+        The comparison ends at the first wrong token: nothing is known about those behind it. `class_of` maps a match
+        length to its class in `rates`.
         """
         num_right = 0
-        for guess, token in zip(self.proposal, tokens[self.num_seen :], strict=False):
-            kind, is_right = kind_of(self.length + num_right), guess == token
-            self.skill.learn(guesses.rate(kind), is_right)
-            guesses.learn(kind, is_right)
+        for draft, token in zip(self.proposal, tokens[self.num_seen :], strict=False):
+            kind, is_right = class_of(self.match_length + num_right), draft == token
+            self.acceptance.learn(rates.rate(kind), is_right)
+            rates.learn(kind, is_right)
             if not is_right:
                 break
             num_right += 1
         return num_right
+
+
+class DraftRequest(NamedTuple):
+    """A sequence that samples in the next step, as far as a proposer must know it."""
+
+    draft_state: DraftState
+    tokens: list[int]  # prompt and output so far
+    prompt_len: int
+    max_drafts: int  # more could not be used
+    row: int
+    params: SamplingParams
+    seed: int

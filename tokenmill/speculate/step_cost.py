@@ -1,10 +1,10 @@
-"""What a step takes, by the number of tokens in it, learned from the steps that ran.
+"""Time of a step by the number of its tokens, learned from the steps that ran.
 
-Each size keeps a running mean. A line through the means, near sizes weighing more, says what sizes cost that were not
-seen (lately); it starts out steep, so that speculation has to earn its place.
+Each size keeps a running mean. A line fitted through the means, small sizes weighing more, estimates sizes that were
+not seen (lately); its prior is steep, so that speculation starts only where it is shown to pay.
 
-    seconds │            ·  ╱           one token a row costs what the weights' bytes cost to read;
-            │       ·  ╱                more tokens read the same bytes and compute more
+    seconds │            ·  ╱           one token per row costs reading the weights;
+            │       ·  ╱                more tokens read the same weights and compute more
             │  · ╱
             └──────────────── tokens
 """
@@ -15,17 +15,17 @@ from functools import cache
 from itertools import count
 from math import log2
 
-LARGEST_SIZE = 256  # tokens; steps beyond are prompts, and say little about drafts
-EXACT_SIZES = 16  # up to here each size has a mean of its own
-STEEPNESS = 0.6  # before anything is known: this share of a step grows with its tokens
-STEADINESS = 10  # a mean's newest value weighs a tenth
+LARGEST_SIZE = 256  # tokens; larger steps are prefill and say little about drafts
+EXACT_SIZES = 16  # up to here each size has its own mean
+STEEPNESS = 0.6  # prior: the share of a step's time that grows with its tokens
+STEADINESS = 10  # the newest value weighs a tenth in a mean
 HALF_LIFE_STEPS = 400
-LINE_WEIGHT = 2.0  # of the line, in observations, against a size's own mean
+LINE_WEIGHT = 2.0  # of the line against a size's own mean, in observations
 PRIOR_WEIGHT = 1.0
 
 
-class Size:
-    """Steps of about one size."""
+class SizeMean:
+    """Running mean over the steps of about one size."""
 
     __slots__ = ("count", "last", "seconds", "tokens", "weight")
 
@@ -35,19 +35,21 @@ class Size:
 
     def note(self, tokens: int, seconds: float) -> None:
         if self.count > 2:
-            seconds = min(seconds, 2.0 * self.seconds)  # someone else's hiccup
+            seconds = min(seconds, 2.0 * self.seconds)  # an outlier: the machine was busy otherwise
         self.count = min(self.count + 1, STEADINESS)
         self.tokens += (tokens - self.tokens) / self.count
         self.seconds += (seconds - self.seconds) / self.count
 
     def fade(self, now: int) -> None:
-        """What it weighs, in observations; old ones fade."""
+        """Set the weight in observations; it halves every `HALF_LIFE_STEPS` steps."""
         self.weight = self.count * 0.5 ** ((now - self.last) / HALF_LIFE_STEPS)
 
 
 class StepCost:
+    """Estimates the seconds of a step from its number of tokens."""
+
     def __init__(self) -> None:
-        self._sizes: dict[int, Size] = {}
+        self._sizes: dict[int, SizeMean] = {}
         self._num_steps = 0
         self._line = (0.0, 0.0)  # seconds, seconds a token
 
@@ -57,7 +59,7 @@ class StepCost:
 
     @property
     def slope(self) -> float:
-        """Seconds that one token more takes."""
+        """Seconds per additional token."""
         return self._line[1]
 
     def note(self, tokens: int, seconds: float) -> None:
@@ -67,7 +69,7 @@ class StepCost:
         key = _size_class(tokens)
         size = self._sizes.get(key)
         if size is None:
-            size = self._sizes[key] = Size(tokens, seconds)
+            size = self._sizes[key] = SizeMean(tokens, seconds)
         else:
             size.note(tokens, seconds)
         size.last = self._num_steps
@@ -75,29 +77,29 @@ class StepCost:
 
     def seconds(self, tokens: int) -> float:
         base, slope = self._line
-        return base + slope * tokens + self._aside(_size_class(tokens))
+        return base + slope * tokens + self._deviation(_size_class(tokens))
 
     def seconds_up_to(self, tokens: int, more: int) -> list[float]:
-        """Of `tokens`, `tokens` + 1 … `tokens` + `more`, at once."""
+        """Seconds of steps with `tokens`, `tokens` + 1 … `tokens` + `more` tokens, computed together."""
         base, slope = self._line
         found: list[float] = []
         while len(found) <= more:
             kind = _size_class(tokens + len(found))
-            level = base + self._aside(kind)
+            level = base + self._deviation(kind)
             sizes = range(tokens + len(found), min(_class_end(kind), tokens + more + 1))
             found += [level + slope * size for size in sizes]
         return found
 
-    def _aside(self, kind: int) -> float:
-        """How far sizes of a class lie beside the line."""
+    def _deviation(self, kind: int) -> float:
+        """Deviation of a size class from the line, weighted by its observations."""
         size = self._sizes.get(kind)
         if size is None:
             return 0.0
         own = size.seconds - self._line[0] - self._line[1] * size.tokens
         return own * size.weight / (size.weight + LINE_WEIGHT)
 
-    def _fitted(self, newest: Size) -> tuple[float, float]:
-        """Least squares of relative errors over the sizes, through a prior slope; never falling.
+    def _fitted(self, newest: SizeMean) -> tuple[float, float]:
+        """Fit the line: least squares of relative errors over the sizes, with a prior on the slope; never falling.
 
         minimise  Σ w (base + slope · tokens - seconds)²  +  w₀ (slope - first)² · spread
         """
@@ -121,7 +123,7 @@ class StepCost:
         return mean_seconds - slope * mean_tokens, slope
 
 
-def _weight_in_fit(size: Size) -> float:
+def _weight_in_fit(size: SizeMean) -> float:
     far = max(1.0, size.tokens / (2 * EXACT_SIZES))
     return size.weight / (size.seconds * far) ** 2
 

@@ -26,7 +26,7 @@ VERBS = {
     "doctor": "What this machine has, what is chosen and why, what to fix",
 }
 
-_MODULES = {"list": "listing", "rm": "remove"}  # where the verb would hide a built-in or say too little
+MODULES = {"list": "listing", "rm": "remove"}  # where the verb would hide a built-in or say too little
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _obey(arguments: list[str]) -> int:
     with prestart_core(verb, arguments[1:]):
         from tokenmill.cli.dispatch import dispatch
 
-        return dispatch(verb, f"tokenmill.cli.{_MODULES.get(verb, verb)}", arguments[1:])
+        return dispatch(verb, f"tokenmill.cli.{MODULES.get(verb, verb)}", arguments[1:])
 
 
 def _overview() -> str:

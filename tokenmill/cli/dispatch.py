@@ -27,7 +27,7 @@ def dispatch(verb: str, module: str, arguments: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         arguments, config_file = take_config_file(arguments)
-        app = _app(verb, module, config_file)
+        app = build_app(verb, module, config_file)
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
         return fail(_left_over(verb, problem.unused_tokens or []), 2)
@@ -57,7 +57,7 @@ def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     return rest, Path(chosen).expanduser() if chosen else None
 
 
-def _app(verb: str, module: str, config_file: Path | None) -> App:
+def build_app(verb: str, module: str, config_file: Path | None) -> App:
     sources = [_source(environment_settings(os.environ), "the environment")]
     if config_file is not None:
         sources.append(_source(file_settings(config_file), str(config_file)))

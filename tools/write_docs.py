@@ -1,0 +1,352 @@
+"""Write the pages of `docs/` that are made from the code: every flag and setting, every model and format.
+
+    python tools/write_docs.py
+
+`docs/reference.md` comes from the command line's own parser, the settings' dataclasses, the error tree and the metric
+series; `docs/models.md` from the model families, the planner's outlines, the catalog and the backends' formats. A test
+compares both pages with what this program would write.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import gguf
+from cyclopts import App
+
+import tokenmill
+from tokenmill import errors
+from tokenmill.arch import families, outlines
+from tokenmill.arch.family import Family
+from tokenmill.arch.gguf_types import GGML_TYPES, GGMLType
+from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.cli import MODULES, VERBS
+from tokenmill.cli.dispatch import build_app
+from tokenmill.cli.flags import flag_name
+from tokenmill.cli.settings import SECTIONS
+from tokenmill.observe import metrics
+from tokenmill.ops.cpu.packing import PACKED_QUANTS
+from tokenmill.store.catalog import load_catalog
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(tokenmill.__file__).parent
+MADE = "Made by `python tools/write_docs.py`; a test compares."
+
+# Variables that are no setting. A test finds those that the code reads and this table does not have.
+ENVIRONMENT = {
+    "TOKENMILL_CONFIG": "path of a TOML file of settings, as `--config`",
+    "TOKENMILL_DEBUG": "`1` shows the traceback behind a one-line error",
+    "TOKENMILL_HOME": "where models are kept; `~/.cache/tokenmill` by default",
+    "HF_ENDPOINT": "another address of the Hugging Face hub, as in `huggingface_hub`",
+    "CUDA_VISIBLE_DEVICES": "which NVIDIA GPUs are seen",
+    "ROCR_VISIBLE_DEVICES": "which AMD GPUs are seen",
+    "HIP_VISIBLE_DEVICES": "which AMD GPUs are seen, among those that ROCR_VISIBLE_DEVICES leaves",
+}
+
+# Models that only the planner knows, by the `model_type` of their configs.
+PLANNED = {
+    "deepseek_v2": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
+    "deepseek_v3": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
+    "deepseek_v32": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
+    "glm_moe_dsa": "GLM-5: latent attention, routed experts",
+    "kimi_k2": "Kimi K2, K2.5: latent attention, routed experts",
+    "kimi_k25": "Kimi K2, K2.5: latent attention, routed experts",
+    "glm4_moe": "GLM-4.5 to 4.7: grouped attention, routed experts",
+    "gpt_oss": "gpt-oss: windows on every other layer, attention sinks, routed experts",
+    "llama4": "Llama 4 (text): chunked attention, routed experts",
+    "llama4_text": "Llama 4 (text): chunked attention, routed experts",
+    "minimax_m2": "MiniMax M2: grouped attention, routed experts",
+    "nemotron_h": "Nemotron-H, Nemotron 3: state-space layers, attention, routed experts",
+    "phi-msft": "Phi-1.5, Phi-2",
+    "qwen3_5": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
+    "qwen3_5_moe": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
+    "qwen3_5_text": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
+    "qwen3_5_moe_text": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
+    "mimo": "MiMo-7B (without its draft layers)",
+    "qwen3_vl": "Qwen3-VL (text part)",
+    "qwen3_vl_moe": "Qwen3-VL (text part)",
+}
+
+
+# ── docs/reference.md ──────────────────────────────────────────────────────────────────────────────────
+
+
+SETTINGS_HEAD = """## Settings
+
+A setting is a flag, an environment variable, a key in a TOML file and, for the engine's, a keyword of `LLM` and
+`AsyncEngine.start`: `--max-context 4096` is `TOKENMILL_MAX_CONTEXT=4096`, is `max_context = 4096` under `[model]`, is
+`LLM(…, max_context=4096)`. Flags win over the environment, which wins over the file. What they are for:
+[configuration.md](configuration.md); parameters of one generation over HTTP and in Python:
+[SAMPLING.md](SAMPLING.md)."""
+COMMANDS_HEAD = """## Commands
+
+Arguments of each command that are no settings; the settings it also takes are named by their sections."""
+ERRORS_HEAD = """## Errors
+
+Answers over HTTP carry `code`; the command line prints one line and ends with the exit code."""
+METRICS_HEAD = """## Metrics
+
+`GET /metrics`, Prometheus text format; every name begins with `tokenmill_`."""
+
+
+def reference() -> str:
+    flags = {verb: list(verb_arguments(app)) for verb, app in command_apps()}
+    variables = [[f"`{name}`", what] for name, what in ENVIRONMENT.items()]
+    parts = [
+        "# Reference: settings, flags, environment, errors, metrics",
+        MADE,
+        SETTINGS_HEAD,
+        *[settings_table(section, flags) for section in SECTIONS],
+        COMMANDS_HEAD,
+        *[command_section(verb, app, flags[verb]) for verb, app in command_apps()],
+        "## Other environment variables",
+        table(["variable", "what"], variables),
+        ERRORS_HEAD,
+        table(["code", "HTTP", "exit", "class"], error_rows()),
+        METRICS_HEAD,
+        metric_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def command_apps() -> Iterator[tuple[str, App]]:
+    """Every command with its parser: `serve`, `bench offline`, …"""
+    for verb in VERBS:
+        app = build_app(verb, f"tokenmill.cli.{MODULES.get(verb, verb)}", None)[verb]
+        names = [name for name in app if not name.startswith("-")]
+        if names:
+            yield from ((f"{verb} {name}", app[name]) for name in names)
+        else:
+            yield verb, app
+
+
+def verb_arguments(app: App) -> Iterator[Any]:
+    for argument in app.assemble_argument_collection(parse_docstring=True):
+        if argument.parse and argument.names[0] != "*":
+            yield argument
+
+
+def setting_names(section: str) -> list[str]:
+    return [field.name for field in fields(SECTIONS[section])]
+
+
+def settings_table(section: str, flags: dict[str, list[Any]]) -> str:
+    """One row for each field of a section's dataclass, as the first command that has its flag describes it."""
+    rows, commands = [], []
+    for name in setting_names(section):
+        flag = f"--{flag_name(section, name)}"
+        found = {
+            verb: argument
+            for verb, arguments in flags.items()
+            for argument in arguments
+            if flag in argument.names and belongs_to(argument, section)
+        }
+        assert found, f"no command has a flag for {section}.{name}"
+        one = next(iter(found.values()))
+        commands.append(", ".join(f"`{verb}`" for verb in found))
+        rows.append([f"`{flag}`", kind(one.hint), default(one), help_of(one)])
+    usual = max(commands, key=commands.count)
+    for row, verbs in zip(rows, commands, strict=True):
+        row[3] += "" if verbs == usual else f" Only in {verbs}."
+    return f"### `[{section}]`\n\nFlags of {usual}.\n\n" + table(["flag", "value", "default", "what"], rows)
+
+
+def belongs_to(argument: Any, section: str) -> bool:
+    return any(group.name == GROUPS[section] for group in argument.parameter.group)
+
+
+GROUPS = {
+    "model": "Model",
+    "cache": "KV cache",
+    "scheduler": "Scheduler",
+    "ops": "Where and how it runs",
+    "sampling": "How answers are drawn",
+    "server": "Server",
+}
+
+
+def command_section(verb: str, app: App, arguments: list[Any]) -> str:
+    own = [one for one in arguments if not any(belongs_to(one, section) for section in GROUPS)]
+    sections = [f"`[{name}]`" for name in GROUPS if any(belongs_to(one, name) for one in arguments)]
+    lines = [f"### `tokenmill {verb}`", first_sentence(app.help)]
+    if sections:
+        lines.append(f"Settings: {', '.join(sections)}.")
+    if own:
+        rows = [[spelled(one), kind(one.hint), default(one), help_of(one)] for one in own]
+        lines.append(table(["argument", "value", "default", "what"], rows))
+    return "\n\n".join(lines)
+
+
+def spelled(argument: Any) -> str:
+    return f"`{argument.names[0]}`"
+
+
+def kind(hint: Any) -> str:
+    """What a value looks like, in words."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(kind(one) for one in get_args(hint) if one is not NoneType)
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) in (tuple, list):
+        return f"{kind(get_args(hint)[0])}, several"
+    words = {int: "integer", float: "number", bool: "on/off", str: "text", Path: "path"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)).lower())
+
+
+def default(argument: Any) -> str:
+    value = argument.field_info.default
+    if value is inspect.Parameter.empty:
+        return "required"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "–" if value in (None, "", ()) else f"`{value}`"
+
+
+def help_of(argument: Any) -> str:
+    return " ".join((argument.parameter.help or "").split()).replace("|", "\\|")
+
+
+def first_sentence(text: str) -> str:
+    return " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
+
+
+def error_rows() -> list[list[str]]:
+    found = [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, errors.TokenmillError)]
+    ordered = sorted(found, key=lambda one: (one.http_status, one.code, one.__name__))
+    return [[f"`{one.code}`", str(one.http_status), str(one.exit_code), f"`{one.__name__}`"] for one in ordered]
+
+
+def metric_table() -> str:
+    """The table at the top of `observe/metrics.py`."""
+    lines = [line for line in (metrics.__doc__ or "").splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return table(["series", "kind", "what"], [[f"`{row[0]}`", *row[1:]] for row in rows[2:]])
+
+
+def environment_names() -> set[str]:
+    """Variables that the package reads by name: `os.environ.get("NAME")` and the like."""
+    pattern = re.compile(r"environ(?:ment)?(?:\.get\(|\[)\s*\"([A-Z][A-Z0-9_]+)\"")
+    return {name for path in PACKAGE.rglob("*.py") for name in pattern.findall(path.read_text(encoding="utf-8"))}
+
+
+# ── docs/models.md ─────────────────────────────────────────────────────────────────────────────────────
+
+
+FAMILIES_HEAD = """## Families that run
+
+From safetensors directories (`model_type` in config.json) and from GGUF files (`general.architecture`), on CPU and GPU.
+A variant that is not implemented is refused by name when the model is loaded; nothing is guessed."""
+NAMES_HEAD = """## Short names
+
+`tokenmill pull NAME`, or any command that takes a MODEL. Any other model: the path of a GGUF file, a model directory,
+or a Hugging Face id."""
+PLANNED_HEAD = """## Models that can only be planned for
+
+`tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
+FORMATS_FOOT = """Formats that a backend does not compute with directly are expanded when they are loaded: to float32 on
+a CPU, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand all formats. GPTQ
+with act order (`desc_act`) is expanded. `--quantization` rounds unquantised weights while they load
+([configuration.md](configuration.md))."""
+
+
+def models() -> str:
+    names = [[f"`{entry.name}`", entry.about, entry.license] for entry in load_catalog().values()]
+    parts = [
+        "# Models and weight formats",
+        MADE,
+        FAMILIES_HEAD,
+        table(["family", "what", "`model_type`", "GGUF", "traits"], family_rows()),
+        NAMES_HEAD,
+        table(["name", "about", "licence"], names),
+        PLANNED_HEAD,
+        table(["models", "`model_type`"], outline_rows()),
+        "## Weight formats",
+        table(["format", "bits a weight", "native CPU kernels", "GPU kernels"], format_rows()),
+        FORMATS_FOOT,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def about(family: Family) -> str:
+    """The first sentence of the file that defines a family."""
+    module = importlib.import_module(f"{families.__name__}.{family.name}")
+    return re.split(r"\.\s|;\s", " ".join((module.__doc__ or "").split()))[0].rstrip(" .,")
+
+
+def family_rows() -> Iterator[list[str]]:
+    for family in families.ALL:
+        types = ", ".join(f"`{name}`" for name in family.model_types)
+        yield [family.name, about(family), types, f"`{family.gguf.arch}`", "; ".join(traits(family)) or "–"]
+
+
+def traits(family: Family) -> Iterable[str]:
+    """What sets a family apart from a plain decoder, by the fields that differ from a family's defaults."""
+    words = {
+        "qkv_bias": "bias in q, k, v",
+        "qk_norm": "q and k norms",
+        "post_norms": "norms after the blocks too",
+        "has_softcaps": "soft caps, where the config has them",
+        "has_local_rope": "another rope for windowed layers",
+        "has_partial_rotary": "rope over part of a head",
+        "windows": "sliding windows, where the config has them",
+        "experts": "routed experts",
+    }
+    plain = {field.name: field.default for field in fields(Family)}
+    values = {name: getattr(family, name) for name in words}
+    return [
+        words[name] for name, value in values.items() if value is True or (callable(value) and value != plain[name])
+    ]
+
+
+def outline_rows() -> Iterator[list[str]]:
+    planned = [name for name in [*outlines.LAYERS, *outlines.SAME_TEXT_MODEL] if name not in families.BY_MODEL_TYPE]
+    by_words: dict[str, list[str]] = {}
+    for model_type in planned:
+        by_words.setdefault(PLANNED[model_type], []).append(f"`{model_type}`")
+    for words, types in by_words.items():
+        yield [words, ", ".join(types)]
+
+
+def format_rows() -> list[list[str]]:
+    rows = [
+        ["safetensors: float32, float16, bfloat16", "32, 16", "computed in float32", "computed in 16 or 32 bits"],
+        ["safetensors: GPTQ and AWQ, 4 bits", "4", "as Q4_0 or Q4_1", "as Q4_0 or Q4_1"],
+    ]
+    for kind_ in GGML_TYPES.values():
+        if kind_.block_size > 1 and can_expand(kind_):
+            packed = packed_int_format("layers.0.q.weight", (4096, 4096), Stored(kind_.name))
+            bits = f"{kind_.block_bytes * 8 / kind_.block_size:.4g}"
+            on_cpu = "multiplied as integers" if kind_.name in PACKED_QUANTS else "expanded"
+            on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
+            rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])
+    return rows
+
+
+def can_expand(kind_: GGMLType) -> bool:
+    import numpy as np
+
+    try:
+        gguf.quants.dequantize(np.zeros((1, kind_.block_bytes), np.uint8), gguf.GGMLQuantizationType[kind_.name])
+    except (KeyError, NotImplementedError):
+        return False
+    return True
+
+
+def table(columns: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+PAGES = {"reference.md": reference, "models.md": models}
+
+if __name__ == "__main__":
+    for name, made in PAGES.items():
+        (ROOT / "docs" / name).write_text(made(), encoding="utf-8")
+        print(ROOT / "docs" / name)

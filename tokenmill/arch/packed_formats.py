@@ -23,6 +23,9 @@ from tokenmill.arch.tensors import tensors_of
 
 WHOLE = ("router.weight",)  # small, and other kernels read it
 MAX_GROUP = 128
+UNQUANTIZED = ("head.weight", "router.weight")  # small, or the last thing that should be rounded while it is loaded
+INT8_GROUP = 32  # columns that share a scale of two bytes in weights quantised to 8 bits while they are loaded
+INT4_GROUP = 128  # the same for 4 bits; a matrix whose columns it does not divide is not quantised
 EXPANDED_BYTES = 128 << 20  # of a matrix at a time, at most, for products of many rows
 
 

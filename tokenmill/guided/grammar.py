@@ -17,12 +17,11 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.guided import schema as json_schema
 from tokenmill.guided.matcher import first_line
 from tokenmill.guided.regex_size import MAX_EXPANDED, expanded_size
-from tokenmill.params import Guided
+from tokenmill.params import MAX_GUIDED_CHOICES, Guided
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 STRICT: Any = {"lenient": False, "coerce_one_of": False}
 ANY_OBJECT = {"type": "object"}
-MAX_CHOICES = 10_000
 MAX_NESTING = 100
 _REGEX_TERMINAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 
@@ -104,8 +103,8 @@ def _choice_lark(text: str) -> str:
         texts = msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the choice is not a list of strings: {error}", param="guided") from None
-    if not texts or "" in texts or len(texts) > MAX_CHOICES:
-        _refuse("choice", f"it takes 1 to {MAX_CHOICES} texts, none of them empty")
+    if not texts or "" in texts or len(texts) > MAX_GUIDED_CHOICES:
+        _refuse("choice", f"it takes 1 to {MAX_GUIDED_CHOICES} texts, none of them empty")
     quoted = " | ".join(msgspec.json.encode(one).decode() for one in dict.fromkeys(texts))
     return f"start: CHOICE\nCHOICE: {quoted}"
 

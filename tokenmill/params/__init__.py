@@ -12,6 +12,7 @@ from tokenmill.params.parts import (
     INT64_MIN,
     MAX_CHOICES,
     MAX_GUIDED_BYTES,
+    MAX_GUIDED_CHOICES,
     MAX_LENGTH_PENALTY,
     MAX_WATERMARK_CONTEXT,
     BeamParams,
@@ -20,6 +21,8 @@ from tokenmill.params.parts import (
     Watermark,
 )
 from tokenmill.params.sampling import (
+    DEVICE_PARAM_SLOTS,
+    DEVICE_PARAMS,
     DRY_BREAKERS,
     MAX_BREAKERS,
     MAX_LOGIT_BIAS,
@@ -32,12 +35,15 @@ from tokenmill.params.sampling import (
 )
 
 __all__ = [
+    "DEVICE_PARAMS",
+    "DEVICE_PARAM_SLOTS",
     "DRY_BREAKERS",
     "INT64_MAX",
     "INT64_MIN",
     "MAX_BREAKERS",
     "MAX_CHOICES",
     "MAX_GUIDED_BYTES",
+    "MAX_GUIDED_CHOICES",
     "MAX_LENGTH_PENALTY",
     "MAX_LOGIT_BIAS",
     "MAX_STOP_LENGTH",

@@ -10,7 +10,8 @@ import msgspec
 
 from tokenmill.params.checks import refuse, require_int, require_number, require_unicode
 
-MAX_CHOICES = 128
+MAX_CHOICES = 128  # answers to one prompt: n, best_of, beams
+MAX_GUIDED_CHOICES = 10_000  # texts that a guided answer may be one of
 MAX_GUIDED_BYTES = 128 << 10
 MAX_WATERMARK_CONTEXT = 8
 MAX_LENGTH_PENALTY = 30.0  # whose power of any length is still a number, and not 0

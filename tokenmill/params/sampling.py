@@ -123,6 +123,17 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "dry_multiplier": (0.0, 100.0),
     "dry_base": (1.0, 100.0),
 }
+# What a GPU draws tokens by: a row of float64 for each sequence, in this order, padded to a power of two.
+DEVICE_PARAMS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+DEVICE_PARAM_SLOTS = 8
 WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_CHOICES),
     "top_k": (0, INT32_MAX),

@@ -3,7 +3,7 @@
     parameters    float64 [max_rows, 8]       temperature, top_k, top_p, min_p, three penalties
     seen     int16 [max_rows, vocab]     0 never, else 1 + how often in the output; kept where a penalty is set
     counted  int32 [max_rows]            how many of the row's output tokens are in `seen`
-    edits    ids, values, ends [max_rows, MAX_EDITS]   added to a logit while the output is shorter than `end`
+    edits    ids, values, ends [max_rows, MAX_ROW_EDITS]   added to a logit while the output is shorter than `end`
 
 Tokens are counted when they are fed, not when they are drawn: a step that was started ahead and thrown away then counts
 nothing twice. The random numbers are the host's, a function of seed and output index, sent along with the row numbers.
@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.ops.triton.sampling.penalties import NUM_PARAMS, PARAM_NAMES, count_fed, edit_logits
+from tokenmill.ops.triton.sampling.penalties import count_fed, edit_logits
 from tokenmill.ops.triton.sampling.sample import draw_tokens
-from tokenmill.params import SamplingParams
+from tokenmill.params import DEVICE_PARAM_SLOTS, DEVICE_PARAMS, SamplingParams
+from tokenmill.runner.memory import MAX_ROW_EDITS
 from tokenmill.sampling.rng import uniform
 from tokenmill.sampling.rows import LEAST_TEMPERATURE
 from tokenmill.sampling.steps import steps_used
 from tokenmill.types import RowInit
 
 HANDLED = frozenset(("penalties", "bias", "banned", "min_tokens", "temperature", "top_k", "top_p", "min_p"))
-MAX_EDITS = 512  # of one row
 FOREVER = 2**31 - 1
 
 
@@ -40,20 +40,20 @@ def edits_of(new: RowInit) -> dict[int, tuple[float, int]] | None:
         if value != -np.inf:
             return None  # a stop token with a bias of its own
         found.setdefault(token, (-np.inf, params.min_tokens))
-    return found if len(found) <= MAX_EDITS else None
+    return found if len(found) <= MAX_ROW_EDITS else None
 
 
 class DeviceSampler:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._params_of = torch.zeros(max_rows, int(NUM_PARAMS.value), dtype=torch.float64, device=device)
+        self._params_of = torch.zeros(max_rows, DEVICE_PARAM_SLOTS, dtype=torch.float64, device=device)
         self._seen = torch.zeros(max_rows, vocab_size, dtype=torch.int16, device=device)
         self._counted = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._edits = (
-            torch.zeros(max_rows, MAX_EDITS, dtype=torch.int32, device=device),
-            torch.zeros(max_rows, MAX_EDITS, dtype=torch.float32, device=device),
-            torch.zeros(max_rows, MAX_EDITS, dtype=torch.int32, device=device),
+            torch.zeros(max_rows, MAX_ROW_EDITS, dtype=torch.int32, device=device),
+            torch.zeros(max_rows, MAX_ROW_EDITS, dtype=torch.float32, device=device),
+            torch.zeros(max_rows, MAX_ROW_EDITS, dtype=torch.int32, device=device),
         )
         self._has_edits = [False] * max_rows
         self._seeds = [0] * max_rows
@@ -130,4 +130,4 @@ class DeviceSampler:
 
 
 def _params_of(params: SamplingParams) -> list[float]:
-    return [float(getattr(params, name)) for name in PARAM_NAMES] + [0.0] * (int(NUM_PARAMS.value) - len(PARAM_NAMES))
+    return [float(getattr(params, name)) for name in DEVICE_PARAMS] + [0.0] * (DEVICE_PARAM_SLOTS - len(DEVICE_PARAMS))

@@ -14,12 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
-from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored, packed_int_format
+from tokenmill.arch.packed_formats import (
+    EXPANDED_BYTES,
+    INT4_GROUP,
+    INT8_GROUP,
+    UNQUANTIZED,
+    Stored,
+    packed_int_format,
+)
 from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout, blocks_in_group
+from tokenmill.params import DEVICE_PARAM_SLOTS
 
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
 LOGIT_BYTES = 6  # as computed, and as float32
@@ -30,10 +38,7 @@ GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step
 NUM_GRAPH_KINDS = 3  # a size is captured for each way of choosing tokens
 WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for steps and one for graphs
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
-ROW_KNOBS, ROW_EDITS, EDIT_BYTES = 8, 512, 12  # see `device_draws`
-KEPT_WHOLE = ("head.weight", "router.weight")  # not quantised while they load
-BLOCK_COLUMNS = 32  # of an 8-bit matrix share a scale of two bytes
-GROUP_COLUMNS = 128  # of a 4-bit matrix share a scale; a matrix that they do not divide is not quantised
+MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # changes of single logits that a row keeps on the device: id, value, end
 
 
 # ── a GPU's memory beside the pool ─────────────────────────────────────────────────────────────────────
@@ -102,7 +107,7 @@ def _layer_width(spec: ModelSpec, index: int) -> int:
 
 
 def _row_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
-    draws = 8 * ROW_KNOBS + 2 * spec.vocab_size + 4 + EDIT_BYTES * ROW_EDITS
+    draws = 8 * DEVICE_PARAM_SLOTS + 2 * spec.vocab_size + 4 + EDIT_BYTES * MAX_ROW_EDITS
     ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
     angles = sum(limits.max_context * rope.rotary_dim * 4 for rope in ropes)
     return limits.max_running * draws + _table_bytes(spec, limits) + angles
@@ -145,15 +150,15 @@ def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored:
     if form is not None:
         return form.num_bytes(size)
     columns, is_of_experts = tensor.shape[-1], len(tensor.shape) == 3
-    is_whole = tensor.kind != "linear" or tensor.name.endswith(KEPT_WHOLE)
-    if quantization == "none" or is_whole or columns % GROUP_COLUMNS:
+    is_whole = tensor.kind != "linear" or tensor.name.endswith(UNQUANTIZED)
+    if quantization == "none" or is_whole or columns % INT4_GROUP:
         return value_bytes * size
     if quantization == "fp8" and not is_of_experts:
         return size + 4 * tensor.shape[0]
     if quantization in ("fp8", "int8"):  # experts have no products with fp8 matrices
-        return size + size // BLOCK_COLUMNS * 2
-    copies = 1 if columns % (2 * GROUP_COLUMNS) or is_of_experts else 2  # of scales: see `PackedIntFormat.num_bytes`
-    return size // 2 + size // GROUP_COLUMNS * value_bytes * copies
+        return size + size // INT8_GROUP * 2
+    copies = 1 if columns % (2 * INT4_GROUP) or is_of_experts else 2  # of scales: see `PackedIntFormat.num_bytes`
+    return size // 2 + size // INT4_GROUP * value_bytes * copies
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -11,10 +11,8 @@ from collections.abc import Callable
 import orjson
 
 from tokenmill.guided.grammar import is_gbnf
-from tokenmill.params import Guided
+from tokenmill.params import MAX_GUIDED_CHOICES, Guided
 from tokenmill.server.fields import BodyFields, refuse, shown
-
-MAX_CHOICES = 10_000
 
 
 def parse_guided(fields: BodyFields) -> Guided | None:
@@ -69,7 +67,7 @@ def _regex(fields: BodyFields, key: str) -> Guided | None:
 
 
 def _choice(fields: BodyFields, key: str) -> Guided | None:
-    texts = fields.items(key, MAX_CHOICES)
+    texts = fields.items(key, MAX_GUIDED_CHOICES)
     if texts is None:
         return None
     if not texts or not all(isinstance(text, str) and text for text in texts):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tokenmill.arch.packed_formats import PackedIntFormat, Stored, packed_int_format
+from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, PackedIntFormat, Stored, packed_int_format
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
@@ -22,7 +22,6 @@ from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.gemm.gemv import gemv_linear
 from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
 from tokenmill.ops.triton.quant.quantized import (
-    GROUP_SIZE,
     Fp8Matrix,
     PackedIntMatrix,
     fp8_linear,
@@ -35,8 +34,6 @@ from tokenmill.ops.triton.quant.quantized import (
     to_int4,
     to_int8,
 )
-
-KEPT_WHOLE = ("head.weight", "router.weight")  # small, or the last thing that should be rounded
 
 
 class PackLinear:
@@ -80,7 +77,7 @@ class PackLinear:
         if form is not None:
             return packed_from_blocks(raw.data.to(like.device).flatten(0, 1), str(raw.quant), form, like.dtype)
         matrices = dense(raw)
-        if self._quantization == "none" or raw.shape[-1] % GROUP_SIZE:
+        if self._quantization == "none" or raw.shape[-1] % INT4_GROUP:
             return matrices
         made = OF_EXPERTS[self._quantization](matrices.flatten(0, 1))
         return replace(made, scales=made.scales.to(torch.float16), row_scales=None)
@@ -101,7 +98,7 @@ class PackLinear:
         return LinearWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], joined(kept))
 
     def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | PackedIntMatrix:
-        if self._quantization == "none" or name.endswith(KEPT_WHOLE) or matrix.shape[1] % GROUP_SIZE:
+        if self._quantization == "none" or name.endswith(UNQUANTIZED) or matrix.shape[1] % INT4_GROUP:
             return matrix
         return QUANTISERS[self._quantization](matrix)
 

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
-from tokenmill.arch.packed_formats import EXPANDED_BYTES, PackedIntFormat
+from tokenmill.arch.packed_formats import EXPANDED_BYTES, INT4_GROUP, INT8_GROUP, PackedIntFormat
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
@@ -37,10 +37,8 @@ from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
 from tokenmill.ops.triton.quant.packed_int import dequantize_packed, pack_ints, paired, unpack_ints, unpaired
 
 MAX_WIDE_ROWS, WIDE_SPAN = 512, 32  # of `wide_strips`
-GROUP_SIZE = 128  # columns that share a scale in the 4-bit format
 INT4_SPANS = (32, 16)
 NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32}  # of formats with minima
-Q8_COLUMNS = 32  # of a Q8_0 block
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,9 @@ def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:
     num_rows, num_columns = matrix.shape
     span = _int4_span(num_columns)
     words = torch.empty(num_rows, num_columns // 8, dtype=torch.int32, device=matrix.device)
-    scales = torch.empty(num_rows, num_columns // GROUP_SIZE, dtype=matrix.dtype, device=matrix.device)
+    scales = torch.empty(num_rows, num_columns // INT4_GROUP, dtype=matrix.dtype, device=matrix.device)
     for part in _parts(num_rows):
-        groups = matrix[part].float().view(-1, num_columns // GROUP_SIZE, GROUP_SIZE)
+        groups = matrix[part].float().view(-1, num_columns // INT4_GROUP, INT4_GROUP)
         # The value of largest magnitude becomes -8: that end of the range reaches one further.
         extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
         scale = (extreme / -8.0).to(matrix.dtype)
@@ -95,7 +93,7 @@ def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:
 
 
 def to_int8(matrix: torch.Tensor) -> PackedIntMatrix:
-    form = PackedIntFormat(8, Q8_COLUMNS, has_minima=False, span=32)
+    form = PackedIntFormat(8, INT8_GROUP, has_minima=False, span=32)
     made = [_pack_rows(quantized_q8(matrix[part].float()), "Q8_0", form) for part in _parts(len(matrix))]
     return joined([PackedIntMatrix(words, scales, form.span, form.bits) for words, scales in made])
 
@@ -110,7 +108,7 @@ def packed_from_blocks(
 
 
 def _with_row_scales(matrix: PackedIntMatrix) -> PackedIntMatrix:
-    is_plain = has_gemv_int4(matrix) and matrix.group == GROUP_SIZE and matrix.scales.dtype != torch.int32
+    is_plain = has_gemv_int4(matrix) and matrix.group == INT4_GROUP and matrix.scales.dtype != torch.int32
     return replace(matrix, row_scales=matrix.scales.t().contiguous()) if is_plain else matrix
 
 

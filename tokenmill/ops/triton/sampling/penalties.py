@@ -12,11 +12,12 @@ import triton.language as tl
 
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.params import DEVICE_PARAM_SLOTS
 
-PARAM_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# The order of DEVICE_PARAMS.
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(number) for number in range(4))
 REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(number) for number in range(4, 7))
-NUM_PARAMS = tl.constexpr(8)
+NUM_PARAMS = tl.constexpr(DEVICE_PARAM_SLOTS)
 BLOCK = 2048
 
 

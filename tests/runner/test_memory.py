@@ -14,7 +14,6 @@ from tokenmill.runner.memory import (
     WORKSPACE_BYTES,
     RunnerLimits,
     blocks_for_context,
-    gpu_weight_bytes,
     gpu_weight_parts,
     num_blocks_that_fit,
     runner_bytes,
@@ -96,7 +95,7 @@ def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(("quantization", "gb"), [("none", 16.06), ("fp8", 9.08), ("int8", 9.52), ("int4", 5.81)])
 def test_weights_as_the_gpu_keeps_them(quantization: str, gb: float) -> None:
-    assert gpu_weight_bytes(LLAMA, 2, quantization) / 1e9 == pytest.approx(gb, rel=0.01)
+    assert gpu_weight_parts(LLAMA, 2, quantization).total / 1e9 == pytest.approx(gb, rel=0.01)
     parts = gpu_weight_parts(LLAMA, 2, quantization)
     assert parts.embedding == 2 * 128_256 * 4096 and parts.experts == 0 and parts.rest > 4e9
 
@@ -106,6 +105,6 @@ def test_a_quantised_file_s_weights_and_what_large_steps_expand() -> None:
     parts = gpu_weight_parts(LLAMA, 2, stored=stored)
     assert parts.embedding == 128_256 * 4096 * 5 // 8
     assert parts.total == pytest.approx(8.03e9 * 5 / 8, rel=0.01)
-    assert gpu_weight_bytes(LLAMA, 2, "fp8", stored) == parts.total, "what is quantised is not rounded again"
+    assert gpu_weight_parts(LLAMA, 2, "fp8", stored).total == parts.total, "what is quantised is not rounded again"
     plain, words = (runner_bytes(LLAMA, RunnerLimits(64, 512, 8192, has_words=has)) for has in (False, True))
     assert words.step - plain.step == words.graphs - plain.graphs == EXPANDED_BYTES

@@ -1,18 +1,23 @@
-"""Where the tests find real data; each fixture skips with a reason where it is absent."""
+"""Options, real data, and the tests that need processes of their own.
+
+Fixtures of real data skip with a reason where it is absent.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from real_models import fetched_model
 
+from tests.support.real_models import fetched_model
 from tokenmill.weights import packed_cache
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+INTERPRETED = Path(__file__).resolve().parent / "triton_interpreted"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +31,27 @@ def pytest_configure(config: pytest.Config) -> None:
         assert spec is not None and spec.loader is not None
         sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
+    _choose_interpreter(config)
+
+
+def _choose_interpreter(config: pytest.Config) -> None:
+    """Turn Triton's interpreter on if only its tests run: a process chooses once, when kernels are defined."""
+    folder = config.invocation_params.dir
+    chosen = [(folder / arg.split("::")[0]).resolve().is_relative_to(INTERPRETED) for arg in config.args]
+    if all(chosen):
+        os.environ["TRITON_INTERPRET"] = os.environ["OMP_NUM_THREADS"] = "1"
+    elif any(chosen):
+        raise pytest.UsageError(f"{INTERPRETED.name} needs a run of its own: pytest tests/{INTERPRETED.name}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    is_left_out = os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None
+    return True if collection_path == INTERPRETED and is_left_out else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.args == config.getini("testpaths") and find_spec("triton") is not None:
+        terminalreporter.write_line(f"left out, for a run of its own: pytest tests/{INTERPRETED.name}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-STUB = Path(__file__).parent / "stub_server.py"
+STUB = Path(__file__).resolve().parents[1] / "support" / "stub_server.py"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 Start = Callable[..., str]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser import look_at
 
+from tests.support.browser import look_at
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.bench.report import ReportRun, html_report
 from tokenmill.bench.request_records import BenchRecord

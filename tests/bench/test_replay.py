@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from browser import look_at
 
+from tests.support.browser import look_at
 from tokenmill.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]

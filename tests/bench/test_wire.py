@@ -11,8 +11,8 @@ import ollama
 import pytest
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from pydantic import TypeAdapter, with_config
-from wire_servers import SERVERS, WORDS, wire_server
 
+from tests.support.wire_servers import SERVERS, WORDS, wire_server
 from tokenmill.bench.dialects import DIALECTS, RequestSpec
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.load import ClosedLoop, Target, run_load

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import SOON_S
 
+from tests.support.timing import SOON_S
 from tokenmill.cli import doctor
 from tokenmill.ops.cpu import is_available
 
-SCRIPT = Path(__file__).with_name("scripted_cli.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "support" / "scripted_cli.py"
 ROOT = Path(__file__).resolve().parents[2]
 
 

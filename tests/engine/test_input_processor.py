@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor
 
+from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.lengths import MAX_CHARACTERS_PER_TOKEN, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor, run, scripted_core, tokens_of
 
+from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor, run, scripted_core, tokens_of
 from tokenmill import SamplingParams
 from tokenmill.engine.core import MAX_FAILED_STEPS_IN_A_ROW
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_models import fetched_model
 
+from tests.support.real_models import fetched_model
 from tokenmill import LLM, SamplingParams
 from tokenmill.types import TokenInfo
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scripted_engine import byte_input_processor
 
+from tests.support.scripted_engine import byte_input_processor
 from tokenmill import SamplingParams
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.text.bytes import EOS_ID, byte_tokenizer

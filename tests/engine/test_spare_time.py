@@ -3,8 +3,7 @@ It does not begin while somebody may be about to ask."""
 
 from __future__ import annotations
 
-from scripted_engine import byte_input_processor, scripted_core
-
+from tests.support.scripted_engine import byte_input_processor, scripted_core
 from tokenmill.engine.loop import QUIET_S, run_loop
 from tokenmill.engine.messages import FromCore, Outputs, Shutdown, Submit, ToCore
 from tokenmill.params import SamplingParams

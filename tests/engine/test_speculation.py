@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripted_engine import CONFIG, VOCAB, byte_input_processor, tokens_of
 from test_same_tokens_always import Answers, Ask, make_asks, run_together
 
+from tests.support.scripted_engine import CONFIG, VOCAB, byte_input_processor, tokens_of
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.build import assemble
 from tokenmill.engine.core import EngineCore

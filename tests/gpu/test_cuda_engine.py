@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
-
-from tiny import FAMILIES, VOCAB, make_reference
-
+from tests.support.tiny_models import FAMILIES, VOCAB, make_reference
 from tokenmill import LLM, SamplingParams
 from tokenmill.params import Guided
 from tokenmill.runner.cuda_runner import CudaRunner

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
-
-from tiny import VOCAB, make_reference
-
+from tests.support.tiny_models import VOCAB, make_reference
 from tokenmill import LLM, SamplingParams
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight

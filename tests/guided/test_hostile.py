@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from hostile import HOSTILE
-from patience import SOON_S
 
+from tests.support.hostile_schemas import HOSTILE
+from tests.support.timing import SOON_S
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.config.engine import OpsConfig
 from tokenmill.engine.async_engine import AsyncEngine

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged import PagedRun, feed_in_chunks
-from tiny import load_ours, make_reference
 
+from tests.support.paged_run import PagedRun, feed_in_chunks
+from tests.support.tiny_models import load_ours, make_reference
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models.loading import Loader

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from paged import PagedRun, feed_in_chunks, greedy
-from tiny import FAMILIES, VOCAB, load_ours, make_reference
 
+from tests.support.paged_run import PagedRun, feed_in_chunks, greedy
+from tests.support.tiny_models import FAMILIES, VOCAB, load_ours, make_reference
 from tokenmill.models.decoder import Decoder
 
 

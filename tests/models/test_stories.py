@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged import PagedRun, feed_in_chunks
 
+from tests.support.paged_run import PagedRun, feed_in_chunks
 from tokenmill.arch.read import read_spec
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader

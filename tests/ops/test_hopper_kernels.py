@@ -22,7 +22,7 @@ def test_how_matrices_enter_the_matrix_units(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[2])
     places = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": places, "TRITON_CACHE_DIR": str(tmp_path)}
-    program = str(Path(__file__).with_name("compiled_for_hopper.py"))
+    program = str(Path(root) / "tests" / "support" / "compiled_for_hopper.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "as they should" in done.stdout

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from tests.support.tiny_models import FAMILIES, make_reference
 from tokenmill.arch.cost import kv_bytes, num_parameters
 from tokenmill.planner.model import find_model
 
 
-def tiny_models() -> ModuleType:
-    path = Path(__file__).parents[1] / "models" / "tiny.py"
-    found = importlib.util.spec_from_file_location("tiny_models", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-TINY = tiny_models()
-
-
-@pytest.mark.parametrize("family", TINY.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
-    reference = TINY.make_reference(family)
+    reference = make_reference(family)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(reference.config.to_dict(), default=str))
     spec = find_model(str(file)).spec

@@ -10,11 +10,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import plain
 import pytest
 import torch
-from rows_for_tests import new_row, plan
 
+from tests.support import plain_sampler as plain
+from tests.support.sampler_rows import new_row, plan
 from tokenmill.engine.frontend import tokenizer_of
 from tokenmill.params import DRY_BREAKERS
 from tokenmill.sampling.fixed_point import weights

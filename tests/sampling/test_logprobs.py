@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rows_for_tests import draw_alone, new_row
 
+from tests.support.sampler_rows import draw_alone, new_row
 from tokenmill.sampling import logprobs
 from tokenmill.sampling.logprobs import prompt_logprobs
 

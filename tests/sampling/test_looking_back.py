@@ -10,13 +10,13 @@ import random
 from collections import Counter
 from typing import Any
 
-import plain
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_for_tests import draw_alone, new_row, plan
 
+from tests.support import plain_sampler as plain
+from tests.support.sampler_rows import draw_alone, new_row, plan
 from tokenmill.params import SamplingParams, Watermark
 from tokenmill.sampling.dry import Breakers, RepeatRuns, suffix_runs
 from tokenmill.sampling.rows import SamplerRows

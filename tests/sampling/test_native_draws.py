@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rows_for_tests import new_row, plan
 
+from tests.support.sampler_rows import new_row, plan
 from tokenmill.ops.batch import DrawParams
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native

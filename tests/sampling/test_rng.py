@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import plain
 import pytest
 
+from tests.support import plain_sampler as plain
 from tokenmill.params import INT64_MAX, INT64_MIN
 from tokenmill.sampling.rng import DRAW, XTC, uniform
 

@@ -7,11 +7,11 @@ import random
 from collections import Counter
 from typing import Any
 
-import plain
 import pytest
 import torch
-from rows_for_tests import draw_alone, new_row, plan
 
+from tests.support import plain_sampler as plain
+from tests.support.sampler_rows import draw_alone, new_row, plan
 from tokenmill.params import INT64_MAX, INT64_MIN, Watermark
 from tokenmill.sampling.sampler import Sampler
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import plain
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_for_tests import new_row, plan
 from transformers.generation import logits_process as hf
 
+from tests.support import plain_sampler as plain
+from tests.support.sampler_rows import new_row, plan
 from tokenmill.params import SamplingParams
 from tokenmill.sampling.fixed_point import weights
 from tokenmill.sampling.rows import SamplerRows

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rows_for_tests import new_row
 
+from tests.support.sampler_rows import new_row
 from tokenmill.params import Watermark
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import RowPlan

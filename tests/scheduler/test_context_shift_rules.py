@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulated_runner import expected_prompt_logprobs, expected_tokens, in_sight
 from test_scheduler_rules import Bench, ask, tokens_of
 
+from tests.support.simulated_runner import expected_prompt_logprobs, expected_tokens, in_sight
 from tokenmill.scheduler.sequence import mixed_seed
 from tokenmill.scheduler.window import num_dropped, window_of
 from tokenmill.types import ContextShift, Request

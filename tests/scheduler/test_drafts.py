@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from integrity import check_all
-from random_drafter import RandomDrafter
-from simulated_runner import EOS, SimulatedRunner, expected_tokens
 
+from tests.support.integrity import check_all
+from tests.support.random_drafter import RandomDrafter
+from tests.support.simulated_runner import EOS, SimulatedRunner, expected_tokens
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams

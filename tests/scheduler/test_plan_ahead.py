@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from integrity import check_all, check_plan
-from simulated_runner import EOS, SimulatedRunner, expected_tokens
-
+from tests.support.integrity import check_all, check_plan
+from tests.support.simulated_runner import EOS, SimulatedRunner, expected_tokens
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from simulated_runner import expected_tokens
 from test_scheduler_rules import Bench, ask, endings, tokens_of
 
+from tests.support.simulated_runner import expected_tokens
 from tokenmill.params import BeamParams
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from integrity import check_all, check_plan
-from random_drafter import RandomDrafter
-from simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 
+from tests.support.integrity import check_all, check_plan
+from tests.support.random_drafter import RandomDrafter
+from tests.support.simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.engine.core import failed_step
 from tokenmill.errors import InvalidRequest

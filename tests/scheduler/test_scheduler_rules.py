@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from integrity import check_all
-from simulated_runner import EOS, SimulatedRunner, expected_tokens
 
+from tests.support.integrity import check_all
+from tests.support.simulated_runner import EOS, SimulatedRunner, expected_tokens
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 import uvicorn
-from fake_engine import FakeEngine
-from loopback import RunningServer, Serving
 
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from loopback import RunningServer, Serving
 from starlette.routing import Route
 
+from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.auth import PUBLIC_PATHS, load_keys, require_safe_exposure

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from combination_pairs import PAIRS, Bench, Pair, Verdict, same_together, verdict
-from server_process import ServerProcess
 from test_real_engine import real_server
-from write_combinations import TABLE, page
+
+from tests.support.combination_pairs import PAIRS, Bench, Pair, Verdict, same_together, verdict
+from tests.support.server_process import ServerProcess
+from tests.support.write_combinations import TABLE, page
 
 VERDICTS: dict[Pair, Verdict] = {}
 """Filled by the tests, one pair each; the last ones look at all of them."""
@@ -34,7 +35,9 @@ def test_pairs_say_the_same_among_strangers(bench: Bench) -> None:
 
 
 def test_the_table_is_up_to_date(bench: Bench) -> None:
-    assert TABLE.read_text(encoding="utf-8") == page(all_verdicts(bench)), "run tests/server/write_combinations.py"
+    assert TABLE.read_text(encoding="utf-8") == page(all_verdicts(bench)), (
+        "run python -m tests.support.write_combinations"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_engine import INFO
 
+from tests.support.fake_engine import INFO
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.openai.parse import parse_chat, parse_completion

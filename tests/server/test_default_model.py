@@ -14,8 +14,9 @@ import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess
 from test_real_engine import real_server
+
+from tests.support.server_process import ServerProcess
 
 SECRET = "heliotrope"
 

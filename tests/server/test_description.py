@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from loopback import RunningServer
+
+from tests.support.loopback import RunningServer
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": "fake/tiny", "prompt": "Hi"}

@@ -7,9 +7,9 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from loopback import RunningServer
-from patience import SOON_S
 
+from tests.support.loopback import RunningServer
+from tests.support.timing import SOON_S
 from tokenmill.server import http_protocol
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from fake_engine import STORY
-from loopback import RunningServer
-from patience import SOON_S
+
+from tests.support.fake_engine import STORY
+from tests.support.loopback import RunningServer
+from tests.support.timing import SOON_S
 
 CHAT, COMPLETION, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 GOOD: dict[str, dict[str, Any]] = {

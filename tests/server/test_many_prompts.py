@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from fake_engine import INFO, FakeEngine
-from loopback import RunningServer
 
+from tests.support.fake_engine import INFO, FakeEngine
+from tests.support.loopback import RunningServer
 from tokenmill.errors import ContextLengthExceeded
 from tokenmill.server import generation
 from tokenmill.server.generation import FoldedChoice, GenerationJob, GenerationRun

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
-from fake_engine import STORY
-from loopback import RunningServer
-from patience import SOON_S
 from test_operation import eventually
 
+from tests.support.fake_engine import STORY
+from tests.support.loopback import RunningServer
+from tests.support.timing import SOON_S
 from tokenmill.server import bodies, http_protocol
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}

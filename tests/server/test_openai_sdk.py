@@ -6,9 +6,9 @@ import math
 
 import openai
 import pytest
-from fake_engine import STORY
-from loopback import RunningServer, Serving
 
+from tests.support.fake_engine import STORY
+from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import EngineDead, RequestFailed
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import orjson
 import pytest
-from fake_engine import FakeEngine
-from loopback import RunningServer, Serving
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.gate import EngineGate
 

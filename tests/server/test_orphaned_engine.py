@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from server_process import is_alive
 from test_real_engine import real_server
+
+from tests.support.server_process import is_alive
 
 
 @pytest.mark.parametrize("is_answering", [True, False])

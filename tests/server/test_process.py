@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
-import server_process
-from fake_engine import STORY
-from patience import SOON_S
-from server_process import ServerProcess, running
 
+from tests.support import server_process
+from tests.support.fake_engine import STORY
+from tests.support.server_process import ServerProcess, running
+from tests.support.timing import SOON_S
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
 
@@ -30,7 +30,7 @@ def free_port() -> int:
 @contextmanager
 def fake_server(*words: str) -> Iterator[ServerProcess]:
     port = free_port()
-    with running([server_process.__file__, str(port), *words], port) as process:
+    with running(["-m", server_process.__name__, str(port), *words], port) as process:
         yield process
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from patience import SOON_S
-from server_process import REAL, ServerProcess, is_alive, running
 from test_malformed import cases, require_error_body
 from test_process import free_port
+
+from tests.support.server_process import REAL, ServerProcess, is_alive, running
+from tests.support.timing import SOON_S
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 48}
 SMALLEST_MARGIN = 1e-3  # below, another order of additions may choose another token

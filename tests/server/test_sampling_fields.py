@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from loopback import RunningServer
 
+from tests.support.loopback import RunningServer
 from tokenmill.params import SamplingParams, Watermark
 
 BODIES: dict[str, dict[str, Any]] = {

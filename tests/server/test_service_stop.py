@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from server_process import ServerProcess, is_alive
 from test_real_engine import real_server
+
+from tests.support.server_process import ServerProcess, is_alive
 
 NUM_STREAMS = 4
 

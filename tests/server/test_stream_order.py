@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from fake_engine import STORY
-from loopback import RunningServer
 
+from tests.support.fake_engine import STORY
+from tests.support.loopback import RunningServer
 from tokenmill.errors import RequestFailed
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}], "stream": True}

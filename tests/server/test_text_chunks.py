@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import orjson
 import pytest
-from fake_engine import INFO
 
+from tests.support.fake_engine import INFO
 from tokenmill.server.openai.render import ChatRendering, CompletionRendering
 from tokenmill.types import Event
 

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import SOON_S
 
-sys.path.insert(0, str(Path(__file__).parent))
-from loopback_hub import FakeHub
-
+from tests.support.loopback_hub import FakeHub
+from tests.support.timing import SOON_S
 from tokenmill.errors import InvalidConfig, PullFailed, UnknownModel
 from tokenmill.store import HubModel, Silent, Store, parse_name, pull, resolve_model
 from tokenmill.store import download as download_room

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_models import fetched_model
 
+from tests.support.real_models import fetched_model
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.errors import DamagedFile, ModelError
 from tokenmill.text.gguf_vocab import tokenizer_from_gguf

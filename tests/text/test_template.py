@@ -9,9 +9,9 @@ from typing import Any
 
 import jinja2
 import pytest
-from patience import SOON_S
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.support.timing import SOON_S
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.text.messages import messages_for_template
 from tokenmill.text.template import CHATML, ChatTemplate

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
-from fake_engine import FakeEngine
 from fastapi import FastAPI
+
+from tests.support.fake_engine import FakeEngine
 
 
 @dataclass

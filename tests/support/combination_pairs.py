@@ -12,8 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from combination_features import BY_NAME, FEATURES, tokens
-
+from tests.support.combination_features import BY_NAME, FEATURES, tokens
 from tokenmill import LLM, SamplingParams
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.results import CompletionOutput, EventFold, RequestOutput, request_output

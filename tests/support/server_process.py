@@ -110,8 +110,7 @@ async def told_to_be_ready() -> None:
 
 
 def main(port: int, words: list[str]) -> int:
-    from fake_engine import STORY, FakeEngine
-
+    from tests.support.fake_engine import STORY, FakeEngine
     from tokenmill.config.server import ServerConfig
     from tokenmill.errors import DamagedFile, TokenmillError
     from tokenmill.observe.log import configure_logging

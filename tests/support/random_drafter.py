@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 
-from simulated_runner import EOS, VOCAB, drawn, histories, in_sight
-
+from tests.support.simulated_runner import EOS, VOCAB, drawn, histories, in_sight
 from tokenmill.scheduler.request_state import SequenceGroup
 from tokenmill.scheduler.sequence import Sequence
 from tokenmill.scheduler.speculation import room_for_drafts

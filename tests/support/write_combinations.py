@@ -1,4 +1,4 @@
-"""docs/COMBINATIONS.md from what the engine really does:   python tests/server/write_combinations.py [MODEL]
+"""docs/COMBINATIONS.md from what the engine really does:   python -m tests.support.write_combinations [MODEL]
 
 Runs every pair and writes down whether it works or how it is refused. The tests do the same and compare.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from combination_features import FEATURES
-from combination_pairs import PAIRS, Bench, Pair, Verdict, verdict
+from tests.support.combination_features import FEATURES
+from tests.support.combination_pairs import PAIRS, Bench, Pair, Verdict, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "COMBINATIONS.md"
 STORIES = ROOT.parent / "shared" / "goldens" / "stories260K" / "hf"
 HEAD = """# What combines with what
 
-Made by `python tests/server/write_combinations.py`, which runs every pair on a small trained model; a test runs them
+Made by `python -m tests.support.write_combinations`, which runs every pair on a small trained model; a test runs them
 again and compares. **yes**: each of the two does what it does alone, and the answer is the same among strangers in a
 batch. **400**: refused, with the words below.
 """

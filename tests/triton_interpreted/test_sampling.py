@@ -1,12 +1,10 @@
-"""Draws on the device against the CPU's sampler, in Triton's interpreter: the same tokens for the same requests."""
+"""Sampling on the device against the sampler on the CPU, in the interpreter: the same tokens for the same requests."""
 
 from __future__ import annotations
 
-import os
 import random
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import pytest
 import torch
 
 from tokenmill.ops.triton.sampling import penalties, sample
@@ -15,12 +13,17 @@ from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import RowInit, RowPlan
 
-sample.BLOCK = penalties.BLOCK = 64  # several blocks a row
-sample.FEW = 16
 VOCAB, ROWS, STEPS = 150, 14, 6
 
 
-def knobs_of(rng: random.Random, row: int) -> SamplingParams:
+@pytest.fixture(autouse=True)
+def several_blocks_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "BLOCK", 64)
+    monkeypatch.setattr(penalties, "BLOCK", 64)
+    monkeypatch.setattr(sample, "FEW", 16)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         temperature=rng.choice((0.0, 0.3, 1.0, 1.7)),
         top_k=rng.choice((0, 0, 1, 7, 500)),
@@ -39,7 +42,7 @@ def new_rows(rng: random.Random) -> list[RowInit]:
     return [
         RowInit(
             row=row,
-            params=knobs_of(rng, row),
+            params=random_params(rng),
             seed=rng.getrandbits(60),
             prompt_token_ids=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))],
             output_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 3)))],
@@ -49,7 +52,8 @@ def new_rows(rng: random.Random) -> list[RowInit]:
     ]
 
 
-def check_same_draws(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_same_tokens_as_on_the_cpu(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sampler, device = Sampler(VOCAB, ROWS, "cpu"), DeviceSampler(VOCAB, ROWS, torch.device("cpu"))
@@ -60,7 +64,7 @@ def check_same_draws(seed: int) -> None:
     device.take(rows)
     newest = torch.zeros(ROWS, dtype=torch.int64)
     for step in range(STEPS):
-        logits = (torch.randn(ROWS, VOCAB) * 3).bfloat16().float()  # equals among them
+        logits = (torch.randn(ROWS, VOCAB) * 3).bfloat16().float()  # with equal values among them
         order = rng.sample(range(ROWS), ROWS)
         indices = [len(rows[row].output_token_ids) + step for row in order]
         drawing = zip(order, indices, strict=True)
@@ -68,7 +72,7 @@ def check_same_draws(seed: int) -> None:
         expected = [drawn.token_id for drawn in sampler.sample(logits, plans)]
         numbers = torch.tensor([*order, -1], dtype=torch.int32)
         places = torch.tensor([*indices, 0], dtype=torch.int32)
-        if step:  # the tokens of the step before are fed; twice, as when a step ahead is thrown away
+        if step:  # feed the last step's tokens; twice, as when a launched step is discarded
             for _ in range(2):
                 device.count_fed(numbers, places, torch.cat((newest[order], torch.zeros(1, dtype=torch.int64))))
         uniforms = torch.tensor([*device.uniforms(order, indices), 0.0], dtype=torch.float64)
@@ -78,7 +82,7 @@ def check_same_draws(seed: int) -> None:
         assert newest[order].tolist() == expected
 
 
-def check_broken_rows() -> None:
+def test_rows_that_cannot_be_sampled_are_marked() -> None:
     device = DeviceSampler(VOCAB, 3, torch.device("cpu"))
     params = (SamplingParams(), SamplingParams(banned_token_ids=list(range(VOCAB))), SamplingParams(temperature=0.0))
     device.take([
@@ -94,7 +98,7 @@ def check_broken_rows() -> None:
     assert drawn.tolist() == [-1, -2, 100]
 
 
-def check_refusals() -> None:
+def test_requests_that_the_device_refuses() -> None:
     device = DeviceSampler(VOCAB, 1, torch.device("cpu"))
 
     def can(params: SamplingParams) -> bool:
@@ -108,15 +112,3 @@ def check_refusals() -> None:
     assert not can(SamplingParams(logit_bias={VOCAB: 1.0})), "an id that the model does not have"
     assert not can(SamplingParams(logit_bias={2: 1.0}, min_tokens=2))
     assert not can(SamplingParams(banned_token_ids=list(range(VOCAB)) * 4, allowed_token_ids=[1]))
-
-
-def main() -> None:
-    for seed in range(3):
-        check_same_draws(seed)
-    check_broken_rows()
-    check_refusals()
-    print("all kernels agree with the reference")
-
-
-if __name__ == "__main__":
-    main()

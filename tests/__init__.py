@@ -1,0 +1,1 @@
+"""Tests of Tokenmill; what several of them share lies in `tests.support`."""

@@ -1,0 +1,131 @@
+"""Mixture-of-experts kernels in the interpreter: routing, few tokens at once, and quantised experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.triton_inputs import assert_near
+from tokenmill.arch.packed_formats import Stored
+from tokenmill.arch.spec import MlpSpec, MoeSpec, TensorSpec
+from tokenmill.ops.interface import ExpertsWeight, LinearWeight
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
+from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
+from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
+from tokenmill.ops.triton.quant import quantized
+from tokenmill.runner import memory
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.dummy import random_blocks
+
+OPS = build_ops()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("tokens", [2, 19])
+def test_routing_and_grouped_products(tokens: int, renormalize: bool) -> None:
+    num_experts, hidden, inter, k = 5, 32, 24, 2
+    packed = ExpertsWeight(
+        num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
+    )
+    x, logits = torch.randn(tokens, hidden), torch.randn(tokens, num_experts)
+    ours, theirs = OPS.route(logits, k, renormalize), PLAIN.route(logits, k, renormalize)
+    assert_near(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert_near(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "renormalize"), [(1, 9, True), (3, 4, False)])
+def test_norm_router_and_experts_in_one_op(num_tokens: int, num_experts: int, renormalize: bool) -> None:
+    """Two experts have equal logits: the first one counts."""
+    hidden, inter, k = 48, 40, 3
+    x, residual, norm = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden), torch.rand(hidden) + 0.5
+    router = torch.randn(num_experts, hidden) * 0.3
+    router[3] = router[1]
+    packed = ExpertsWeight(
+        num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
+    )
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=renormalize)
+    assert OPS.add_norm_experts is not None
+    done = OPS.add_norm_experts(x, residual, norm, 1e-5, LinearWeight(num_experts, hidden, router), packed, spec)
+    assert done is not None
+    normed, total = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
+    logits = normed @ router.T
+    logits[:, 3] = logits[:, 1]  # a matrix library may add these two in different orders
+    weights, ids = PLAIN.route(logits, k, renormalize)
+    assert_near(done[0], PLAIN.experts(normed, weights, ids, packed, "silu"), tolerance=1e-4)
+    assert_near(done[1], total)
+
+
+def check_quantised_experts(
+    quants: tuple[str | None, ...],
+    hidden: int,
+    inter: int,
+    *,
+    k: int = 2,
+    quantization: str = "none",
+    is_fused: bool = True,
+) -> None:
+    """Run experts as a file has them quantised, or rounded while they load: one token, and several sorted by expert."""
+    ops, num_experts = build_ops(quantization), 3
+    shapes = {"gate": (num_experts, inter, hidden), "up": (num_experts, inter, hidden)}
+    raws = []
+    for (part, shape), quant in zip({**shapes, "down": (num_experts, hidden, inter)}.items(), quants, strict=True):
+        drawn = random_blocks(shape, quant, torch.Generator().manual_seed(3)) if quant else torch.randn(shape) * 0.05
+        raws.append(RawTensor(f"layers.0.experts.{part}.weight", shape, drawn, quant))
+    packed = ops.pack_experts(raws[0], raws[1], raws[2], partial(dequantize, dtype=torch.float16))
+    exact = PLAIN.pack_experts(raws[0], raws[1], raws[2], dequantize)
+    if quantization != "none":
+        rounded_ones = tuple(
+            quantized.expanded(one).float().view(num_experts, -1, one.num_columns) for one in packed.packed
+        )
+        for ours, theirs in zip(rounded_ones, exact.packed, strict=True):
+            assert_near(ours, theirs, tolerance=0.15)
+        exact = ExpertsWeight(num_experts, rounded_ones)
+    formats = {raw.name: Stored(raw.quant) for raw in raws if raw.quant is not None}
+    kept = [part for one in packed.packed for part in (one if isinstance(one, tuple) else (one,))]
+    taken = sum(one.words.nbytes + one.scales.nbytes for one in kept)
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=True)
+    planned = [TensorSpec(raw.name, raw.shape, "linear") for raw in raws]
+    assert taken == sum(memory._kept_bytes(one, 2, quantization, formats.get(one.name)) for one in planned)
+    router, norm = torch.randn(num_experts, hidden) * 0.3, torch.rand(hidden) + 0.5
+    for tokens in (1, 6):
+        x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+        normed, _ = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
+        chosen = PLAIN.route(normed @ router.T, k, True)
+        expected = PLAIN.experts(normed, *chosen, exact, "silu")
+        assert_near(ops.experts(normed, *chosen, packed, "silu"), expected, tolerance=2e-3)
+        if quantization != "none":
+            continue  # the same kernels, and the interpreter is slow
+        assert ops.add_norm_experts is not None
+        weight = LinearWeight(num_experts, hidden, router)
+        done = ops.add_norm_experts(x, residual, norm, 1e-5, weight, packed, spec)
+        assert (done is not None) == (is_fused and tokens == 1)
+        if done is not None:
+            assert_near(done[0], expected, tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("quants", "hidden", "inter", "k"),
+    [
+        (("Q4_K", "Q4_K", "Q8_0"), 256, 64, 1),
+        (("Q5_0", "Q5_0", "Q5_1"), 64, 64, 2),
+        (("Q8_0", "Q8_0", "Q4_1"), 64, 128, 1),
+    ],
+)
+def test_quantised_experts_of_a_file(quants: tuple[str, ...], hidden: int, inter: int, k: int) -> None:
+    with patch.multiple(moe_gemv_int, PROGRAMS=8, LINES=32):
+        check_quantised_experts(quants, hidden, inter, k=k)
+
+
+def test_experts_of_mixed_formats_are_not_fused() -> None:
+    check_quantised_experts(("Q4_K", "Q6_K", "Q5_0"), 256, 64, is_fused=False)
+
+
+def test_experts_rounded_while_loading_and_expanded_two_at_a_time() -> None:
+    with patch.multiple(moe_grouped_gemm, EXPANDING_PAIRS=0, EXPANDED_BYTES=2 * 256 * 128 * 4):
+        check_quantised_experts((None, None, None), 128, 128, quantization="int4")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.engine import facts
 from tokenmill.engine.llm import LLM
 from tokenmill.ops.cpu import availability
 
@@ -30,7 +29,7 @@ def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_without_kernels_says_what_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stories_dir: Path
 ) -> None:
-    monkeypatch.setattr(facts, "is_available", lambda: (False, "the native kernels were not built"))
+    monkeypatch.setattr(availability, "is_available", lambda: (False, "the native kernels were not built"))
     llm = LLM(stories_dir, max_context=64)
     assert "the native kernels were not built; computing with torch instead" in caplog.text
     assert any("reference" in reason for reason in llm.core.info.reasons)

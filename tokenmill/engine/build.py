@@ -84,7 +84,8 @@ def prestart_compilers(config: EngineConfig) -> None:
 def warn_slow_backend(asked: EngineConfig, resolved: Resolved) -> None:
     """Log that a slow backend serves because the fast ones can't, unless it was asked for."""
     if resolved.backend.is_slow and asked.ops.backend == "auto":
-        log.warning("%s: many times slower than the kernels made for it, and with more memory", resolved.reasons[0])
+        reason = "; ".join(resolved.refusals)
+        log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
 
 
 def run_largest_step(runner: Runner, num_tokens: int, step_bytes: int, while_compiling: Callable[[], None]) -> None:

@@ -45,6 +45,7 @@ class Resolved:
     reasons: list[str]
     device: Device
     backend: Backend
+    refusals: list[str]  # why the backends before this one can't compute the model
     workspace: RunnerBytes  # what the runner takes beside weights and pool
 
 
@@ -100,7 +101,7 @@ def resolve(
     _require_ranges(config)
     reasons: list[str] = []
     device = choose_device(config.ops, machine)
-    backend, request = _choose_backend(config, spec, device, backends, reasons)
+    backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
     ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons)
     free_bytes = machine.free_bytes[device.name]
     config = replace(config, ops=ops, scheduler=_resolve_scheduler(config.scheduler, device, free_bytes, reasons))
@@ -118,7 +119,7 @@ def resolve(
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
-    return Resolved(config, reasons, device, backend, workspace)
+    return Resolved(config, reasons, device, backend, refusals, workspace)
 
 
 def _require_ranges(config: EngineConfig) -> None:
@@ -151,8 +152,8 @@ def choose_device(ops: OpsConfig, machine: MachineFacts) -> Device:
 
 def _choose_backend(
     config: EngineConfig, spec: ModelSpec, device: Device, backends: Sequence[Backend], reasons: list[str]
-) -> tuple[Backend, ComputeRequest]:
-    """The first backend of this device that can compute the model; why the others can't is part of the reasons."""
+) -> tuple[Backend, ComputeRequest, list[str]]:
+    """The first backend of this device that can compute the model, what it is asked for, and why others can't."""
     asked = config.ops.backend
     refusals: list[str] = []
     for backend in backends:
@@ -165,7 +166,7 @@ def _choose_backend(
             if asked == "auto":
                 why = f" ({'; '.join(refusals)})" if refusals else ""
                 reasons.append(f"device {device.name}, backend {backend.name}{why}")
-            return backend, request
+            return backend, request, refusals
         refusals.append(refusal)
     problem = (
         f"no backend computes this on {device.name}:" if asked == "auto" else f"backend {asked} was asked for, but"

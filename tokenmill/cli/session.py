@@ -72,7 +72,10 @@ class ServedModel:
         self._runner.close()
 
     def _events(self, asked: PromptRequest | ChatRequest) -> ServedEvents:
-        return ServedEvents(self._runner, self._engine.submit(asked))
+        async def submit() -> EventStream:  # a stream belongs to the running loop
+            return self._engine.submit(asked)
+
+        return ServedEvents(self._runner, self._runner.run(submit()))
 
 
 class ServedEvents(Iterator[Event]):

@@ -122,7 +122,8 @@ def test_whole_prompts_of_one_length_see_what_prompts_of_several_do() -> None:
 
 @pytest.mark.parametrize("rows", [768, 1000])
 def test_large_products_do_what_follows_them_too(rows: int) -> None:
-    from tokenmill.ops.triton import device, large_products
+    from tokenmill.ops.triton.gemm import epilogues
+    from tokenmill.ops.triton.launch import capabilities
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -133,18 +134,18 @@ def test_large_products_do_what_follows_them_too(rows: int) -> None:
         normal(520, 712) * 0.02,
         normal(rows, 520),
     )
-    assert device.is_hopper(x.device) == (torch.cuda.get_device_capability()[0] == 9)
-    inner = large_products.gated_linear(x, LinearWeight(2 * 712, 1096, gate_up), "silu")
+    assert capabilities.is_hopper(x.device) == (torch.cuda.get_device_capability()[0] == 9)
+    inner = epilogues.gated_linear(x, LinearWeight(2 * 712, 1096, gate_up), "silu")
     assert relative_error(inner, REFERENCE_OPS.act_mul(x.float() @ gate_up.float().T, "silu")) < 0.005
     expected = total.float() + inner.float() @ down.float().T
-    added = large_products.add_linear(inner, LinearWeight(520, 712, down), total)
+    added = epilogues.add_linear(inner, LinearWeight(520, 712, down), total)
     assert added is total and relative_error(added, expected) < 0.005
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 100])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)])
 def test_quantised_products_equal_those_of_the_expanded_matrix(rows: int, shape: tuple[int, int]) -> None:
-    from tokenmill.ops.triton import quantized
+    from tokenmill.ops.triton.quant import quantized
 
     matrix = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
     x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)

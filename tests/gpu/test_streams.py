@@ -29,7 +29,7 @@ def near(ours: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_a_layer_s_products_are_what_the_ops_they_are_made_of_are(kind: str) -> None:
-    from tokenmill.ops.triton import quantized
+    from tokenmill.ops.triton.quant import quantized
     from tokenmill.ops.triton.quant.fused_norm_quant import STREAMS
 
     pack: Any = {"fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind]

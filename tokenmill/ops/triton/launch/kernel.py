@@ -26,6 +26,8 @@ USUAL_STAGES = 3  # where a launch does not say
 FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
 _asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
 
+BINDER_NAMES = frozenset(("params", "specialization", "options"))  # locals of Triton's generated argument binder
+
 
 class Kernel:
     """Remembers what was compiled for which kinds of arguments: a look-up of our own takes a third of the time that
@@ -34,6 +36,10 @@ class Kernel:
     def __init__(
         self, function: Callable[..., None], numbers: Sequence[str] = (), jit: Callable[..., Any] = triton.jit
     ) -> None:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        assert not BINDER_NAMES.intersection(names), (
+            f"{function.__name__}: Triton's argument binder uses {BINDER_NAMES}"
+        )
         self._function = function
         self._numbers = numbers
         self._jit = jit

@@ -22,12 +22,12 @@ BLOCK = 2048
 
 
 @kernel
-def _penalise(logits, rows, params, seen, vocab, BLOCK: tl.constexpr) -> None:
+def _penalise(logits, rows, row_params, seen, vocab, BLOCK: tl.constexpr) -> None:
     """`seen` int16 [max_rows, vocab]: 0 never, else 1 + how often in the output; changes the logits."""
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line).to(tl.int64)
     if row >= 0:
-        own = params + row * NUM_PARAMS
+        own = row_params + row * NUM_PARAMS
         repetition = tl.load(own + REPETITION).to(tl.float32)
         presence = tl.load(own + PRESENCE).to(tl.float32)
         frequency = tl.load(own + FREQUENCY).to(tl.float32)
@@ -56,14 +56,14 @@ def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, N
 
 
 @kernel
-def _count_fed(rows, indices, token_ids, params, seen, counted, vocab) -> None:
+def _count_fed(rows, indices, token_ids, row_params, seen, counted, vocab) -> None:
     """The token that a row with n output tokens feeds last is the n-th of them: counted, if it was not yet."""
     line = tl.program_id(0)
     row = tl.load(rows + line).to(tl.int64)
     if row >= 0:
         index, token = tl.load(indices + line), tl.load(token_ids + line)
         if index > tl.load(counted + row):
-            own = params + row * NUM_PARAMS
+            own = row_params + row * NUM_PARAMS
             penalised = (tl.load(own + REPETITION) != 1.0) | (tl.load(own + PRESENCE) != 0.0)
             if penalised | (tl.load(own + FREQUENCY) != 0.0):
                 times = tl.load(seen + row * vocab + token).to(tl.int32)
@@ -75,23 +75,23 @@ def count_fed(
     rows: torch.Tensor,
     indices: torch.Tensor,
     token_ids: torch.Tensor,
-    params: torch.Tensor,
+    row_params: torch.Tensor,
     seen: torch.Tensor,
     counted: torch.Tensor,
 ) -> None:
     """rows, indices int32, token_ids [R]; updates `seen` int16 [max_rows, vocab] and `counted` int32 [max_rows]"""
-    _count_fed[(len(rows),)](rows, indices, token_ids, params, seen, counted, seen.shape[1], num_warps=1)
+    _count_fed[(len(rows),)](rows, indices, token_ids, row_params, seen, counted, seen.shape[1], num_warps=1)
 
 
 def edit_logits(
     logits: torch.Tensor,
     rows: torch.Tensor,
     indices: torch.Tensor,
-    params: torch.Tensor,
+    row_params: torch.Tensor,
     seen: torch.Tensor,
     edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """Penalties, then what is added to single tokens: ids, values, ends [max_rows, E]; changes logits [R, vocab]"""
     num_rows, vocab = logits.shape
-    _penalise[(num_rows, cdiv(vocab, BLOCK))](logits, rows, params, seen, vocab, BLOCK, num_warps=8)
+    _penalise[(num_rows, cdiv(vocab, BLOCK))](logits, rows, row_params, seen, vocab, BLOCK, num_warps=8)
     _add_edits[(num_rows,)](logits, rows, indices, *edits, vocab, edits[0].shape[1], num_warps=2)

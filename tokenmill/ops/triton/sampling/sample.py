@@ -133,7 +133,7 @@ def _picked(line, picked, vocab, highest, rate, low, high, FEW: tl.constexpr, BL
 
 @kernel
 def _draw(
-    logits, rows, uniforms, params, drawn, newest, picked, vocab, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    logits, rows, uniforms, row_params, drawn, newest, picked, vocab, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     row = tl.load(rows + number).to(tl.int64)
@@ -141,7 +141,7 @@ def _draw(
     token = tl.full((), NO_NUMBER, tl.int64)
     if row >= 0:
         highest, place, is_broken = _highest(line, vocab, BLOCK)
-        temperature = tl.load(params + row * NUM_PARAMS + TEMPERATURE).to(tl.float32)
+        temperature = tl.load(row_params + row * NUM_PARAMS + TEMPERATURE).to(tl.float32)
         if is_broken == 0:
             if highest == float("-inf"):
                 token = tl.full((), NOTHING_LEFT, tl.int64)
@@ -150,7 +150,7 @@ def _draw(
             else:
                 token = _drawn(
                     line, picked + number * FEW, vocab, highest, tl.div_rn(1.0, temperature),
-                    params + row * NUM_PARAMS, tl.load(uniforms + number), FEW, BLOCK,
+                    row_params + row * NUM_PARAMS, tl.load(uniforms + number), FEW, BLOCK,
                 )  # fmt: skip
         tl.store(newest + row, token)
     tl.store(drawn + number, token)
@@ -174,8 +174,8 @@ def _highest(line, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _drawn(line, picked, vocab, highest, rate, params, uniform, FEW: tl.constexpr, BLOCK: tl.constexpr):
-    top_k, top_p = tl.load(params + TOP_K), tl.load(params + TOP_P)
+def _drawn(line, picked, vocab, highest, rate, row_params, uniform, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    top_k, top_p = tl.load(row_params + TOP_K), tl.load(row_params + TOP_P)
     limit = tl.full((), 0x7F7FFFFF, tl.int32)
     if top_k > 0:
         limit = _border(line, picked, vocab, highest, rate, 1.0, limit, top_k, True, FEW, BLOCK)
@@ -188,7 +188,7 @@ def _drawn(line, picked, vocab, highest, rate, params, uniform, FEW: tl.constexp
     if top_p < 1.0:
         border = _border(line, picked, vocab, highest, rate, unit, limit, top_p, False, FEW, BLOCK)
         least = tl.maximum(_mass(border.to(tl.float32, bitcast=True), unit), 1)
-    min_p = tl.load(params + MIN_P)
+    min_p = tl.load(row_params + MIN_P)
     if min_p > 0.0:
         least = tl.maximum(least, (min_p * unit.to(tl.int64).to(tl.float64)).to(tl.int64))
     sums = tl.zeros((BLOCK,), tl.int64)
@@ -218,7 +218,7 @@ def _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK: tl.const
 
 
 def draw_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, uniforms: torch.Tensor, params: torch.Tensor, newest: torch.Tensor
+    logits: torch.Tensor, rows: torch.Tensor, uniforms: torch.Tensor, row_params: torch.Tensor, newest: torch.Tensor
 ) -> torch.Tensor:
     """logits float32 [R, vocab], rows int32 [R] (negative: none), uniforms float64 [R], parameters float64 [max_rows,
     8] →
@@ -227,6 +227,7 @@ def draw_tokens(
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     picked = torch.empty(num_rows, FEW, dtype=torch.int32, device=logits.device)
     _draw[(num_rows,)](
-        logits, rows, uniforms, params, drawn, newest, picked, vocab, FEW, BLOCK, num_warps=16, enable_fp_fusion=False
+        logits, rows, uniforms, row_params, drawn, newest, picked, vocab, FEW, BLOCK,
+        num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return drawn

@@ -38,7 +38,6 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
 from tokenmill.engine.build import assemble
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import resolve_model_config
-from tokenmill.kv.layout import KVLayout
 from tokenmill.scheduler.window import num_dropped
 from tokenmill.types import ContextShift, PromptRequest, Request
 
@@ -60,7 +59,7 @@ def shifted_logprobs(model: str, context: int, keep: int, tokens: list[int]) -> 
 
 
 def windowed(spec: ModelSpec, window: int, max_context: int) -> ModelSpec:
-    layers = tuple(replace(layer, attention=replace(layer.attention, window=window)) for layer in spec.layers)
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for layer in spec.layers)
     return replace(spec, layers=layers, max_context=max_context)
 
 
@@ -76,7 +75,7 @@ def plain_logprobs(path: Path, context: int, tokens: list[int]) -> Logprobs:
     resolved = resolve_model_config(asked, spec, path)
     config = resolved.config
     model = resolved.backend.build_model(config, spec, open_source(config, path, spec))
-    core = assemble(config, model, kv_storage(config, KVLayout.from_spec(spec)))
+    core = assemble(config, model, kv_storage(config, spec))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     core.add(Request(request_id="text", prompt_token_ids=tokens, params=params, max_tokens=1, seed=0))
     outputs = [output for _ in iter(lambda: core.has_work, False) for output in core.step()]

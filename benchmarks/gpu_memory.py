@@ -24,7 +24,7 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, 
 from tokenmill.engine import build
 from tokenmill.engine.backends import StoredWeights
 from tokenmill.engine.resolve import Resolved, compute_request, resolve_model_config
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.params import SamplingParams
 from tokenmill.types import Request
 
@@ -50,11 +50,12 @@ def settled(given: argparse.Namespace, spec: Any) -> Resolved:
 
 def planned(resolved: Resolved, spec: Any) -> dict[str, int]:
     config, runner = resolved.config, resolved.workspace
-    layout, cache = KVLayout.from_spec(spec), config.cache
+    cache = config.cache
+    layout = KVLayout.from_spec(spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
     assert cache.num_blocks is not None
     request = compute_request(config, spec, resolved.device, resolved.backend)
     return {
-        "pool": cache.num_blocks * layout.block_bytes(cache.block_size, cache.kv_dtype),
+        "pool": cache.num_blocks * layout.block_bytes(cache.block_size),
         "weights": resolved.backend.kept_weights(StoredWeights(spec, None), request).parts.total,
         "rows": runner.rows,
         "step": runner.step,
@@ -84,7 +85,7 @@ def measured(resolved: Resolved, spec: Any) -> dict[str, int]:
     config = resolved.config
     free_before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     found, meter = {}, Meter()
-    storage = build.kv_storage(config, KVLayout.from_spec(spec))
+    storage = build.kv_storage(config, spec)
     found["pool"] = meter.more()
     model = resolved.backend.build_model(config, spec, build.open_source(config, Path(config.model.model), spec))
     torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from tokenmill.arch.read import read_spec
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
@@ -42,7 +42,8 @@ class Steps:
         weights = dummy_weights(spec, dtype=dtype, quant=blocks, device=device)
         model = Decoder(spec, Loader(weights, build_ops(quantization), dtype, device), MAX_CONTEXT)
         blocks_a_row = -(-context // BLOCK)
-        self.storage = KVStorage(KVLayout.from_spec(spec), 1 + most_rows * blocks_a_row, BLOCK, dtype, device)
+        layout = KVLayout.from_spec(spec, CacheDtypes(str(dtype).removeprefix("torch.")))
+        self.storage = KVStorage(layout, 1 + most_rows * blocks_a_row, BLOCK, device)
         draws = DeviceSampler(spec.vocab_size, MAX_ROWS, device)
         self.graphs = DecodeGraphs(model, self.storage, draws, MAX_ROWS, MAX_CONTEXT // BLOCK + 1, MAX_CONTEXT)
         ids = torch.arange(1, 1 + most_rows * blocks_a_row, device=device, dtype=torch.int32)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tokenmill.arch.read import read_spec
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
@@ -31,7 +32,8 @@ class TurnedCache:
     def __init__(self, model: Decoder, context: int, keep: int, kv_dtype: torch.dtype) -> None:
         assert context % 16 == 0 and len(model.ropes) == 1
         self.model, self.keep, self.context = model, keep, context
-        self.storage = KVStorage(model.layout, context // 16 + 1, 16, kv_dtype, CPU)
+        layout = KVLayout.from_spec(model.spec, CacheDtypes(str(kv_dtype).removeprefix("torch.")))
+        self.storage = KVStorage(layout, context // 16 + 1, 16, CPU)
         self.tables = torch.arange(1, context // 16 + 1, dtype=torch.int32).view(1, 1, -1).numpy()
         self.filled = 0
 
@@ -46,8 +48,9 @@ class TurnedCache:
         drop = (self.context - self.keep) // 2
         (rope,) = self.model.ropes.values()
         cos, sin = rope.at(torch.full((self.context - self.keep - drop,), drop), REFERENCE_OPS)
-        for keys, values in zip(self.storage.keys, self.storage.values, strict=True):
-            for cache, is_key in ((keys, True), (values, False)):
+        for layer in range(self.model.spec.num_layers):
+            kept = self.storage.layer(layer)
+            for cache, is_key in ((kept.keys, True), (kept.values, False)):
                 run = cache[1:].transpose(1, 2).flatten(0, 1)  # [context, kv_heads, D], a copy
                 rest = run[self.keep + drop :]
                 run[self.keep : self.context - drop] = rotate(rest, cos, -sin) if is_key else rest

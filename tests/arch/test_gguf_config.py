@@ -37,14 +37,14 @@ def gguf_of(arch: str, tensors: dict[str, tuple[int, ...]] | None = None, **chan
 
 def test_defaults() -> None:
     spec = spec_from_gguf(gguf_of("llama"))
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     assert (attention.num_kv_heads, attention.head_dim, attention.rope) == (4, 16, RopeSpec(10000.0, 16))
     assert (spec.tied_head, spec.dtype, spec.vocab_size) == (False, "float16", 50)
 
 
 def test_biases_are_where_their_tensors_are() -> None:
     spec = spec_from_gguf(gguf_of("qwen2", {"blk.0.attn_q.bias": (64,)}))
-    assert spec.layers[0].attention.qkv_bias and not spec.layers[0].attention.out_bias
+    assert spec.attentions[0].qkv_bias and not spec.attentions[0].out_bias
 
 
 def test_mixtral_calls_itself_llama() -> None:
@@ -56,27 +56,27 @@ def test_mixtral_calls_itself_llama() -> None:
 def test_gemma_windows_and_ropes() -> None:
     changes = {"attention__sliding_window": 100, "rope__freq_base": 1e6}
     spec = spec_from_gguf(gguf_of("gemma3", **changes, rope__scaling__type="linear", rope__scaling__factor=8.0))
-    assert [layer.attention.window for layer in spec.layers] == [100] * 5 + [None]
-    assert spec.layers[0].attention.rope == RopeSpec(10000.0, 16)
-    assert spec.layers[5].attention.rope == RopeSpec(1e6, 16, LinearScaling(8.0))
+    assert [layer.mixer.window for layer in spec.layers] == [100] * 5 + [None]
+    assert spec.attentions[0].rope == RopeSpec(10000.0, 16)
+    assert spec.attentions[5].rope == RopeSpec(1e6, 16, LinearScaling(8.0))
     assert spec.layers[0].mlp.activation == "gelu_tanh"  # type: ignore[union-attr]
     listed = spec_from_gguf(gguf_of("gemma3", **changes, attention__sliding_window_pattern=[True, False] * 3))
-    assert [layer.attention.window for layer in listed.layers] == [100, None] * 3
+    assert [layer.mixer.window for layer in listed.layers] == [100, None] * 3
     wide = spec_from_gguf(gguf_of("gemma3", rope__freq_base=1e6, attention__sliding_window=5000))
-    assert {layer.attention.window for layer in wide.layers} == {None}  # a window beyond the context is none
-    assert wide.layers[0].attention.rope != wide.layers[5].attention.rope
+    assert {layer.mixer.window for layer in wide.layers} == {None}  # a window beyond the context is none
+    assert wide.layers[0].mixer.rope != wide.layers[5].mixer.rope
 
 
 def test_the_large_gemmas_scale_by_width() -> None:
     changes = {"attention__sliding_window": 100, "attention__key_length": 32}
-    assert spec_from_gguf(gguf_of("gemma2", **changes)).layers[0].attention.scale == 32**-0.5
-    assert spec_from_gguf(gguf_of("gemma2", block_count=46, **changes)).layers[0].attention.scale == 16**-0.5
+    assert spec_from_gguf(gguf_of("gemma2", **changes)).layers[0].mixer.scale == 32**-0.5
+    assert spec_from_gguf(gguf_of("gemma2", block_count=46, **changes)).layers[0].mixer.scale == 16**-0.5
 
 
 def test_yarn() -> None:
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     spec = spec_from_gguf(gguf_of("qwen2", **scaling, rope__scaling__original_context_length=250))
-    rope = spec.layers[0].attention.rope
+    rope = spec.attentions[0].rope
     assert rope is not None and rope.scaling == YarnScaling(4.0, 250, mscale=1.1386294361119891)
 
 

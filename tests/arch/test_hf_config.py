@@ -49,7 +49,7 @@ GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 12, "slidin
 
 
 def rope_of(spec: ModelSpec, layer: int = 0) -> RopeSpec:
-    rope = spec.layers[layer].attention.rope
+    rope = spec.attentions[layer].rope
     assert rope is not None
     return rope
 
@@ -76,14 +76,14 @@ def test_known_facts(shared_dir: Path) -> None:
     llama = read_spec(configs / "meta-llama--Meta-Llama-3.1-8B_config.json")
     assert rope_of(llama) == RopeSpec(500000.0, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
     gemma = read_spec(configs / "gemma3_1b_it.json")
-    assert [layer.attention.window for layer in gemma.layers[:7]] == [512] * 5 + [None, 512]
+    assert [layer.mixer.window for layer in gemma.layers[:7]] == [512] * 5 + [None, 512]
     assert (rope_of(gemma, 0).theta, rope_of(gemma, 5).theta) == (10000.0, 1000000.0)
     assert gemma.eos_token_ids == (1, 106)
     phi = read_spec(configs / "phi-4.json")
     scaling = rope_of(phi).scaling
     assert rope_of(phi).rotary_dim == 96 and isinstance(scaling, LongRopeScaling)
     assert scaling.mscale == pytest.approx(1.1902380714238083)
-    assert phi.layers[0].attention.window is None  # its window is longer than its context
+    assert phi.layers[0].mixer.window is None  # its window is longer than its context
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_same_tokens_always import make_asks, run_together
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops.cpu import is_available
 
 ASKS = make_asks(7)[:24]
@@ -48,8 +48,8 @@ def test_batches_change_nothing(backend: str, stories_dir: Path) -> None:
 def test_the_pool_is_what_was_planned_and_the_start_says_so(backend: str, stories_dir: Path) -> None:
     llm = opened(stories_dir, backend, max_context=128, max_running=4)
     storage = llm.core.runner.storage  # type: ignore[attr-defined]
-    layout = KVLayout.from_spec(read_spec(stories_dir))
-    assert storage.num_bytes == storage.num_blocks * layout.block_bytes(16, "int8")
+    layout = KVLayout.from_spec(read_spec(stories_dir), CacheDtypes("int8"))
+    assert storage.num_bytes == storage.num_blocks * layout.block_bytes(16)
     assert any("of int8" in reason for reason in llm.core.info.reasons)
     assert any(("native" if backend == "cpu" else "reference") in reason for reason in llm.core.info.reasons)
 

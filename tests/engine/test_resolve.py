@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import KVDType
 from tokenmill.engine.backends import BACKENDS, Backend, KeptWeights, StoredWeights
 from tokenmill.engine.resolve import MachineFacts, Resolved, resolve
 from tokenmill.errors import InvalidConfig
-from tokenmill.kv.layout import KVLayout
 from tokenmill.runner.memory import GPU_START_BYTES, RunnerLimits, runner_bytes
 
-LAYER = LayerSpec(AttentionSpec(8, 2, 64, 0.125, None), MlpSpec(1024))
+LAYER = LayerSpec(Gqa(8, 2, 64, 0.125, None), MlpSpec(1024))
 SPEC = ModelSpec("llama", 32_000, 512, (LAYER,) * 4, 1e-5, 131_072, tied_head=True, dtype="bfloat16")
 LAPTOP = MachineFacts(cores=4, free_bytes={"cpu": 8 << 30})
 SERVER = replace(LAPTOP, free_bytes={"cuda": 140 << 30, "cpu": 8 << 30})
@@ -35,7 +34,7 @@ def settle(
     backends: tuple[Backend, ...] = ROWS,
 ) -> Resolved:
     stored = StoredWeights(spec, None)
-    return resolve(config or EngineConfig(), spec, KVLayout.from_spec(spec), machine, stored, backends)
+    return resolve(config or EngineConfig(), spec, machine, stored, backends)
 
 
 def gpu_with(free_bytes: int) -> MachineFacts:
@@ -177,7 +176,7 @@ def test_the_context_is_cut_to_what_the_pool_holds() -> None:
     assert found.config.model.max_context == 160
     assert any("cut to 160" in reason for reason in found.reasons)
     assert settle().config.model.max_context == 32_768
-    windowed = replace(SPEC, layers=(LAYER, replace(LAYER, attention=replace(LAYER.attention, window=64))) * 2)
+    windowed = replace(SPEC, layers=(LAYER, replace(LAYER, mixer=replace(LAYER.mixer, window=64))) * 2)
     with pytest.raises(InvalidConfig, match="at least 3"):  # one for each kind of layer, and nobody's
         settle(EngineConfig(cache=CacheConfig(num_blocks=2)), spec=windowed)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.kv.layout import KVLayout
-from tokenmill.kv.storage import KVStorage
+from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.batch import LayerCache
@@ -56,7 +56,8 @@ def logits(
     device, block = torch.device("cuda"), 16
     ops = build_ops(deterministic=deterministic) if backend == "triton" else REFERENCE_OPS
     model = Decoder(SPEC, Loader(source or dummy_weights(SPEC, device=device), ops, dtype, device))
-    storage = KVStorage(KVLayout.from_spec(SPEC), 200, block, kv_dtype or dtype, device)
+    names = {kept: name for name, kept in DTYPES.items()}
+    storage = KVStorage(KVLayout.from_spec(SPEC, CacheDtypes(names[kv_dtype or dtype])), 200, block, device)
     tables = np.arange(1, 181, dtype=np.int32).reshape(1, 2, 90)
     tokens = torch.randint(0, 32000, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []

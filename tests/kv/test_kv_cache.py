@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.kv.block_table import BlockTable
+from tokenmill.kv.blocks import BlockPool, BlockTable, HashChain
 from tokenmill.kv.cache import KVCache
-from tokenmill.kv.pool import BlockPool
-from tokenmill.kv.prefix import HashChain
 
 TOKENS = list(range(100, 140))
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
-from tokenmill.errors import UnsupportedModel
-from tokenmill.kv.layout import KVGroup, KVLayout
+from tokenmill.arch.spec import CacheField, Gqa, LayerSpec, MlpSpec, ModelSpec, ShortConv
+from tokenmill.kv.layout import CacheDtypes, CacheGroup, KVLayout
+from tokenmill.kv.storage import KVStorage
 
 
 def make_spec(windows: list[int | None], kv_heads: list[int] | None = None) -> ModelSpec:
     heads = kv_heads or [2] * len(windows)
     layers = tuple(
-        LayerSpec(AttentionSpec(4, kv, 8, scale=1.0, rope=None, window=window), MlpSpec(32))
+        LayerSpec(Gqa(4, kv, 8, scale=1.0, rope=None, window=window), MlpSpec(32))
         for window, kv in zip(windows, heads, strict=True)
     )
     return ModelSpec("test", 64, 32, layers, norm_eps=1e-5, max_context=128, tied_head=True)
@@ -20,7 +21,8 @@ def make_spec(windows: list[int | None], kv_heads: list[int] | None = None) -> M
 
 def test_a_plain_model_is_one_group() -> None:
     layout = KVLayout.from_spec(make_spec([None] * 30))
-    assert layout.groups == (KVGroup(None, tuple(range(30))),)
+    assert layout.groups == (CacheGroup(layout.groups[0].fields, None, tuple(range(30))),)
+    assert [field.name for field in layout.groups[0].fields] == ["keys", "values"]
     assert layout.place(17) == (0, 17)
 
 
@@ -49,10 +51,50 @@ def test_the_last_group_may_have_unused_places() -> None:
 
 
 def test_block_bytes_counts_keys_and_values_of_a_group() -> None:
-    layout = KVLayout.from_spec(make_spec([None, None, None]))
-    assert layout.block_bytes(block_size=16, dtype="float16") == 2 * 3 * 2 * 16 * 8 * 2
+    layout = KVLayout.from_spec(make_spec([None, None, None]), CacheDtypes("float16"))
+    assert layout.block_bytes(block_size=16) == 2 * 3 * 2 * 16 * 8 * 2
 
 
-def test_layers_with_different_kv_shapes_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="2 x 8, 4 x 8"):
-        KVLayout.from_spec(make_spec([None, None], kv_heads=[2, 4]))
+def test_layers_with_different_kv_shapes_share_blocks_of_equal_bytes() -> None:
+    layout = KVLayout.from_spec(make_spec([None] * 6, kv_heads=[2, 4, 4, 2, 2, 2]), CacheDtypes("float16"))
+    assert [group.layers for group in layout.groups] == [(0, 3, 4, 5), (1, 2)]
+    assert layout.block_bytes(block_size=16) == 4 * 2 * 2 * 16 * 8 * 2
+    assert layout.rows_per_block == (8, 4)
+
+
+def hybrid(num_attention: int, num_conv: int, *, width: int, kv_heads: int = 8, kernel: int = 3) -> ModelSpec:
+    attention = LayerSpec(Gqa(2 * kv_heads, kv_heads, 64, scale=1.0, rope=None), MlpSpec(32))
+    conv = LayerSpec(ShortConv(width, kernel), MlpSpec(32))
+    return ModelSpec("test", 64, width, (conv,) * num_conv + (attention,) * num_attention, 1e-5, 128, tied_head=True)
+
+
+def test_short_convolutions_share_the_blocks_of_attention() -> None:
+    """LFM2-1.2B: a block of six layers' keys and values holds three layers' inputs, and not a byte of it is unused."""
+    layout = KVLayout.from_spec(hybrid(6, 10, width=2048), CacheDtypes("bfloat16", "bfloat16"))
+    assert layout.windows == (None, 3, 3, 3, 3)
+    assert [len(group.layers) for group in layout.groups] == [6, 3, 3, 3, 1]
+    assert layout.block_bytes(16) == 16 * 6 * 2 * 8 * 64 * 2
+    assert layout.rows_per_block == (12, 3, 3, 3, 3)
+
+
+@pytest.mark.parametrize("cache", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("sizes", [(6, 10, 1024), (6, 10, 1536), (6, 10, 2048), (8, 22, 2048), (2, 3, 64), (1, 1, 96)])
+def test_every_layer_of_a_hybrid_has_room(cache: str, sizes: tuple[int, int, int]) -> None:
+    """A group's fields fit into a block, and keys and values waste at most a third of theirs."""
+    spec = hybrid(sizes[0], sizes[1], width=sizes[2])
+    layout = KVLayout.from_spec(spec, CacheDtypes(cache, "float32"))
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(spec.num_layers))
+    for group, rows in zip(layout.groups, layout.rows_per_block, strict=True):
+        assert len(group.layers) * len(group.fields) <= rows
+    attention = [number for number, group in enumerate(layout.groups) if len(group.fields) == 2]
+    used = sum(2 * len(layout.groups[number].layers) for number in attention)
+    assert sizes == (1, 1, 96) or sum(layout.rows_per_block[number] for number in attention) <= 4 / 3 * used
+
+
+def test_keys_and_values_may_have_different_widths() -> None:
+    fields = CacheField("keys", (1, 192), "float16"), CacheField("values", (1, 128), "float16")
+    layout = KVLayout((CacheGroup(fields, None, (0, 1)),))
+    assert layout.block_bytes(16) == 16 * 2 * (192 + 128) * 2
+    storage = KVStorage(layout, 4, 16, torch.device("cpu"))
+    assert storage.layer(1).keys.shape == (4, 1, 16, 192) and storage.layer(1).values.shape == (4, 1, 16, 128)
+    assert storage.num_bytes == 4 * layout.block_bytes(16)

@@ -43,10 +43,10 @@ def test_only_wanted_rows_have_hidden_states(tmp_path: Path) -> None:
 
 def test_the_cache_is_written_in_place(tmp_path: Path) -> None:
     run = PagedRun(load_ours(make_reference("llama"), tmp_path), 1, 40)
-    place = run.storage.keys.data_ptr()
+    place = run.storage.layer(0).keys.data_ptr()
     run.feed({0: TOKENS})
-    assert run.storage.keys.data_ptr() == place
-    used = run.storage.keys.abs().sum((0, 2, 4)).count_nonzero()  # slots with a key
+    assert run.storage.layer(0).keys.data_ptr() == place
+    used = run.storage.layer(0).keys.abs().sum((1, 3)).count_nonzero()  # slots with a key
     assert int(used) == len(TOKENS)
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.kv.layout import KVGroup, KVLayout
+from tokenmill.arch.spec import CacheField
+from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.reference import REFERENCE_OPS as OPS
 from tokenmill.ops.reference.kv_rounding import LARGEST, rounded
 
-LAYOUT = KVLayout((KVGroup(None, (0,)),), layers_per_group=1, num_kv_heads=2, head_dim=64)
+
+def layout_of(dtype: torch.dtype) -> KVLayout:
+    fields = tuple(CacheField(name, (2, 64), NAMES.get(dtype, "float32")) for name in ("keys", "values"))
+    return KVLayout((CacheGroup(fields, None, (0,)),))
+
+
 NAMES = {torch.float32: "float32", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 # Relative error of the mixed values, stated in the README: random keys and values, 300 tokens of context.
 STATED_ERROR = {torch.int8: 0.01, torch.float8_e4m3fn: 0.04}
 
 
 def storage_of(dtype: torch.dtype) -> KVStorage:
-    return KVStorage(LAYOUT, num_blocks=24, block_size=16, dtype=dtype, device=torch.device("cpu"))
+    return KVStorage(layout_of(dtype), num_blocks=24, block_size=16, device=torch.device("cpu"))
 
 
 def attended(dtype: torch.dtype) -> torch.Tensor:
@@ -63,7 +69,7 @@ def test_zeros_and_broken_vectors(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", NAMES)
 def test_size_and_copies(dtype: torch.dtype) -> None:
     storage = storage_of(dtype)
-    assert storage.num_bytes == 24 * LAYOUT.block_bytes(16, NAMES[dtype])
+    assert storage.num_bytes == 24 * layout_of(dtype).block_bytes(16)
     layer = storage.layer(0)
     keys = torch.randn(1, 2, 64)
     OPS.write_kv(layer, keys, keys, torch.tensor([3 * 16 + 5]))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from tokenmill.engine.backends import TRITON
 from tokenmill.ops.compute_request import ComputeRequest
 
 pytest.importorskip("triton")
 
-LAYER = LayerSpec(AttentionSpec(4, 2, 64, 1.0, None), MlpSpec(8))
+LAYER = LayerSpec(Gqa(4, 2, 64, 1.0, None), MlpSpec(8))
 SPEC = ModelSpec("test", 16, 16, (LAYER,), 1e-5, 64, tied_head=True)
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), True, shared=MlpSpec(8), has_shared_gate=True))
 WANTED = ComputeRequest(SPEC, "cuda", "bfloat16", "bfloat16")
@@ -33,7 +33,7 @@ def test_every_cache_and_the_deterministic_mode_are_taken(kv_dtype: str, determi
         ({"deterministic": True, "quantization": "fp8"}, "quantised weights"),
         ({"deterministic": True, "spec": replace(SPEC, layers=(GATED,))}, "gate of experts"),
         (
-            {"spec": replace(SPEC, layers=(replace(LAYER, attention=AttentionSpec(64, 2, 64, 1.0, None)),))},
+            {"spec": replace(SPEC, layers=(replace(LAYER, mixer=Gqa(64, 2, 64, 1.0, None)),))},
             "query heads",
         ),
     ],

@@ -13,10 +13,10 @@ import torch
 
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.read import read_spec
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.engine.backends import NATIVE
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
@@ -42,13 +42,13 @@ BLOCKS_PER_ROW = 24
 MAX_CONTEXT = 384
 SETS = instruction_sets() if is_available()[0] else []
 
-ATTENTION = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeSpec(10000.0, 32))
+ATTENTION = Gqa(num_heads=6, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeSpec(10000.0, 32))
 LAYER = LayerSpec(ATTENTION, MlpSpec(96))
 LLAMA = ModelSpec("llama", 80, 64, (LAYER, LAYER), 1e-5, MAX_CONTEXT, tied_head=True)
 
 
 def with_attention(**changes: object) -> ModelSpec:
-    layer = replace(LAYER, attention=replace(ATTENTION, **changes))  # type: ignore[arg-type]
+    layer = replace(LAYER, mixer=replace(ATTENTION, **changes))  # type: ignore[arg-type]
     return replace(LLAMA, layers=(layer, LAYER))
 
 
@@ -97,7 +97,7 @@ def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
 
 def one_shape(spec: ModelSpec) -> ModelSpec:
     """Layers of one KV shape, as the cache needs: the first layer's attention everywhere."""
-    shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    shapes = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in spec.layers}
     return spec if len(shapes) == 1 else replace(spec, layers=spec.layers[:1])
 
 
@@ -105,9 +105,7 @@ def native_model(
     spec: ModelSpec, weights: WeightReader, isa: str = "", threads: int = 2, activation_bits: str = "8"
 ) -> NativeDecoder:
     tables = {
-        rope: make_rope_table(rope, MAX_CONTEXT, CPU)
-        for rope in {layer.attention.rope for layer in spec.layers}
-        if rope
+        rope: make_rope_table(rope, MAX_CONTEXT, CPU) for rope in {layer.mixer.rope for layer in spec.layers} if rope
     }
     ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
     layout = KVLayout.from_spec(spec)
@@ -121,8 +119,8 @@ def torch_model(spec: ModelSpec, weights: WeightReader) -> Decoder:
 
 
 def storage_for(spec: ModelSpec, rows: int, dtype: torch.dtype = torch.float32) -> KVStorage:
-    layout = KVLayout.from_spec(spec)
-    return KVStorage(layout, 1 + len(layout.groups) * rows * BLOCKS_PER_ROW, BLOCK, dtype, CPU)
+    layout = KVLayout.from_spec(spec, CacheDtypes(str(dtype).removeprefix("torch.")))
+    return KVStorage(layout, 1 + len(layout.groups) * rows * BLOCKS_PER_ROW, BLOCK, CPU)
 
 
 def batch_of(spec: ModelSpec, rows: list[tuple[int, list[int], int]]) -> ForwardBatch:
@@ -336,10 +334,10 @@ def test_long_contexts_shared_by_threads_change_no_bit() -> None:
     found = []
     for threads in (1, 3):
         model = NativeDecoder(spec, weights, KVLayout.from_spec(spec), ropes, dequantize, threads)
-        storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, torch.float32, CPU)
+        storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, CPU)
         batches = [_long_batch(tokens[:699], 0), _long_batch(tokens[699:], 699)]
         found.append([model.logits(model.forward(batch, storage))[-1] for batch in batches][-1])
-        storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, torch.float32, CPU)
+        storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, CPU)
         found.append(model.logits(model.forward(_long_batch(tokens, 0), storage))[-1])
     assert all(torch.equal(found[0], other) for other in found[1:])
 

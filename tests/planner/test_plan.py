@@ -16,7 +16,7 @@ from tokenmill.engine.backends import BACKENDS, KeptWeights, StoredWeights
 from tokenmill.engine.resolve import MachineFacts, resolve
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.peaks import DEVICES
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.planner.calibrate import fit_speeds
 from tokenmill.planner.capacity import Slo, largest_load, steady_load
 from tokenmill.planner.device import plan_device
@@ -53,9 +53,9 @@ def test_pool_is_what_the_engine_would_allocate() -> None:
     backends = [replace(row, kernel_limits=lambda _: None, kept_weights=lambda *_: kept) for row in BACKENDS]
     asked = EngineConfig(ModelConfig(max_context=4096), scheduler=SchedulerConfig(max_running=64, token_budget=512))
     stored = StoredWeights(MODEL.spec, None)
-    settled = resolve(asked, MODEL.spec, KVLayout.from_spec(MODEL.spec), facts, stored, backends).config
+    settled = resolve(asked, MODEL.spec, facts, stored, backends).config
     assert settled.cache.num_blocks == plan.num_blocks
-    assert plan.kv_pool == plan.num_blocks * KVLayout.from_spec(MODEL.spec).block_bytes(16, "bfloat16")
+    assert plan.kv_pool == plan.num_blocks * KVLayout.from_spec(MODEL.spec, CacheDtypes("bfloat16")).block_bytes(16)
 
 
 def test_a_context_shorter_than_its_requests_is_told() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tokenmill.arch.spec import CacheField, Gqa, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
-from tokenmill.kv.layout import KVGroup, KVLayout
+from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.runner.memory import (
     MAX_HOST_LOGITS,
     WORKSPACE_BYTES,
@@ -19,8 +19,9 @@ from tokenmill.runner.memory import (
     runner_bytes,
 )
 
-PLAIN = KVLayout((KVGroup(None, (0, 1)),), layers_per_group=2, num_kv_heads=2, head_dim=8)
-MIXED = KVLayout((KVGroup(None, (1,)), KVGroup(32, (0,))), layers_per_group=1, num_kv_heads=2, head_dim=8)
+FIELDS = CacheField("keys", (2, 8), "float32"), CacheField("values", (2, 8), "float32")
+PLAIN = KVLayout((CacheGroup(FIELDS, None, (0, 1)),))
+MIXED = KVLayout((CacheGroup(FIELDS, None, (1,)), CacheGroup(FIELDS, 32, (0,))))
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # K and V, layers, heads, tokens, dims, float32
 
 
@@ -73,7 +74,7 @@ LLAMA = ModelSpec(
     "llama",
     128_256,
     4096,
-    (LayerSpec(AttentionSpec(32, 8, 128, 0.088, RopeSpec(500_000.0, 128)), MlpSpec(14_336)),) * 32,
+    (LayerSpec(Gqa(32, 8, 128, 0.088, RopeSpec(500_000.0, 128)), MlpSpec(14_336)),) * 32,
     1e-5,
     131_072,
     tied_head=False,

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_runner(model: Model, max_rows: int = 4) -> ModelRunner:
-    storage = KVStorage(model.layout, 64, BLOCK, torch.float32, CPU)
+    storage = KVStorage(model.layout, 64, BLOCK, CPU)
     return ModelRunner(model, storage, Sampler(VOCAB, max_rows, CPU), max_rows, max_context=64)
 
 

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.tensors import TensorSpec, tensors_of
-from tokenmill.kv.layout import KVLayout
-from tokenmill.kv.storage import KVStorage
+from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.raw import RawTensor
@@ -110,7 +110,8 @@ def warm_up_for(
     source: Any = Shapes(tensors_of(spec), blocks)
     ops = build_ops(quantization, deterministic=deterministic)
     model = Decoder(spec, Loader(source, ops, dtype, META), MAX_CONTEXT)
-    storage = KVStorage(KVLayout.from_spec(spec), 2, 16, kv_dtype or dtype, META)
+    names = {kept: name for name, kept in DTYPES.items()}
+    storage = KVStorage(KVLayout.from_spec(spec, CacheDtypes(names[kv_dtype or dtype], names[dtype])), 2, 16, META)
     with patch("torch.cuda.graph_pool_handle"):
         graphs = DecodeGraphs(model, storage, DeviceSampler(spec.vocab_size, 4, META), 4, 13, MAX_CONTEXT)
     return WarmUp(model, storage, graphs, MAX_ROWS, MAX_CONTEXT)

@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.engine.status import EngineStats, Health, ModelInfo
 from tokenmill.errors import ContextLengthExceeded, Draining, EngineDead, Overloaded, TokenmillError
 from tokenmill.params import SamplingParams
@@ -19,7 +19,7 @@ from tokenmill.types import ChatRequest, EmbedRequest, Event, PromptRequest, Tok
 
 BOS = 256
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play – outside 🌞 in the park."
-LAYER = LayerSpec(AttentionSpec(8, 4, 8, 0.35, None), MlpSpec(64))
+LAYER = LayerSpec(Gqa(8, 4, 8, 0.35, None), MlpSpec(64))
 SPEC = ModelSpec("llama", 512, 16, (LAYER,), 1e-5, 512, tied_head=True)
 INFO = ModelInfo("fake/tiny", 512, 512, 1_700_000_000, "fp_fake", SPEC, can_embed=True)
 

@@ -6,11 +6,18 @@ import random
 
 import torch
 
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 
 CPU = torch.device("cpu")
+
+
+def compute_dtype(model: Decoder) -> str:
+    """Of activations, as the head's input has it."""
+    embedded = model.ops.embed(torch.zeros(1, dtype=torch.int64), model.embedding)
+    return str(embedded.dtype).removeprefix("torch.")
 
 
 class PagedRun:
@@ -19,13 +26,15 @@ class PagedRun:
     def __init__(
         self, model: Decoder, num_rows: int, max_len: int, block_size: int = 4, dtype: torch.dtype = torch.float32
     ) -> None:
-        groups = len(model.layout.groups)
+        layout = KVLayout.from_spec(model.spec, CacheDtypes(str(dtype).removeprefix("torch."), compute_dtype(model)))
+        groups = len(layout.groups)
         per_row = -(-max_len // block_size)
         num_blocks = 1 + groups * num_rows * per_row
         ids = list(range(1, num_blocks))
         random.Random(0).shuffle(ids)
-        self.tables = torch.tensor(ids, dtype=torch.int32).view(groups, num_rows, per_row)
-        self.storage = KVStorage(model.layout, num_blocks, block_size, dtype, CPU)
+        rows = torch.tensor(layout.rows_per_block, dtype=torch.int32).view(groups, 1, 1)
+        self.tables = torch.tensor(ids, dtype=torch.int32).view(groups, num_rows, per_row) * rows
+        self.storage = KVStorage(layout, num_blocks, block_size, CPU)
         self.model = model
         self.lengths = [0] * num_rows
 

@@ -131,19 +131,19 @@ def test_experts_are_stacked(saved: dict[str, tuple[Path, Any]], kind: str) -> N
 
 def test_specs_say_what_the_configs_say(saved: dict[str, tuple[Path, Any]]) -> None:
     specs = {kind: read_spec(directory) for kind, (directory, _) in saved.items()}
-    windows = {kind: [layer.attention.window for layer in spec.layers] for kind, spec in specs.items()}
+    windows = {kind: [layer.mixer.window for layer in spec.layers] for kind, spec in specs.items()}
     assert windows["mistral"] == [16] * 4
     assert windows["qwen2"] == [None, None, 16, 16]
     assert windows["gemma2"] == [16, None, 16, None]
     assert windows["gemma3_text"] == [16, 16, 16, 16]
     assert [isinstance(layer.mlp, MoeSpec) for layer in specs["qwen3_moe"].layers] == [True, False, True, True]
     assert specs["qwen3_moe"].layers[1].mlp == MlpSpec(48)
-    assert specs["gemma2"].layers[0].attention.scale == 24**-0.5
-    assert (specs["gemma2"].layers[0].attention.softcap, specs["gemma2"].logit_softcap) == (50.0, 30.0)
+    assert specs["gemma2"].layers[0].mixer.scale == 24**-0.5
+    assert (specs["gemma2"].layers[0].mixer.softcap, specs["gemma2"].logit_softcap) == (50.0, 30.0)
     assert specs["gemma2"].embedding_scale == 8.0
-    assert specs["llama"].layers[0].attention.out_bias
-    assert specs["qwen2"].layers[0].attention.qkv_bias and not specs["qwen2"].layers[0].attention.out_bias
-    rope = specs["phi3"].layers[0].attention.rope
+    assert specs["llama"].layers[0].mixer.out_bias
+    assert specs["qwen2"].layers[0].mixer.qkv_bias and not specs["qwen2"].layers[0].mixer.out_bias
+    rope = specs["phi3"].layers[0].mixer.rope
     assert rope is not None and rope.rotary_dim == 12
     assert isinstance(rope.scaling, LongRopeScaling) and rope.scaling.original_context == 32
 

@@ -105,7 +105,7 @@ def test_llama3_scaling_becomes_factors(tmp_path: Path) -> None:
     config = {**SMALL, "model_type": "llama", "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}}
     spec, path = spec_from_hf(config), tmp_path / "model.gguf"
     write_gguf(path, spec, dummy_weights(spec), VOCABULARY)
-    rope = read_spec(path).layers[0].attention.rope
+    rope = read_spec(path).layers[0].mixer.rope
     assert rope is not None and isinstance(rope.scaling, FrequencyFactors)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"})
@@ -205,7 +205,7 @@ def load_all(path: Path) -> tuple[ModelSpec, dict[str, RawTensor]]:
 
 def facts(spec: ModelSpec) -> tuple[int, ...]:
     layer: LayerSpec = spec.layers[0]
-    attention = layer.attention
+    attention = layer.mixer
     return spec.num_layers, spec.hidden_size, attention.num_heads, attention.num_kv_heads, spec.vocab_size
 
 
@@ -214,7 +214,7 @@ def test_smollm2(smollm2_path: Path) -> None:
     assert facts(spec) == (30, 576, 9, 3, 49152)
     assert spec.tied_head and spec.max_context == 8192 and spec.dtype == "quantised"
     assert spec.eos_token_ids == (2,)  # <|im_end|>; <|endoftext|> is known to the tokenizer
-    rope = spec.layers[0].attention.rope
+    rope = spec.attentions[0].rope
     assert rope is not None and (rope.theta, rope.rotary_dim) == (100000.0, 64)
     assert {raw.quant for raw in raws.values()} == {"Q8_0", "Q4_1", None}
     stored, data = read_gguf(smollm2_path).tensors, np.memmap(smollm2_path, np.uint8, "r")
@@ -237,10 +237,10 @@ def test_real_file_with_missing_weights_names_them(smollm2_path: Path) -> None:
 def test_gemma3(gemma3_path: Path) -> None:
     spec, raws = load_all(gemma3_path)
     assert facts(spec) == (18, 640, 4, 1, 262144)
-    assert [layer.attention.window for layer in spec.layers[:7]] == [512] * 5 + [None, 512]
-    thetas = [layer.attention.rope.theta for layer in spec.layers[4:6] if layer.attention.rope]
+    assert [layer.mixer.window for layer in spec.layers[:7]] == [512] * 5 + [None, 512]
+    thetas = [layer.mixer.rope.theta for layer in spec.layers[4:6] if layer.mixer.rope]
     assert thetas == [10000.0, 1000000.0]
-    assert spec.layers[0].attention.qk_norm and spec.layers[0].post_norms
+    assert spec.attentions[0].qk_norm and spec.layers[0].post_norms
     assert raws["layers.0.attn_norm.weight"].data.min() > 0  # GGUF stores Gemma's norms with the one added
     assert spec.eos_token_ids == (1,)  # <end_of_turn> is known to the tokenizer
 
@@ -249,7 +249,7 @@ def test_gemma3(gemma3_path: Path) -> None:
 def test_qwen_coder(qwen_coder_path: Path) -> None:
     spec, raws = load_all(qwen_coder_path)
     assert facts(spec) == (28, 1536, 12, 2, 151936)
-    assert spec.layers[0].attention.qkv_bias and not spec.tied_head
+    assert spec.attentions[0].qkv_bias and not spec.tied_head
     assert raws["layers.0.k.bias"].shape == (256,)
     assert torch.isfinite(dequantize(raws["layers.0.v.weight"])).all()
 

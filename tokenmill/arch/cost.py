@@ -13,6 +13,7 @@ from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import LayerOutline, Model, outline_of
 
 DTYPE_BYTES: Mapping[str, float] = {
+    "float64": 8.0,
     "float32": 4.0,
     "float16": 2.0,
     "bfloat16": 2.0,

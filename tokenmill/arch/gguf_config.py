@@ -18,8 +18,8 @@ from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.hf_config import ACTIVATIONS
 from tokenmill.arch.rope_config import longrope_mscale, yarn_mscale
 from tokenmill.arch.spec import (
-    AttentionSpec,
     FrequencyFactors,
+    Gqa,
     LayerSpec,
     LinearScaling,
     LongRopeScaling,
@@ -155,7 +155,7 @@ class _Reader:
             self.fields.refuse(f"{key} differs between layers, which is not implemented")
         return int(values.pop()) if values else 0
 
-    def _attention(self, window: int | None) -> AttentionSpec:
+    def _attention(self, window: int | None) -> Gqa:
         heads = self._per_layer("attention.head_count")
         kv_heads = self._per_layer("attention.head_count_kv") or heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -165,7 +165,7 @@ class _Reader:
             self.fields.refuse(f"{heads} heads of {self.hidden} numbers together are not possible")
         if (self.fields.integer_or_none("attention.value_length") or head_dim) != head_dim:
             self.fields.refuse("keys and values of different lengths are not implemented")
-        return AttentionSpec(
+        return Gqa(
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

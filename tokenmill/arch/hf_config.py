@@ -13,7 +13,7 @@ from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.rope_config import rope_for
-from tokenmill.arch.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from tokenmill.errors import UnsupportedModel
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -133,14 +133,14 @@ def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
     return replace(experts, expert=expert, shared=shared)
 
 
-def _attention(fields: ConfigFields, family: Family, window: int | None) -> AttentionSpec:
+def _attention(fields: ConfigFields, family: Family, window: int | None) -> Gqa:
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer_or_none("num_key_value_heads") or heads
     head_dim = fields.integer_or_none("head_dim") or _even_share(fields, heads)
     if heads % kv_heads:
         fields.refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     query_scale = fields.positive(family.query_scale_key) if family.query_scale_key else float(head_dim)
-    return AttentionSpec(
+    return Gqa(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

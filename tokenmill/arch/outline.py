@@ -9,11 +9,11 @@ have nothing else: `outlines/` reads their configs, so that they can be planned 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from tokenmill.arch.spec import LayerSpec, ModelSpec, MoeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, ShortConv
 from tokenmill.arch.tensors import layer_tensors
 
 
@@ -32,7 +32,7 @@ class LayerOutline:
     experts: int = 0  # parameters of all routed experts
     num_experts: int = 0
     num_active: int = 0
-    state_values: int = 0  # kept of each sequence, however long it is (recurrent layers)
+    state_values: int = 0  # kept of each sequence, however long it is (recurrent layers, short convolutions)
 
     @property
     def total(self) -> int:
@@ -85,24 +85,46 @@ def _layer_outline(layer: LayerSpec, hidden: int) -> LayerOutline:
     sizes = {"linear": 0, "experts": 0, "vector": 0}
     for tensor in layer_tensors(layer, hidden):
         sizes["experts" if "experts." in tensor.name else tensor.kind] += prod(tensor.shape)
-    attention, mlp = layer.attention, layer.mlp
-    moe = mlp if isinstance(mlp, MoeSpec) else None
-    inter = moe.num_active * moe.expert.intermediate_size if moe else _intermediate(layer)
-    return LayerOutline(
+    mixer = _of_attention(layer.mixer) if isinstance(layer.mixer, Gqa) else _of_conv(layer.mixer)
+    moe = layer.mlp if isinstance(layer.mlp, MoeSpec) else None
+    return replace(
+        mixer,
         linear=sizes["linear"],
         vectors=sizes["vector"],
-        kv_values=2 * attention.kv_size,
-        pair_values=2 * attention.q_size,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        width=max(2 * attention.q_size + 2 * attention.kv_size, 3 * inter),
-        window=attention.window,
+        width=max(mixer.width, 3 * _inner_width(layer.mlp)),
         experts=sizes["experts"],
         num_experts=moe.num_experts if moe else 0,
         num_active=moe.num_active if moe else 0,
     )
 
 
-def _intermediate(layer: LayerSpec) -> int:
-    assert not isinstance(layer.mlp, MoeSpec)
-    return layer.mlp.intermediate_size
+def _of_attention(attention: Gqa) -> LayerOutline:
+    """A layer of nothing but this mixer, without its weights."""
+    return LayerOutline(
+        linear=0,
+        vectors=0,
+        kv_values=2 * attention.kv_size,
+        pair_values=2 * attention.q_size,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        width=2 * attention.q_size + 2 * attention.kv_size,
+        window=attention.window,
+    )
+
+
+def _of_conv(conv: ShortConv) -> LayerOutline:
+    """A layer of nothing but this mixer, without its weights. Its window is a few tokens: as good as a state."""
+    return LayerOutline(
+        linear=0,
+        vectors=0,
+        kv_values=0,
+        pair_values=0,
+        num_heads=1,
+        num_kv_heads=1,
+        width=5 * conv.width,  # b, c and x, the inputs of the convolution and its output
+        state_values=(conv.kernel - 1) * conv.width,
+    )
+
+
+def _inner_width(mlp: MlpSpec | MoeSpec) -> int:
+    return mlp.num_active * mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tokenmill.arch.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 
 
@@ -63,8 +63,8 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
 
 
 def _interleaved(source: TensorSource, layer: LayerSpec, part: str) -> TensorSource:
-    attention = layer.attention
-    if attention.rope is None:
+    attention = layer.mixer
+    if not isinstance(attention, Gqa) or attention.rope is None:
         return source
     heads = attention.num_heads if part.startswith("q") else attention.num_kv_heads
     return replace(source, interleaved_heads=heads, rotary_dim=attention.rope.rotary_dim)
@@ -85,16 +85,13 @@ def _fused(source: TensorSource, layer: LayerSpec, rule: Rule, part: str) -> Ten
 
 
 def _num_rows(layer: LayerSpec, part: str) -> int:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.mixer, layer.mlp
     expert = mlp.expert if isinstance(mlp, MoeSpec) else mlp
     assert isinstance(expert, MlpSpec)
-    return {
-        "q": attention.q_size,
-        "k": attention.kv_size,
-        "v": attention.kv_size,
-        "gate": expert.intermediate_size,
-        "up": expert.intermediate_size,
-    }[part]
+    sizes = {"gate": expert.intermediate_size, "up": expert.intermediate_size}
+    if isinstance(attention, Gqa):
+        sizes |= {"q": attention.q_size, "k": attention.kv_size, "v": attention.kv_size}
+    return sizes[part]
 
 
 def _per_expert(source: TensorSource) -> TensorSource:

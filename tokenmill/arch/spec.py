@@ -1,8 +1,12 @@
-"""What a model IS: frozen data, no torch. Everything else derives from it: the tensors a checkpoint must hold
-(`tensors.py`), its cost (`cost.py`), the KV layout, the shard plan, the planner's estimates and how it runs.
+"""A model as frozen data, no torch. Everything else derives from it: the tensors a checkpoint must hold
+(`tensors.py`), its cost (`cost.py`), the layout of its cache, the shard plan, the planner's estimates and how it runs.
 
     ModelSpec = embedding → LayerSpec × L → final norm → head
-    LayerSpec = norm → attention → (post norm) → + → norm → MLP or experts → (post norm) → +
+    LayerSpec = norm → mixer → (post norm) → + → norm → MLP or experts → (post norm) → +
+
+A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`) or a short
+convolution (`ShortConv`). It alone knows what has to be kept of the tokens computed so far (`cache_fields`) and how far
+back a token looks (`window`); cache, memory sizing and planner ask it and nothing else.
 
 A variant that these fields cannot express is refused by the reader, by name; it is never approximated.
 """
@@ -70,8 +74,29 @@ class RopeSpec:
     scaling: RopeScaling | None = None
 
 
+# ── mixers ─────────────────────────────────────────────────────────────────────────────────────────────
+
+CacheDtype = Literal["cache", "compute"]
+
+
 @dataclass(frozen=True)
-class AttentionSpec:
+class CacheField:
+    """One tensor that a layer keeps of its tokens.
+
+    `shape` is what one token leaves behind; its last axis is a vector, which has one scale where a value takes a byte.
+    `dtype` "cache" is the one that the engine is told to keep keys and values in; "compute" is that of activations, for
+    values that must come back exactly as they were computed. A layout replaces both by real types.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: CacheDtype | str = "cache"
+
+
+@dataclass(frozen=True)
+class Gqa:
+    """Grouped-query attention: groups of query heads share a key and value head."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -91,6 +116,37 @@ class AttentionSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def cache_fields(self) -> tuple[CacheField, ...]:
+        shape = (self.num_kv_heads, self.head_dim)
+        return CacheField("keys", shape), CacheField("values", shape)
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """LFM2's gated short convolution: out(c * conv(b * x)) with b, c and x projected from the layer's input.
+
+    The convolution is causal and depthwise: each channel is a weighted sum of its last `kernel` inputs b * x. What
+    later tokens need is therefore the last kernel - 1 inputs, and each token keeps its own, like a key: a window of
+    `kernel` tokens over paged blocks.
+    """
+
+    width: int  # channels; the model's hidden size
+    kernel: int  # taps
+    bias: bool = False  # of both projections and of the convolution
+
+    @property
+    def window(self) -> int:
+        return self.kernel
+
+    def cache_fields(self) -> tuple[CacheField, ...]:
+        return (CacheField("inputs", (self.width,), "compute"),)
+
+
+MixerSpec = Gqa | ShortConv
+
+
+# ── the rest of a layer, and the model ─────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -116,9 +172,9 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    attention: AttentionSpec
+    mixer: MixerSpec
     mlp: MlpSpec | MoeSpec
-    post_norms: bool = False  # Gemma: norms after attention and MLP too, before the residual is added
+    post_norms: bool = False  # Gemma: norms after mixer and MLP too, before the residual is added
 
 
 @dataclass(frozen=True)
@@ -142,17 +198,30 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def attentions(self) -> tuple[Gqa, ...]:
+        """The mixers that are attention, in the order of their layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Gqa))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The distinct rotations of its layers."""
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.attentions if mixer.rope is not None))
+
 
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a model in our own naming.
 
     embed.weight                                       [vocab, hidden]
-    layers.{i}.attn_norm.weight                        [hidden]
+    layers.{i}.attn_norm.weight                        [hidden], before the mixer, whichever it is
     layers.{i}.{q,k,v}.weight  (.bias)                 [heads * head_dim, hidden]
     layers.{i}.{q_norm,k_norm}.weight                  [head_dim]
     layers.{i}.sinks                                   [heads]
     layers.{i}.o.weight  (.bias)                       [hidden, heads * head_dim]
+    layers.{i}.conv_in.weight  (.bias)                 [3 * hidden, hidden], rows of b, then c, then x
+    layers.{i}.conv.weight  (.bias)                    [hidden, kernel], oldest tap first
+    layers.{i}.conv_out.weight  (.bias)                [hidden, hidden]
     layers.{i}.attn_post_norm.weight                   [hidden]
     layers.{i}.mlp_norm.weight                         [hidden]
     layers.{i}.{gate,up}.weight, layers.{i}.down.weight      [inter, hidden], [hidden, inter]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, TensorSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
 
 
 def tensors_of(spec: ModelSpec) -> dict[str, TensorSpec]:
@@ -25,7 +25,7 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "") -> Iterator[TensorSpec]:
     yield TensorSpec(prefix + "attn_norm.weight", (hidden,), "vector")
-    yield from _attention(layer.attention, hidden, prefix)
+    yield from _attention(layer.mixer, hidden, prefix) if isinstance(layer.mixer, Gqa) else _conv(layer.mixer, prefix)
     if layer.post_norms:
         yield TensorSpec(prefix + "attn_post_norm.weight", (hidden,), "vector")
     yield TensorSpec(prefix + "mlp_norm.weight", (hidden,), "vector")
@@ -43,7 +43,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[TensorSp
         yield TensorSpec(name + ".bias", (rows,), "vector")
 
 
-def _attention(attention: AttentionSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+def _attention(attention: Gqa, hidden: int, prefix: str) -> Iterator[TensorSpec]:
     yield from _linear(prefix + "q", attention.q_size, hidden, attention.qkv_bias)
     yield from _linear(prefix + "k", attention.kv_size, hidden, attention.qkv_bias)
     yield from _linear(prefix + "v", attention.kv_size, hidden, attention.qkv_bias)
@@ -53,6 +53,14 @@ def _attention(attention: AttentionSpec, hidden: int, prefix: str) -> Iterator[T
     if attention.has_sinks:
         yield TensorSpec(prefix + "sinks", (attention.num_heads,), "vector")
     yield from _linear(prefix + "o", hidden, attention.q_size, attention.out_bias)
+
+
+def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
+    yield from _linear(prefix + "conv_in", 3 * conv.width, conv.width, conv.bias)
+    yield TensorSpec(prefix + "conv.weight", (conv.width, conv.kernel), "vector")
+    if conv.bias:
+        yield TensorSpec(prefix + "conv.bias", (conv.width,), "vector")
+    yield from _linear(prefix + "conv_out", conv.width, conv.width, conv.bias)
 
 
 def _mlp(mlp: MlpSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:

@@ -86,8 +86,7 @@ def open_measured(config: EngineConfig) -> Measured:
         pass
     runner: Any = llm.core.runner
     parts, dtype = stored_weights(llm)
-    kv_dtype = str(runner.storage.keys.dtype).removeprefix("torch.")
-    kv_dtype = "fp8" if kv_dtype.startswith("float8") else kv_dtype
+    kv_dtype = runner.storage.layout.groups[0].fields[0].dtype
     return Measured(llm, llm.frontend.spec, parts, kv_dtype, dtype, llm.core.info.device)
 
 

@@ -13,7 +13,7 @@ from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token,
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_json, read_spec
-from tokenmill.arch.spec import ModelSpec, MoeSpec
+from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv
 from tokenmill.cli.screen import count, print_facts, size
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.planner.plan import CPU_KV_DTYPE
@@ -64,7 +64,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
-        "attention": attention_in_words(spec),
+        "attention": mixers_in_words(spec),
         "mlp": _mlp_in_words(spec),
         "parameters": num_parameters(spec),
         "active_parameters": num_active_parameters(spec),
@@ -121,15 +121,16 @@ def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
     return rows
 
 
-def attention_in_words(spec: ModelSpec) -> str:
-    kinds = Counter(
-        (a.num_heads, a.num_kv_heads, a.head_dim, a.window) for a in (layer.attention for layer in spec.layers)
-    )
-    parts = []
-    for (heads, kv_heads, head_dim, window), layers in kinds.items():
-        reach = f", window {window}" if window else ""
-        parts.append(f"{layers} × {heads} heads of {head_dim}, {kv_heads} KV heads{reach}")
-    return "; ".join(parts)
+def mixers_in_words(spec: ModelSpec) -> str:
+    kinds = Counter(_mixer_in_words(layer.mixer) for layer in spec.layers)
+    return "; ".join(f"{layers} × {words}" for words, layers in kinds.items())
+
+
+def _mixer_in_words(mixer: MixerSpec) -> str:
+    if isinstance(mixer, ShortConv):
+        return f"short convolution of {mixer.kernel} tokens, {mixer.width} wide"
+    reach = f", window {mixer.window}" if mixer.window else ""
+    return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads{reach}"
 
 
 def _mlp_in_words(spec: ModelSpec) -> str:

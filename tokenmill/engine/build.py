@@ -27,7 +27,6 @@ from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.cache import KVCache
-from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.sampling.sampler import Sampler
@@ -54,7 +53,7 @@ def build_core(
         model = resolved.backend.build_model(settled, spec, open_source(settled, model_path, spec))
     torch.cuda.empty_cache()  # does nothing where no GPU is in use
     with advice_where_memory_ends("the KV cache does not fit beside the weights", "memory_fraction"):
-        storage = kv_storage(settled, KVLayout.from_spec(spec))
+        storage = kv_storage(settled, spec)
     core = assemble(
         settled,
         model,
@@ -123,6 +122,7 @@ def assemble(
     max_rows = config.scheduler.num_rows
     cache = KVCache(
         windows=storage.layout.windows,
+        rows_per_block=storage.layout.rows_per_block,
         num_blocks=storage.num_blocks,
         block_size=storage.block_size,
         prefix_caching=config.cache.prefix_caching,

@@ -13,8 +13,8 @@ import torch
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidConfig
-from tokenmill.kv.layout import KVLayout
-from tokenmill.kv.storage import KVStorage
+from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder, rope_tables
 from tokenmill.models.loading import Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
@@ -26,14 +26,11 @@ from tokenmill.weights.locate import locate
 from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
 from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
     """The model's weights: those of its files, checked for completeness, or random ones."""
     if config.model.load_format == "dummy":  # drawn where they are used, in the precision they are used in
-        dtype, device = TORCH_DTYPES[config.model.dtype], torch.device(config.ops.device)
+        dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
         return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=device)
     wanted, found = config.model.load_format, locate(path).format
     if wanted not in ("auto", found):
@@ -45,7 +42,7 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
 
 def build_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops) -> Decoder:
     """A model that computes layer by layer with a table of ops."""
-    dtype, device = TORCH_DTYPES[config.model.dtype], torch.device(config.ops.device)
+    dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
     return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context)
 
 
@@ -79,7 +76,8 @@ def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
     return open_cache(source_of(source.checkpoint.files, layout_digest(), recipe))
 
 
-def kv_storage(config: EngineConfig, layout: KVLayout) -> KVStorage:
+def kv_storage(config: EngineConfig, spec: ModelSpec) -> KVStorage:
+    """The KV pool of a resolved config."""
     assert config.cache.num_blocks is not None
-    dtype, device = KV_DTYPES[config.cache.kv_dtype], torch.device(config.ops.device)
-    return KVStorage(layout, config.cache.num_blocks, config.cache.block_size, dtype, device)
+    layout = KVLayout.from_spec(spec, CacheDtypes(config.cache.kv_dtype, config.model.dtype))
+    return KVStorage(layout, config.cache.num_blocks, config.cache.block_size, torch.device(config.ops.device))

@@ -22,7 +22,7 @@ from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWe
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.runner.memory import RunnerBytes, RunnerLimits, blocks_for_context, num_blocks_that_fit
 
@@ -53,7 +53,7 @@ def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> R
     """Resolve a config for a model's files on this machine."""
     is_random = config.model.load_format == "dummy"
     stored = StoredWeights(spec, None if is_random else path)
-    return resolve(config, spec, KVLayout.from_spec(spec), probe(config), stored)
+    return resolve(config, spec, probe(config), stored)
 
 
 def explain_choices(config: EngineConfig, path: Path, spec: ModelSpec) -> list[str]:
@@ -93,7 +93,6 @@ def unused_gpu(gpu: Gpu) -> str | None:
 def resolve(
     config: EngineConfig,
     spec: ModelSpec,
-    layout: KVLayout,
     machine: MachineFacts,
     stored: StoredWeights,
     backends: Sequence[Backend] = BACKENDS,
@@ -112,6 +111,7 @@ def resolve(
     config = replace(config, cache=cache)
     kept = backend.kept_weights(stored, request)
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
+    layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, config.model.dtype))
     if cache.num_blocks is None:
         cache = _size_pool(config, layout, device, kept, workspace, free_bytes, reasons)
     model = _within_pool(config.model, cache, layout, reasons)
@@ -273,7 +273,7 @@ def _size_pool(
             f"memory: weights {weights / 2**30:.2f} GiB, rows {workspace.rows / 2**30:.2f}, largest step "
             f"{workspace.step / 2**30:.2f}, graphs {workspace.graphs / 2**30:.2f}"
         )
-    block_bytes = layout.block_bytes(cache.block_size, cache.kv_dtype)
+    block_bytes = layout.block_bytes(cache.block_size)
     num_blocks = num_blocks_that_fit(
         layout,
         free_bytes=max(0, free_bytes - weights - workspace.total - device.start_bytes),

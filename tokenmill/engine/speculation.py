@@ -20,7 +20,6 @@ from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import DRAFT_PREFIX, resolve_model_config
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.cache import KVCache
-from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.runner.runner import ModelRunner
@@ -101,7 +100,7 @@ def build_draft(config: EngineConfig, target_context: int | None, target_path: P
     resolved = resolve_model_config(config, spec, path)
     config = resolved.config
     assert config.model.max_context is not None
-    storage = kv_storage(config, KVLayout.from_spec(spec))
+    storage = kv_storage(config, spec)
     model = resolved.backend.build_model(config, spec, open_source(config, path, spec))
     return draft_model(model, storage, config.scheduler, config.model.max_context)
 
@@ -109,7 +108,12 @@ def build_draft(config: EngineConfig, target_context: int | None, target_path: P
 def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int) -> DraftModel:
     max_rows = scheduler.num_rows
     runner = ModelRunner(model, storage, Sampler(model.vocab_size, max_rows, storage.device), max_rows, max_context)
-    cache = KVCache(windows=storage.layout.windows, num_blocks=storage.num_blocks, block_size=storage.block_size)
+    cache = KVCache(
+        windows=storage.layout.windows,
+        rows_per_block=storage.layout.rows_per_block,
+        num_blocks=storage.num_blocks,
+        block_size=storage.block_size,
+    )
     return DraftModel(runner, cache, max_context, scheduler.num_tokens)
 
 

@@ -1,11 +1,11 @@
-"""The scheduler's door to the KV cache: match, open, reserve, commit, fork, release. Bookkeeping only, no tensors.
+"""The KV cache as the scheduler uses it: match, open, reserve, commit, fork, release. Bookkeeping only, no tensors.
 
     match    how much of a sequence is already computed              [hit blocks |                          ]
     open     a table that holds those blocks
     reserve  room for the next tokens, all of it or nothing          [hit blocks | reserved |               ]
     commit   those tokens are computed: full blocks become findable, blocks behind a sliding window go back
     fork     a second table on the same blocks
-    release  the table is gone
+    release  all blocks of a table go back
 
 All groups take their blocks from one pool. A block that several tables hold is never written: `reserve` gives the
 writer a copy of its own (the pairs it returns are copied by the runner before anything is written). Only full blocks
@@ -17,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from tokenmill.kv.block_table import BlockTable
+from tokenmill.kv.blocks import NULL_BLOCK, BlockPool, BlockTable, HashChain, PrefixIndex
 from tokenmill.kv.layout import blocks_in_group
-from tokenmill.kv.pool import NULL_BLOCK, BlockPool
-from tokenmill.kv.prefix import HashChain, PrefixIndex
 
 Copies = list[tuple[int, int]]  # (from block, to block)
 NO_COPIES: Copies = []
@@ -35,10 +33,18 @@ class PrefixMatch(NamedTuple):
 
 class KVCache:
     def __init__(
-        self, *, windows: Seq[int | None], num_blocks: int, block_size: int = 16, prefix_caching: bool = True
+        self,
+        *,
+        windows: Seq[int | None],
+        num_blocks: int,
+        block_size: int = 16,
+        prefix_caching: bool = True,
+        rows_per_block: Seq[int] = (),
     ) -> None:
-        """`windows`: one entry a KV group, None for full attention. `num_blocks` counts the null block."""
+        """`windows`: one entry a cache group, None for full attention; `rows_per_block` likewise (see `KVLayout`), 1 by
+        default. `num_blocks` counts the null block."""
         self.windows = tuple(windows)
+        self.rows_per_block = tuple(rows_per_block) or (1,) * len(self.windows)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
@@ -72,35 +78,35 @@ class KVCache:
         if not self.prefix_caching:
             return self.miss()
         num_blocks = min(limit, len(token_ids)) // self.block_size
-        names = chain.extend(token_ids, num_blocks)
-        num_blocks = self._full_attention_run(names, num_blocks)
-        num_blocks = self._last_visible_block(names, num_blocks)
-        groups = [self._hit_blocks(group, names, num_blocks) for group in range(len(self.windows))]
+        hashes = chain.extend(token_ids, num_blocks)
+        num_blocks = self._full_attention_run(hashes, num_blocks)
+        num_blocks = self._last_visible_block(hashes, num_blocks)
+        groups = [self._hit_blocks(group, hashes, num_blocks) for group in range(len(self.windows))]
         return PrefixMatch(num_blocks * self.block_size, groups)
 
     def num_shared(self, hit: PrefixMatch) -> int:
-        """Blocks of a hit that running sequences hold anyway: opening it takes nothing from the free ones."""
+        """How many blocks of a hit are held by running sequences already: they are not taken from the free ones."""
         return sum(self.pool.refs[block] > 0 for blocks in hit.groups for block in blocks)
 
     def miss(self) -> PrefixMatch:
         return PrefixMatch(0, [[] for _ in self.windows])
 
-    def _full_attention_run(self, names: list[bytes], num_blocks: int) -> int:
-        """Groups with full attention need every block from the first on."""
+    def _full_attention_run(self, hashes: list[bytes], num_blocks: int) -> int:
+        """How many leading blocks all groups without a window have: those need every block from the first on."""
         full = [group for group, window in enumerate(self.windows) if window is None]
         for index in range(num_blocks):
-            if any(self.prefix.find(group, names[index]) is None for group in full):
+            if any(self.prefix.find(group, hashes[index]) is None for group in full):
                 return index
         return num_blocks
 
-    def _last_visible_block(self, names: list[bytes], num_blocks: int) -> int:
+    def _last_visible_block(self, hashes: list[bytes], num_blocks: int) -> int:
         """The longest prefix of at most `num_blocks` whose windows are complete at its end."""
         windowed = [group for group, window in enumerate(self.windows) if window is not None]
         best = num_blocks if not windowed else 0
         missing = dict.fromkeys(windowed, -1)  # per group: the last absent block so far
         for index in range(num_blocks if windowed else 0):
             for group in windowed:
-                if self.prefix.find(group, names[index]) is None:
+                if self.prefix.find(group, hashes[index]) is None:
                     missing[group] = index
             end = (index + 1) * self.block_size
             if all(missing[group] < self.first_visible_block(group, end) for group in windowed):
@@ -116,9 +122,9 @@ class KVCache:
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
-    def _hit_blocks(self, group: int, names: list[bytes], num_blocks: int) -> list[int]:
+    def _hit_blocks(self, group: int, hashes: list[bytes], num_blocks: int) -> list[int]:
         first = min(self.first_visible_block(group, num_blocks * self.block_size), num_blocks)
-        found = (self.prefix.find(group, name) for name in names[first:num_blocks])
+        found = (self.prefix.find(group, block_hash) for block_hash in hashes[first:num_blocks])
         return [NULL_BLOCK] * first + [block for block in found if block is not None]
 
     # ── a table's life ─────────────────────────────────────────────────────────────────────────────────
@@ -131,10 +137,10 @@ class KVCache:
         live_from = [
             min(self.first_visible_block(group, hit.num_tokens), num_blocks) for group in range(len(self.windows))
         ]
-        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks)
+        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self.rows_per_block)
 
     def reserve(self, table: BlockTable, start: int, end: int) -> Copies | None:
-        """Makes [start, end) writable for this table alone; None (and nothing changed) when the pool is short."""
+        """Make [start, end) writable for this table alone; None (and nothing changed) when the pool is short."""
         first, last = start // self.block_size, (end - 1) // self.block_size
         if first == last and self._is_own(table, last):  # decoding, nearly always
             return NO_COPIES
@@ -151,7 +157,7 @@ class KVCache:
         return copies
 
     def _is_own(self, table: BlockTable, index: int) -> bool:
-        """The entry is there in every group, and nobody else holds it."""
+        """Whether the entry is there in every group and no other table holds it."""
         refs = self.pool.refs
         return all(index < len(blocks) and refs[blocks[index]] == 1 for blocks in table.groups)
 
@@ -171,7 +177,7 @@ class KVCache:
         return old, new
 
     def commit(self, table: BlockTable, num_computed: int, token_ids: Seq[int], chain: HashChain | None) -> None:
-        """Tokens [0, num_computed) are in the cache. Without a chain the blocks stay nameless."""
+        """Record that tokens [0, num_computed) are in the cache. Without a chain others do not find them."""
         num_full = num_computed // self.block_size
         if num_full > table.num_registered:
             if chain is not None and self.prefix_caching:
@@ -181,11 +187,11 @@ class KVCache:
             if window is not None:
                 self._drop_unseen(table, group, num_computed)
 
-    def _register(self, table: BlockTable, num_full: int, names: list[bytes]) -> None:
+    def _register(self, table: BlockTable, num_full: int, hashes: list[bytes]) -> None:
         for group, blocks in enumerate(table.groups):
             for index in range(table.num_registered, num_full):
                 if blocks[index] != NULL_BLOCK:
-                    self.prefix.register(group, names[index], blocks[index])
+                    self.prefix.register(group, hashes[index], blocks[index])
 
     def _drop_unseen(self, table: BlockTable, group: int, num_computed: int) -> None:
         end = min(self.first_visible_block(group, num_computed), len(table.groups[group]))
@@ -197,10 +203,10 @@ class KVCache:
         for blocks in table.groups:
             for block in blocks:
                 self.pool.share(block)
-        return BlockTable([list(blocks) for blocks in table.groups], list(table.live_from), table.num_registered)
+        return table.fork()
 
     def release(self, table: BlockTable) -> None:
-        """Ends of sequences go first: beginnings are what others share, so they are evicted last."""
+        """Give back all blocks, the last first: beginnings are what others share, so they are evicted last."""
         for blocks in table.groups:
             for block in reversed(blocks):
                 self._release_block(block)

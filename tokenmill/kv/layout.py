@@ -1,60 +1,119 @@
-"""How a model's layers share one pool of KV blocks. Pure data, no torch.
+"""How a model's layers share one pool of cache blocks. Pure data, no torch.
 
-Layers that look back equally far need the same blocks at the same time, so they are kept in groups. Every group
-has the same number of layers, hence every block has the same size and one pool of block ids serves all groups:
+What a layer keeps of its tokens is asked of its mixer (`cache_fields`, `window`). Layers that keep the same fields and
+look back equally far need the same blocks at the same time: they form cache groups, and a sequence holds one block
+table per group. Groups are cut so that a block takes about the same number of bytes in every one of them; then one pool
+of equal blocks serves all groups, and what one gives back another may take:
 
-    18 layers, every sixth one global        block id 7, owned by group 0    block id 9, owned by group 1
-    group 0  (window None)  layers 5 11 17   ┌ layer 5 ┬ layer 11 ┬ layer 17 ┐  ┌ layer 0 ┬ layer 1 ┬ layer 2 ┐
-    group 1  (window 512)   layers 0 1 2     │  K , V  │  K , V   │  K , V   │  │  K , V  │  K , V  │  K , V  │
-    group 2  (window 512)   layers 3 4 6     └─────────┴──────────┴──────────┘  └─────────┴─────────┴─────────┘
+    18 layers of attention, every sixth one global    block 7, owned by group 0         block 9, owned by group 1
+    group 0  (window None)  layers 5 11 17            ┌ layer 5 ┬ layer 11 ┬ layer 17 ┐ ┌ layer 0 ┬ layer 1 ┬ layer 2 ┐
+    group 1  (window 512)   layers 0 1 2              │  K , V  │  K , V   │  K , V   │ │  K , V  │  K , V  │  K , V  │
+    ...                                               └─────────┴──────────┴──────────┘ └─────────┴─────────┴─────────┘
+
+    6 layers of attention, 10 short convolutions      block 7, owned by group 0         block 9, owned by group 1
+    group 0  (window None)  layers 2 5 8 10 12 14     ┌ K V ┬ K V ┬ K V ┬ K V ┬ K V ┬ K V ┐ ┌ inputs ┬ inputs ┬ inputs ┐
+    group 1  (window 3)     layers 0 1 3              └─────┴─────┴─────┴─────┴─────┴─────┘ └────────┴────────┴────────┘
     ...
 
-A sequence holds one block table per group. A window group gives back blocks it can no longer see; a block given back
-by one group may be taken by another. Where the sizes do not divide, the last group of a window has unused places.
+A group with a window gives back the blocks behind it. A short convolution is such a group with a window of a few
+tokens: since every token's input stays in a block of its sequence until the window has passed, prefix hits, forks,
+preemption and rejected draft tokens need nothing that keys and values do not need. A mixer whose state is a sum over
+all tokens (Mamba, gated DeltaNet) would need a second kind of group, with slots written at fixed positions; it would be
+said in `CacheGroup`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, lcm, prod
 
-from tokenmill.arch.cost import kv_vector_bytes
-from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.cost import KV_SCALE_BYTES, bytes_per_value
+from tokenmill.arch.spec import CacheField, MixerSpec, ModelSpec
 from tokenmill.errors import UnsupportedModel
 
-MAX_PADDING = 0.1  # unused places may be a tenth of the layers; beyond that smaller groups are better
+MAX_PADDING = 0.1  # unused bytes may be a tenth of a block; beyond that smaller groups are better
+SHORT_WINDOW = 16  # tokens: a group with a shorter window holds one or two blocks of a sequence, whatever its length
 
 
 @dataclass(frozen=True)
-class KVGroup:
-    """Layers that share a block table; `window` is how far they look back (None: to the beginning)."""
+class CacheDtypes:
+    """The types that fields are kept in: keys and values ("cache"), and what must be exact ("compute")."""
 
+    cache: str = "float32"
+    compute: str = "float32"
+
+    def resolved(self, field: CacheField) -> CacheField:
+        return replace(field, dtype={"cache": self.cache, "compute": self.compute}.get(field.dtype, field.dtype))
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share a block table: each keeps the same fields; `window` is how far back a token looks (None: to
+    the beginning)."""
+
+    fields: tuple[CacheField, ...]
     window: int | None
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    groups: tuple[KVGroup, ...]
-    layers_per_group: int
-    num_kv_heads: int
-    head_dim: int
+    groups: tuple[CacheGroup, ...]
 
     @classmethod
-    def from_spec(cls, spec: ModelSpec) -> KVLayout:
-        num_kv_heads, head_dim = _cache_shape(spec)
-        by_window = _layers_by_window(spec)
-        size = _group_size([len(layers) for layers in by_window.values()])
-        groups = tuple(
-            KVGroup(window, tuple(layers[start : start + size]))
-            for window, layers in by_window.items()
-            for start in range(0, len(layers), size)
-        )
-        return cls(groups, size, num_kv_heads, head_dim)
+    def from_spec(cls, spec: ModelSpec, dtypes: CacheDtypes | None = None) -> KVLayout:
+        """The groups of a model. Where all fields have the cache's type (attention), `dtypes` change nothing but the
+        number of bytes."""
+        kinds = _layers_by_kind(spec, dtypes or CacheDtypes())
+        size = _block_bytes_per_token(kinds)
+        groups: list[CacheGroup] = []
+        for (fields, window), layers in kinds.items():
+            count = size // _layer_bytes(fields)
+            groups += [
+                CacheGroup(fields, window, tuple(layers[start : start + count]))
+                for start in range(0, len(layers), count)
+            ]
+        return cls(tuple(groups))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @cached_property
+    def layers_per_group(self) -> int:
+        return max(len(group.layers) for group in self.groups)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all groups keep the same fields: then every field is a tensor of its own."""
+        return len({group.fields for group in self.groups}) == 1
+
+    @cached_property
+    def rows_per_block(self) -> tuple[int, ...]:
+        """How many rows of its tensors a block spans, per group: what block ids are multiplied by before kernels see
+        them. 1 where every field has a tensor of its own; elsewhere fields of several sizes share memory (see
+        `KVStorage`), and a block is so many of a group's fields."""
+        if self.is_uniform:
+            return (1,) * len(self.groups)
+        return tuple(self.shared_bytes // _unit_bytes(group.fields) for group in self.groups)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Bytes per token of a block that groups with different fields share, without scales."""
+        units = lcm(*(_unit_bytes(group.fields) for group in self.groups))
+        return ceil(max(len(group.layers) * _layer_bytes(group.fields) for group in self.groups) / units) * units
+
+    @cached_property
+    def scaled_kinds(self) -> tuple[tuple[CacheField, ...], ...]:
+        """The distinct sets of fields that have scales."""
+        kinds = dict.fromkeys(group.fields for group in self.groups)
+        return tuple(fields for fields in kinds if has_scale(fields[0]))
 
     def place(self, layer: int) -> tuple[int, int]:
         """(group, index within the group) of a layer."""
@@ -63,9 +122,46 @@ class KVLayout:
                 return number, group.layers.index(layer)
         raise IndexError(f"layer {layer} is not in the layout")
 
-    def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Keys and values of one block of `block_size` tokens, with their scales where they are rounded."""
-        return 2 * self.layers_per_group * self.num_kv_heads * block_size * kv_vector_bytes(self.head_dim, dtype)
+    def block_bytes(self, block_size: int) -> int:
+        """One block of `block_size` tokens, with the scales of values that are rounded to a byte."""
+        if self.is_uniform:
+            return block_size * self.layers_per_group * sum(map(field_bytes, self.groups[0].fields))
+        scales = (self.shared_bytes // _unit_bytes(kind) * scale_bytes(kind[0]) for kind in self.scaled_kinds)
+        return block_size * (self.shared_bytes + sum(scales))
+
+
+# ── bytes of a token ───────────────────────────────────────────────────────────────────────────────────
+
+
+def has_scale(field: CacheField) -> bool:
+    return field.dtype in KV_SCALE_BYTES
+
+
+def scale_bytes(field: CacheField) -> int:
+    """The scales of one token's vectors."""
+    return prod(field.shape[:-1]) * KV_SCALE_BYTES.get(field.dtype, 0)
+
+
+def field_bytes(field: CacheField) -> int:
+    """What one token leaves in one field, scales included."""
+    return int(prod(field.shape) * bytes_per_value(field.dtype)) + scale_bytes(field)
+
+
+def _layer_bytes(fields: Sequence[CacheField]) -> int:
+    """What one token leaves in one layer, without scales."""
+    return sum(field_bytes(field) - scale_bytes(field) for field in fields)
+
+
+def _unit_bytes(fields: Sequence[CacheField]) -> int:
+    """One token's values of any one field, where groups with different fields share memory."""
+    sizes = {_layer_bytes([field]) for field in fields}
+    if len(sizes) != 1:
+        names = ", ".join(f"{field.name} {field.shape}" for field in fields)
+        raise UnsupportedModel(f"fields of different sizes ({names}) beside layers of another kind are not implemented")
+    return sizes.pop()
+
+
+# ── blocks of a sequence ───────────────────────────────────────────────────────────────────────────────
 
 
 def blocks_in_group(window: int | None, num_tokens: int, chunk: int, block_size: int) -> int:
@@ -78,26 +174,38 @@ def blocks_in_group(window: int | None, num_tokens: int, chunk: int, block_size:
     return everything if window is None else min(everything, ceil((window - 1 + chunk) / block_size) + 1)
 
 
-def _cache_shape(spec: ModelSpec) -> tuple[int, int]:
-    shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers}
-    if len(shapes) != 1:
-        found = ", ".join(f"{heads} x {dim}" for heads, dim in sorted(shapes))
-        raise UnsupportedModel(f"{spec.family}: layers with different KV shapes (heads x head_dim: {found})")
-    return shapes.pop()
+# ── cutting layers into groups ─────────────────────────────────────────────────────────────────────────
+
+Kinds = dict[tuple[tuple[CacheField, ...], int | None], list[int]]
 
 
-def _layers_by_window(spec: ModelSpec) -> dict[int | None, list[int]]:
-    """Layer numbers per window; layers without one come first."""
-    found: dict[int | None, list[int]] = {}
+def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
+    """Layer numbers by what they keep and how far they look back; layers without a window come first."""
+    found: Kinds = {}
     for number, layer in enumerate(spec.layers):
-        found.setdefault(layer.attention.window, []).append(number)
-    return dict(sorted(found.items(), key=lambda item: (item[0] is not None, item[0] or 0)))
+        mixer: MixerSpec = layer.mixer
+        fields = tuple(dtypes.resolved(field) for field in mixer.cache_fields())
+        found.setdefault((fields, mixer.window), []).append(number)
+    return dict(sorted(found.items(), key=lambda item: (item[0][1] is not None, item[0][1] or 0)))
 
 
-def _group_size(counts: list[int]) -> int:
-    """The largest group size whose unused places are few; size 1 has none, so there always is one."""
-    for size in range(min(counts), 0, -1):
-        padding = sum(ceil(count / size) * size - count for count in counts)
-        if padding <= MAX_PADDING * sum(counts):
-            return size
-    raise AssertionError("a model has at least one layer")
+def _block_bytes_per_token(kinds: Kinds) -> int:
+    """The largest size of a block (bytes of a token) whose unused part is small, else the one that wastes least.
+
+    Only kinds that hold many blocks count: those without a window, or with one longer than a block.
+    """
+    is_uniform = len({fields for fields, _ in kinds}) == 1
+    sizes = {kind: (_layer_bytes(kind[0]), len(layers)) for kind, layers in kinds.items()}
+    counted = [size for (_, window), size in sizes.items() if window is None or window >= SHORT_WINDOW]
+    counted = counted or list(sizes.values())
+    largest = max(each for each, _ in sizes.values())  # a block holds at least one layer of any kind
+    step = largest if is_uniform else lcm(*(_unit_bytes(fields) for fields, _ in kinds))
+    most = max(largest, min(each * count for each, count in counted))
+    used = sum(each * count for each, count in counted)
+
+    def padding(size: int) -> float:
+        return sum(ceil(count / (size // each)) * size for each, count in counted) / used - 1
+
+    candidates = [steps * step for steps in range(ceil(largest / step), ceil(most / step) + 1)]
+    fitting = [size for size in candidates if padding(size) <= MAX_PADDING]
+    return max(fitting) if fitting else min(candidates, key=lambda size: (padding(size), -size))

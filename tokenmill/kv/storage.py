@@ -1,9 +1,21 @@
 """The tensors behind the block ids. Allocated once; steps write into them and read from them, nothing moves.
 
-    keys, values: [layers_per_group, num_blocks, num_kv_heads, block_size, head_dim]
-    scales:       [layers_per_group, num_blocks, num_kv_heads, block_size] of each, where a number takes one byte
+A field of a layer (keys, values, inputs of a convolution) is a contiguous tensor; the tokens of a block are the axis
+before its last one:
 
-A block id belongs to one KV group at a time; the group's i-th layer finds its keys in keys[i, block].
+    shape per token (kv_heads, head_dim)  →  [rows, kv_heads, block_size, head_dim]     keys, values
+    shape per token (width,)              →  [rows, block_size, width]                  inputs
+    scales, where a value takes a byte    →  [rows, kv_heads, block_size] float32
+
+A block id belongs to one cache group at a time. Where all groups keep the same fields, each field is one tensor
+[layers_per_group, num_blocks, ...]: the group's i-th layer finds its keys in keys[i, block].
+
+Where groups keep different fields, they share one piece of memory [num_blocks, bytes], and each field of each layer is
+a view of it that begins at its own offset. A block is then `rows_per_block` rows of such a view, so the ids in a
+group's block tables are block * rows_per_block (`BlockTable.updates`), and kernels need not know:
+
+    block 7 of 6 rows in group 0   [ K row | V row | K row | V row | K row | V row ]   id 42 in views from row 0, 1 ...
+    block 9 of 2 rows in group 1   [ inputs row            | inputs row            ]   id 18 in views from row 0, 1
 """
 
 from __future__ import annotations
@@ -14,58 +26,116 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tokenmill.kv.layout import KVLayout
+from tokenmill.arch.spec import CacheField
+from tokenmill.kv.layout import CacheGroup, KVLayout, has_scale
 from tokenmill.ops.batch import LayerCache
 
 MAX_COPIED_BYTES = 64 << 20  # of a copy's sources that lie beside the pool at a time, at least one layer's
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+
+Fields = dict[str, torch.Tensor]
 
 
 class KVStorage:
-    def __init__(
-        self, layout: KVLayout, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (layout.layers_per_group, num_blocks, layout.num_kv_heads, block_size, layout.head_dim)
+    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
-        is_scaled = dtype.itemsize == 1
-        self.key_scales = _zeros(shape[:-1], torch.float32, device) if is_scaled else None
-        self.value_scales = _zeros(shape[:-1], torch.float32, device) if is_scaled else None
+        self._pools: list[torch.Tensor] = []  # everything that is allocated: [planes, num_blocks, ...]
+        self._fields: dict[int, Fields] = {}  # by layer
+        self._groups = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
+        if layout.is_uniform:
+            self._allocate_fields(layout)
+        else:
+            self._allocate_shared(layout)
+        self._layers = {
+            layer: LayerCache(fields["keys"], fields["values"], fields.get("keys_scale"), fields.get("values_scale"))
+            for layer, fields in self._fields.items()
+            if "keys" in fields
+        }
+
+    def group(self, layer: int) -> int:
+        """The cache group of a layer: which of a batch's block tables is its own."""
+        return self._groups[layer]
+
+    def fields(self, layer: int) -> Fields:
+        """What a layer keeps, by name."""
+        return self._fields[layer]
 
     def layer(self, number: int) -> LayerCache:
-        """Views of one layer's keys and values."""
-        _, index = self.layout.place(number)
-        if self.key_scales is None or self.value_scales is None:
-            return LayerCache(self.keys[index], self.values[index])
-        return LayerCache(self.keys[index], self.values[index], self.key_scales[index], self.value_scales[index])
+        """Keys and values of a layer of attention."""
+        return self._layers[number]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(from, to) block ids, all copied as if at once: sources are read before anything is written."""
+        """Copy (from, to) block ids, all as if at once: sources are read before anything is written."""
         if not pairs:
             return
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
-        for part in self._parts:
-            bits = part.view(torch.uint8) if part.dtype.itemsize == 1 else part  # copied, whatever they mean
-            for layers in torch.split(bits, max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
-                layers[:, targets] = layers[:, sources]
+        for pool in self._pools:
+            bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # copied, whatever they mean
+            for planes in torch.split(bits, max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
+                planes[:, targets] = planes[:, sources]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
+        return sum(pool.nbytes for pool in self._pools)
 
-    @property
-    def _parts(self) -> list[torch.Tensor]:
-        every = (self.keys, self.values, self.key_scales, self.value_scales)
-        return [part for part in every if part is not None]
+    # ── allocation ──
 
+    def _allocate_fields(self, layout: KVLayout) -> None:
+        """One tensor per field."""
+        for field in layout.groups[0].fields:
+            pool = self._zeros((layout.layers_per_group, self.num_blocks, *self._block_shape(field)), field.dtype)
+            scales = self._scales(field, layout.layers_per_group) if has_scale(field) else None
+            for group in layout.groups:
+                for index, layer in enumerate(group.layers):
+                    self._keep(layer, field, pool[index], None if scales is None else scales[index])
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, so that what a masked score multiplies is never NaN. On a CPU the pages come when they are first written:
-    a pool that is never filled costs nothing."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    def _allocate_shared(self, layout: KVLayout) -> None:
+        """One piece of memory for all fields, and one for the scales of each set of fields that has some."""
+        shared = self._zeros((1, self.num_blocks, layout.shared_bytes * self.block_size), "int8").view(torch.uint8)
+        scales: dict[tuple[CacheField, ...], torch.Tensor] = {}
+        for group, rows in zip(layout.groups, layout.rows_per_block, strict=True):
+            if has_scale(group.fields[0]) and group.fields not in scales:
+                scales[group.fields] = self._scales(group.fields[0], 1, rows)
+            self._share(group, rows, shared, scales.get(group.fields))
+
+    def _share(self, group: CacheGroup, rows: int, shared: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Views of the rows that belong to a group's fields: the first layer's fields, then the second's ..."""
+        for index, layer in enumerate(group.layers):
+            for number, field in enumerate(group.fields, start=index * len(group.fields)):
+                values = shared.view(self.num_blocks * rows, -1)[number:].view(DTYPES[field.dtype])
+                own = None if scales is None else scales.view(-1, *scales.shape[3:])[number:]
+                self._keep(layer, field, values.view(-1, *self._block_shape(field)), own)
+
+    def _keep(self, layer: int, field: CacheField, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+        fields = self._fields.setdefault(layer, {})
+        fields[field.name] = values
+        if scales is not None:
+            fields[f"{field.name}_scale"] = scales
+
+    def _block_shape(self, field: CacheField) -> tuple[int, ...]:
+        return (*field.shape[:-1], self.block_size, field.shape[-1])
+
+    def _scales(self, field: CacheField, planes: int, *rows: int) -> torch.Tensor:
+        return self._zeros((planes, self.num_blocks, *rows, *field.shape[:-1], self.block_size), "float32")
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """Zeros, so that what a masked score multiplies is never NaN. On a CPU the pages come when they are first
+        written: a pool that is never filled costs nothing."""
+        kind = DTYPES[dtype]
+        if self.device.type != "cpu":
+            pool = torch.zeros(shape, dtype=kind, device=self.device)
+        else:
+            num_bytes = math.prod(shape) * kind.itemsize
+            pool = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(kind).view(shape)
+        self._pools.append(pool)
+        return pool

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.arch.spec import AttentionSpec
-from tokenmill.kv.layout import KVLayout
+from tokenmill.arch.spec import Gqa
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.loading import Loader
 from tokenmill.ops.batch import LayerCache
@@ -13,13 +12,12 @@ from tokenmill.ops.interface import AttentionArgs
 
 
 class Attention:
-    def __init__(self, spec: AttentionSpec, layer: int, layout: KVLayout, norm_eps: float, load: Loader) -> None:
+    def __init__(self, spec: Gqa, layer: int, norm_eps: float, load: Loader) -> None:
         name = f"layers.{layer}"
         self.spec = spec
         self.layer = layer
         self.ops = load.ops
         self.norm_eps = norm_eps
-        self.group, _ = layout.place(layer)
         self.qkv = load.linear([f"{name}.q", f"{name}.k", f"{name}.v"], spec.qkv_bias)
         self.out = load.linear([f"{name}.o"], spec.out_bias)
         self.q_norm = load.vector(f"{name}.q_norm.weight") if spec.qk_norm else None
@@ -34,14 +32,15 @@ class Attention:
 
     def mixed(self, qkv: torch.Tensor, step: ForwardContext) -> torch.Tensor:
         """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
-        cache, plan = step.storage.layer(self.layer), step.attention_plans[self.group]
+        group = step.storage.group(self.layer)
+        cache, plan = step.storage.layer(self.layer), step.attention_plans[group]
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         angles = None if self.spec.rope is None else step.angles[self.spec.rope]
         if self.ops.fused_decode_attention is not None:
             done = self.ops.fused_decode_attention(qkv, cache, norms, self.norm_eps, angles, plan, self.args)
             if done is not None:
                 return done
-        slots = step.batch.groups[self.group].slots
+        slots = step.batch.groups[group].slots
         if self.ops.norm_rope_write_kv is not None:
             queries = self.ops.norm_rope_write_kv(qkv, cache, slots, norms, self.norm_eps, angles)
         else:

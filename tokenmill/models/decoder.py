@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from tokenmill.arch.spec import ModelSpec, RopeSpec
-from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.forward_context import ForwardContext, plan_forward
 from tokenmill.models.layer import Layer
@@ -26,10 +25,9 @@ class Decoder:
         """`max_context`: the longest context that will be served, the model's own by default."""
         self.spec = spec
         self.ops = load.ops
-        self.layout = KVLayout.from_spec(spec)
         self.embedding = load.ops.pack_embedding(load.source.get("embed.weight"), load.dense)
         self.layers = load.each(
-            lambda number: Layer(spec.layers[number], number, self.layout, spec.norm_eps, load), len(spec.layers)
+            lambda number: Layer(spec.layers[number], number, spec.norm_eps, load), len(spec.layers)
         )
         self.final_norm = load.vector("final_norm.weight")
         self.head = self.embedding if spec.tied_head else load.linear(["head"])
@@ -97,5 +95,4 @@ class Decoder:
 
 def rope_tables(spec: ModelSpec, max_context: int, device: torch.device) -> dict[RopeSpec, RopeTable]:
     """One table per distinct rope; layers share them."""
-    ropes = {layer.attention.rope for layer in spec.layers}
-    return {rope: make_rope_table(rope, max_context, device) for rope in ropes if rope is not None}
+    return {rope: make_rope_table(rope, max_context, device) for rope in spec.ropes}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tokenmill.arch.spec import LayerSpec, MlpSpec, MoeSpec
-from tokenmill.kv.layout import KVLayout
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
+from tokenmill.errors import UnsupportedModel
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.loading import Loader
@@ -25,7 +25,7 @@ from tokenmill.ops.interface import FusedNormOps, LinearWeight
 
 
 class Layer:
-    def __init__(self, spec: LayerSpec, number: int, layout: KVLayout, norm_eps: float, load: Loader) -> None:
+    def __init__(self, spec: LayerSpec, number: int, norm_eps: float, load: Loader) -> None:
         name = f"layers.{number}"
         self.ops = load.ops
         self.eps = norm_eps
@@ -33,7 +33,9 @@ class Layer:
         self.mlp_norm = load.vector(f"{name}.mlp_norm.weight")
         self.attn_post_norm = load.vector(f"{name}.attn_post_norm.weight") if spec.post_norms else None
         self.mlp_post_norm = load.vector(f"{name}.mlp_post_norm.weight") if spec.post_norms else None
-        self.attention = Attention(spec.attention, number, layout, norm_eps, load)
+        if not isinstance(spec.mixer, Gqa):
+            raise UnsupportedModel(f"layers of {type(spec.mixer).__name__} are not implemented")
+        self.attention = Attention(spec.mixer, number, norm_eps, load)
         self.mlp = _make_mlp(spec.mlp, name, load)
 
     def __call__(

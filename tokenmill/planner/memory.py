@@ -16,7 +16,7 @@ from tokenmill.arch.cost import kv_bytes, kv_bytes_per_token
 from tokenmill.arch.outline import Model, ModelOutline, outline_of
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
-from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.planner.device import PlanDevice
 from tokenmill.runner.memory import RunnerLimits, blocks_for_context, num_blocks_that_fit
 
@@ -152,8 +152,8 @@ def _pool(
     """(blocks, bytes of one on a device, blocks of one request)"""
     if isinstance(spec, ModelOutline):
         return _outline_pool(spec, kv_dtype, device, split, limits, free)
-    layout = KVLayout.from_spec(spec)
-    block_bytes = ceil(layout.block_bytes(limits.block_size, kv_dtype) * split.kv_share(spec))
+    layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, _compute_dtype(device, limits)))
+    block_bytes = ceil(layout.block_bytes(limits.block_size) * split.kv_share(spec))
     per_request = blocks_for_context(layout, limits.context, limits.block_size, limits.token_budget)
     if limits.num_blocks is not None:
         return limits.num_blocks, block_bytes, per_request
@@ -172,6 +172,11 @@ def _pool(
     except InvalidConfig:
         blocks = 0
     return blocks, block_bytes, per_request
+
+
+def _compute_dtype(device: PlanDevice, limits: Limits) -> str:
+    """A type as wide as activations are."""
+    return "float32" if device.is_cpu or limits.value_bytes == 4 else "bfloat16"
 
 
 def _outline_pool(

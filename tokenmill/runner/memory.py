@@ -22,7 +22,7 @@ from tokenmill.arch.packed_formats import (
     Stored,
     packed_int_format,
 )
-from tokenmill.arch.spec import ModelSpec, MoeSpec, TensorSpec
+from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
@@ -97,19 +97,23 @@ def _widest(spec: ModelSpec, num_tokens: int, limits: RunnerLimits, share: float
 def _layer_width(spec: ModelSpec, index: int) -> int:
     """Values of one token."""
     layer = spec.layers[index]
-    # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
-    attention = 4 * layer.attention.q_size + 4 * layer.attention.kv_size
-    mlp = layer.mlp
+    mixer, mlp = _mixer_width(layer.mixer), layer.mlp
     if isinstance(mlp, MoeSpec):
         shared = 3 * mlp.shared.intermediate_size + spec.hidden_size if mlp.shared else 0
-        return max(attention, mlp.num_active * (3 * mlp.expert.intermediate_size + spec.hidden_size) + shared)
-    return max(attention, 3 * mlp.intermediate_size)
+        return max(mixer, mlp.num_active * (3 * mlp.expert.intermediate_size + spec.hidden_size) + shared)
+    return max(mixer, 3 * mlp.intermediate_size)
+
+
+def _mixer_width(mixer: MixerSpec) -> int:
+    if isinstance(mixer, ShortConv):
+        return 5 * mixer.width  # b, c and x as one, the convolution's inputs and its output
+    # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
+    return 4 * mixer.q_size + 4 * mixer.kv_size
 
 
 def _row_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
     draws = 8 * DEVICE_PARAM_SLOTS + 2 * spec.vocab_size + 4 + EDIT_BYTES * MAX_ROW_EDITS
-    ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
-    angles = sum(limits.max_context * rope.rotary_dim * 4 for rope in ropes)
+    angles = sum(limits.max_context * rope.rotary_dim * 4 for rope in spec.ropes)
     return limits.max_running * draws + _table_bytes(spec, limits) + angles
 
 

@@ -69,7 +69,7 @@ class Prefetcher:
         """The first block that a gang would compute has one of these names."""
         hit = self._admission.hit(group, group.leader, len(group.leader.window) - 1)
         index = hit.num_tokens // self._cache.block_size
-        return not names.isdisjoint(group.leader.chain.names[index : index + 1])
+        return not names.isdisjoint(group.leader.chain.hashes[index : index + 1])
 
 
 def is_plain(group: SequenceGroup) -> bool:
@@ -93,5 +93,5 @@ def names_underway(planned: list[Planned], block_size: int) -> set[bytes]:
     found: set[bytes] = set()
     for sequence, num_tokens, _ in planned:
         first, last = sequence.computed // block_size, (sequence.computed + num_tokens) // block_size
-        found.update(sequence.chain.names[first:last])
+        found.update(sequence.chain.hashes[first:last])
     return found

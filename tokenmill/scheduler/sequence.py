@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenmill.kv.block_table import BlockTable
-from tokenmill.kv.prefix import HashChain
+from tokenmill.kv.blocks import BlockTable, HashChain
 from tokenmill.sampling.rng import GOLDEN, mix
 from tokenmill.scheduler.window import num_dropped, window_of
 from tokenmill.speculate.draft_state import DraftState

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
 
-from tokenmill.kv.block_table import BlockTable
+from tokenmill.kv.blocks import BlockTable, HashChain
 from tokenmill.kv.cache import KVCache
-from tokenmill.kv.prefix import HashChain
 from tokenmill.params import SamplingParams
 from tokenmill.params.sampling import TRUNCATION_PARAMS
 from tokenmill.speculate.acceptance import AcceptanceRates

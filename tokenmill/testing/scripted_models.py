@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from tokenmill.kv.layout import KVGroup, KVLayout
+from tokenmill.arch.spec import CacheField
+from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch, Mode
 
@@ -89,20 +90,22 @@ class ContextModel:
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def _write(self, batch: ForwardBatch, storage: KVStorage) -> None:
+        cache = storage.layer(0)  # every group has one layer, at the same place
         for group in batch.groups:
-            storage.keys.view(-1)[group.slots] = batch.token_ids.to(storage.keys.dtype)
-            storage.values.view(-1)[group.slots] = batch.positions.to(storage.values.dtype)
+            cache.keys.view(-1)[group.slots] = batch.token_ids.to(cache.keys.dtype)
+            cache.values.view(-1)[group.slots] = batch.positions.to(cache.values.dtype)
 
     def _see(self, batch: ForwardBatch, storage: KVStorage, row: int, position: int) -> tuple[int, bool]:
         state, has_nan = 7, False
+        cache = storage.layer(0)
         for group, window in zip(batch.groups, self.layout.windows, strict=True):
             oldest = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(oldest, position + 1)
             slots = group.block_tables[row].long()[seen // batch.block_size] * batch.block_size
             slots += seen % batch.block_size
-            if storage.values.view(-1)[slots].long().tolist() != seen.tolist():
+            if cache.values.view(-1)[slots].long().tolist() != seen.tolist():
                 raise AssertionError(f"row {row} does not find its own positions {oldest} to {position} in the cache")
-            tokens = storage.keys.view(-1)[slots].long().tolist()
+            tokens = cache.keys.view(-1)[slots].long().tolist()
             has_nan = has_nan or self._nan_token in tokens
             for token in tokens:
                 state = (state * 31 + token + 1) % 1_000_003
@@ -116,5 +119,5 @@ class ContextModel:
 
 
 def _layout(windows: tuple[int | None, ...]) -> KVLayout:
-    groups = tuple(KVGroup(window, (layer,)) for layer, window in enumerate(windows))
-    return KVLayout(groups, layers_per_group=1, num_kv_heads=1, head_dim=1)
+    fields = CacheField("keys", (1, 1), "float64"), CacheField("values", (1, 1), "float64")
+    return KVLayout(tuple(CacheGroup(fields, window, (layer,)) for layer, window in enumerate(windows)))

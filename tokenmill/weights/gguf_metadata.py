@@ -13,6 +13,7 @@ from tokenmill.arch.family import Family
 from tokenmill.arch.rope_config import yarn_mscale
 from tokenmill.arch.spec import (
     FrequencyFactors,
+    Gqa,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
@@ -30,20 +31,23 @@ Factors = dict[str, tuple[float, ...]]
 
 def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Factors]:
     """(keys without the architecture's prefix, tensors of rope factors)"""
-    full = _full_layer(spec)
+    full = _full_attention(spec)
     scaling, factors = _rope_scaling(full)
-    return {**_sizes(spec, full), **_mlp(full), **_windows(spec, family), **_softcaps(spec, full), **scaling}, factors
+    mlp = _mlp(spec.layers[0])
+    return {**_sizes(spec, full), **mlp, **_windows(spec, family), **_softcaps(spec, full), **scaling}, factors
 
 
-def _full_layer(spec: ModelSpec) -> LayerSpec:
-    """The layer that speaks for all: one without a window where there is one, since its rope is the scaled one."""
-    if len({(layer.mlp, layer.attention.num_heads, layer.attention.num_kv_heads) for layer in spec.layers}) != 1:
-        raise UnsupportedModel(f"{spec.family}: layers that differ in size cannot be written as GGUF")
-    return next((layer for layer in spec.layers if layer.attention.window is None), spec.layers[0])
+def _full_attention(spec: ModelSpec) -> Gqa:
+    """The mixer that stands for all: one without a window where there is one, since its rope is the scaled one."""
+    mixers = spec.attentions
+    sizes = {(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers}
+    if len(mixers) != spec.num_layers or len(sizes) != 1 or len({layer.mlp for layer in spec.layers}) != 1:
+        raise UnsupportedModel(f"{spec.family}: layers that differ in kind or size cannot be written as GGUF")
+    return next((mixer for mixer in mixers if mixer.window is None), mixers[0])
 
 
-def _sizes(spec: ModelSpec, layer: LayerSpec) -> Metadata:
-    attention, rope = layer.attention, layer.attention.rope
+def _sizes(spec: ModelSpec, attention: Gqa) -> Metadata:
+    rope = attention.rope
     if rope is None:
         raise UnsupportedModel(f"{spec.family}: a model without rotation cannot be written as GGUF")
     return {
@@ -76,7 +80,7 @@ def _mlp(layer: LayerSpec) -> Metadata:
 
 
 def _windows(spec: ModelSpec, family: Family) -> Metadata:
-    windows = [layer.attention.window for layer in spec.layers]
+    windows = [mixer.window for mixer in spec.attentions]
     if not any(windows):
         return {}
     pattern = family.gguf.window_pattern
@@ -86,16 +90,16 @@ def _windows(spec: ModelSpec, family: Family) -> Metadata:
     return {"attention.sliding_window": next(window for window in windows if window)}
 
 
-def _softcaps(spec: ModelSpec, layer: LayerSpec) -> Metadata:
-    caps = {"attn_logit_softcapping": layer.attention.softcap, "final_logit_softcapping": spec.logit_softcap}
+def _softcaps(spec: ModelSpec, attention: Gqa) -> Metadata:
+    caps = {"attn_logit_softcapping": attention.softcap, "final_logit_softcapping": spec.logit_softcap}
     return {key: float(cap) for key, cap in caps.items() if cap is not None}
 
 
 # ── rope scaling ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rope_scaling(layer: LayerSpec) -> tuple[Metadata, Factors]:
-    rope = layer.attention.rope
+def _rope_scaling(attention: Gqa) -> tuple[Metadata, Factors]:
+    rope = attention.rope
     if rope is None or rope.scaling is None:
         return {}, {}
     frequencies = [rope.theta ** (-2 * index / rope.rotary_dim) for index in range(rope.rotary_dim // 2)]

@@ -8,13 +8,13 @@ from typing import Any
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.outline import LayerOutline
 from tokenmill.arch.outlines.latent import deepseek_experts
-from tokenmill.arch.outlines.parts import Feed, Mixer, gated, grouped_attention, layer, routed
+from tokenmill.arch.outlines.parts import FeedOutline, MixerOutline, gated, grouped_attention, layer, routed
 from tokenmill.arch.windows import every_layer
 
 Layers = tuple[LayerOutline, ...]
 
 
-def attention(fields: ConfigFields, **details: Any) -> Mixer:
+def attention(fields: ConfigFields, **details: Any) -> MixerOutline:
     """In the words of most configs; `details` as `grouped_attention` takes them."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer_or_none("num_key_value_heads") or heads
@@ -54,14 +54,14 @@ def llama4_layers(fields: ConfigFields) -> Layers:
     )
 
 
-def qwen_experts(fields: ConfigFields) -> Feed:
+def qwen_experts(fields: ConfigFields) -> FeedOutline:
     """A gated expert that every token passes beside the routed ones."""
     hidden, shared = fields.integer("hidden_size"), fields.integer("shared_expert_intermediate_size")
     feed = routed(
         hidden, fields.integer("moe_intermediate_size"), fields.integer("num_experts"),
         fields.integer("num_experts_per_tok"), shared=shared,
     )  # fmt: skip
-    return Feed(feed.linear + hidden, feed.vectors, feed.width, feed.experts, feed.num_experts, feed.num_active)
+    return FeedOutline(feed.linear + hidden, feed.vectors, feed.width, feed.experts, feed.num_experts, feed.num_active)
 
 
 def glm4_moe_layers(fields: ConfigFields) -> Layers:
@@ -92,5 +92,5 @@ def phi_layers(fields: ConfigFields) -> Layers:
     mixer = grouped_attention(
         hidden, heads, fields.integer_or_none("n_head_kv") or heads, hidden // heads, qkv_bias=True, out_bias=True
     )
-    feed = Feed(linear=2 * hidden * inner, vectors=inner + hidden, width=2 * inner)
+    feed = FeedOutline(linear=2 * hidden * inner, vectors=inner + hidden, width=2 * inner)
     return (layer(mixer, feed, 2 * hidden),) * fields.integer("n_layer")

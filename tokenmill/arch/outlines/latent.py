@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.outline import LayerOutline
-from tokenmill.arch.outlines.parts import Feed, Mixer, gated, layer, routed
+from tokenmill.arch.outlines.parts import FeedOutline, MixerOutline, gated, layer, routed
 
 
 def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
@@ -22,14 +22,14 @@ def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
     return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
 
 
-def latent_attention(fields: ConfigFields, hidden: int) -> Mixer:
+def latent_attention(fields: ConfigFields, hidden: int) -> MixerOutline:
     heads, rank = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
     nope, rope, value = (fields.integer(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     query, query_rank = heads * (nope + rope), fields.integer_or_none("q_lora_rank")
     to_queries = hidden * query_rank + query_rank * query if query_rank else hidden * query
     index_linear, index_vectors, index_kept = _indexer(fields, hidden, query_rank or hidden)
     to_latent, from_latent = hidden * (rank + rope), rank * heads * (nope + value)
-    return Mixer(
+    return MixerOutline(
         linear=to_queries + to_latent + from_latent + heads * value * hidden + index_linear,
         vectors=(query_rank or 0) + rank + index_vectors,
         kv_values=rank + rope + index_kept,
@@ -49,7 +49,7 @@ def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, i
     return query_rank * heads * width + hidden * (width + heads), 2 * width, width
 
 
-def deepseek_experts(fields: ConfigFields) -> Feed:
+def deepseek_experts(fields: ConfigFields) -> FeedOutline:
     hidden, inner = fields.integer("hidden_size"), fields.integer("moe_intermediate_size")
     shared = inner * (fields.integer_or_none("n_shared_experts", minimum=0) or 0)
     return routed(

@@ -8,7 +8,7 @@ from tokenmill.arch.outline import LayerOutline
 
 
 @dataclass(frozen=True)
-class Mixer:
+class MixerOutline:
     """Where tokens meet each other."""
 
     linear: int
@@ -23,7 +23,7 @@ class Mixer:
 
 
 @dataclass(frozen=True)
-class Feed:
+class FeedOutline:
     """Where each token is alone."""
 
     linear: int = 0
@@ -34,10 +34,10 @@ class Feed:
     num_active: int = 0
 
 
-NOTHING_MIXED, NOTHING_FED = Mixer(0), Feed()
+NOTHING_MIXED, NOTHING_FED = MixerOutline(0), FeedOutline()
 
 
-def layer(mixer: Mixer, feed: Feed, norms: int) -> LayerOutline:
+def layer(mixer: MixerOutline, feed: FeedOutline, norms: int) -> LayerOutline:
     """`norms`: values of the norms around the two."""
     return LayerOutline(
         linear=mixer.linear + feed.linear,
@@ -66,11 +66,11 @@ def grouped_attention(
     norms: int = 0,
     gates: bool = False,
     window: int | None = None,
-) -> Mixer:
+) -> MixerOutline:
     """`norms`: values of norms on queries and keys, or other vectors; `gates`: queries come with as many gates."""
     q, kv = heads * head_dim, kv_heads * head_dim
     projected = q * (2 if gates else 1) + 2 * kv
-    return Mixer(
+    return MixerOutline(
         linear=hidden * projected + q * hidden,
         vectors=(projected if qkv_bias else 0) + (hidden if out_bias else 0) + norms,
         kv_values=2 * kv,
@@ -82,8 +82,8 @@ def grouped_attention(
     )
 
 
-def gated(hidden: int, inner: int) -> Feed:
-    return Feed(linear=3 * hidden * inner, width=3 * inner)
+def gated(hidden: int, inner: int) -> FeedOutline:
+    return FeedOutline(linear=3 * hidden * inner, width=3 * inner)
 
 
 def routed(
@@ -96,10 +96,10 @@ def routed(
     matrices: int = 3,
     biases: int = 0,
     has_router_bias: bool = False,
-) -> Feed:
+) -> FeedOutline:
     """`shared`: inner width of what every token passes beside its experts; `matrices`: 3 gated, 2 plain; `biases`:
     values of each expert's own."""
-    return Feed(
+    return FeedOutline(
         linear=hidden * num_experts + matrices * hidden * shared,
         vectors=num_experts if has_router_bias else 0,
         width=3 * max(num_active * inner, shared),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.outline import LayerOutline
 from tokenmill.arch.outlines.grouped import attention, qwen_experts
-from tokenmill.arch.outlines.parts import NOTHING_FED, NOTHING_MIXED, Feed, Mixer, gated, layer, routed
+from tokenmill.arch.outlines.parts import NOTHING_FED, NOTHING_MIXED, FeedOutline, MixerOutline, gated, layer, routed
 
 Layers = tuple[LayerOutline, ...]
 
@@ -25,12 +25,12 @@ def qwen35_layers(fields: ConfigFields) -> Layers:
     return tuple(full if one else linear for one in is_full)
 
 
-def delta_rule(fields: ConfigFields, hidden: int) -> Mixer:
+def delta_rule(fields: ConfigFields, hidden: int) -> MixerOutline:
     key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     key_dim, value_dim = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
     keys, values = key_heads * key_dim, heads * value_dim
     mixed, kernel = 2 * keys + values, fields.integer("linear_conv_kernel_dim")
-    return Mixer(
+    return MixerOutline(
         linear=hidden * (mixed + values + 2 * heads) + values * hidden,
         vectors=mixed * kernel + 2 * heads + value_dim,
         num_heads=heads,
@@ -56,15 +56,15 @@ def nemotron_layers(fields: ConfigFields) -> Layers:
     return tuple(known[letter] for letter in pattern)
 
 
-def _plain(hidden: int, inner: int) -> Feed:
-    return Feed(linear=2 * hidden * inner, width=2 * inner)
+def _plain(hidden: int, inner: int) -> FeedOutline:
+    return FeedOutline(linear=2 * hidden * inner, width=2 * inner)
 
 
-def mamba(fields: ConfigFields, hidden: int) -> Mixer:
+def mamba(fields: ConfigFields, hidden: int) -> MixerOutline:
     heads, head_dim, state = (fields.integer(k) for k in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
     inner, kernel = heads * head_dim, fields.integer("conv_kernel")
     mixed = inner + 2 * fields.integer("n_groups") * state
-    return Mixer(
+    return MixerOutline(
         linear=hidden * (inner + mixed + heads) + inner * hidden,
         vectors=mixed * (kernel + 1) + 3 * heads + inner,
         num_heads=heads,
@@ -74,7 +74,7 @@ def mamba(fields: ConfigFields, hidden: int) -> Mixer:
     )
 
 
-def nemotron_experts(fields: ConfigFields, hidden: int) -> Feed:
+def nemotron_experts(fields: ConfigFields, hidden: int) -> FeedOutline:
     latent = fields.integer_or_none("moe_latent_size")
     if latent:
         fields.refuse("experts in a latent space are not known")

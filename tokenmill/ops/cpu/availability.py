@@ -37,7 +37,9 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return reason
     if request.block_size % 16:
         return f"KV blocks of {request.block_size} tokens; the native kernels need a multiple of 16"
-    sizes = {layer.attention.head_dim for layer in request.spec.layers}
+    sizes = {attention.head_dim for attention in request.spec.attentions}
+    if len(request.spec.attentions) != request.spec.num_layers:
+        return "short convolutions, which the native kernels don't have"
     if max(sizes) > MAX_HEAD_DIM:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):

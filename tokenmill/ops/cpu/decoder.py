@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenmill.arch.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
@@ -162,9 +162,10 @@ class NativeDecoder:
         self._decoder.set_final_norm(self._parts.vector("final_norm.weight"))
 
     def _add_layer(self, number: int, layer: LayerSpec, ropes: Mapping[RopeSpec, int]) -> None:
-        name, attention = f"layers.{number}.", layer.attention
+        name, attention = f"layers.{number}.", layer.mixer
+        assert isinstance(attention, Gqa), "see `unsupported_reason`"
         self._decoder.add_layer(
-            **self._norms(name, layer),
+            **self._norms(name, layer, attention),
             **self._attention(name, attention),
             rope=-1 if attention.rope is None else ropes[attention.rope],
             group=self.layout.place(number)[0],
@@ -172,8 +173,8 @@ class NativeDecoder:
             moe=self._parts.moe(name, layer.mlp) if isinstance(layer.mlp, MoeSpec) else None,
         )
 
-    def _norms(self, name: str, layer: LayerSpec) -> dict[str, torch.Tensor | None]:
-        vector, post, qk = self._parts.vector, layer.post_norms, layer.attention.qk_norm
+    def _norms(self, name: str, layer: LayerSpec, attention: Gqa) -> dict[str, torch.Tensor | None]:
+        vector, post, qk = self._parts.vector, layer.post_norms, attention.qk_norm
         return {
             "attn_norm": vector(f"{name}attn_norm.weight"),
             "mlp_norm": vector(f"{name}mlp_norm.weight"),
@@ -183,7 +184,7 @@ class NativeDecoder:
             "k_norm": vector(f"{name}k_norm.weight") if qk else None,
         }
 
-    def _attention(self, name: str, attention: AttentionSpec) -> dict[str, Any]:
+    def _attention(self, name: str, attention: Gqa) -> dict[str, Any]:
         linear: Callable[[str, bool], Any] = self._parts.linear
         return {
             **{part: linear(name + part, attention.qkv_bias) for part in ("q", "k", "v")},

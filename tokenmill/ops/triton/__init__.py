@@ -19,10 +19,11 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     for layer in request.spec.layers:
         if request.deterministic and isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate:
             return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"
-        if layer.attention.num_heads > MAX_HEADS_A_KEY * layer.attention.num_kv_heads:
+    for attention in request.spec.attentions:
+        if attention.num_heads > MAX_HEADS_A_KEY * attention.num_kv_heads:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
-        if layer.attention.head_dim > MAX_HEAD_DIM:
-            return f"heads of {layer.attention.head_dim} dimensions"
+        if attention.head_dim > MAX_HEAD_DIM:
+            return f"heads of {attention.head_dim} dimensions"
     if request.quantization == "fp8" and not _has_fp8(request.device):
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or higher; int8 and int4 do without"
     return None

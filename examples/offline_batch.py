@@ -1,0 +1,31 @@
+"""Answer a file of prompts: one JSON object a line in, one a line out, in the same order.
+
+    python examples/offline_batch.py prompts.jsonl answers.jsonl
+
+A line of input is {"prompt": "…"} and may carry anything else, which comes back with the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tokenmill import LLM, SamplingParams
+
+
+def main(source: Path, target: Path) -> None:
+    tasks = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    llm = LLM("smollm2:135m", max_context=2048)
+    conversations = [[{"role": "user", "content": task["prompt"]}] for task in tasks]
+    answers = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=32))
+    with target.open("w", encoding="utf-8") as out:
+        for task, answer in zip(tasks, answers, strict=True):
+            best = answer.outputs[0]
+            out.write(json.dumps({**task, "answer": best.text, "finish_reason": best.finish_reason}) + "\n")
+    llm.close()
+    print(f"{len(tasks)} answers in {target}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

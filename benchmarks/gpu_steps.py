@@ -1,18 +1,13 @@
-"""Times one decoding step, captured as a graph, with the products of a few rows cut in different ways.
+"""Times one decoding step, captured as a graph.
 
-    python benchmarks/gpu_steps.py DIR_WITH_CONFIG [--quantization none|fp8|int8|int4] [--rows 8,32] [--tune]
-    python benchmarks/gpu_steps.py DIR_WITH_CONFIG --blocks Q4_K      weights as a file of that format has them
-
-Kernels overlap (see `tokenmill/ops/triton/overlap.py`), so a cut is judged by the whole step, not by its own time. With
---tune each kind of matrix gets the cut that makes the step fastest, one after the other.
+python benchmarks/gpu_steps.py DIR_WITH_CONFIG [--quantization none|fp8|int8|int4] [--rows 8,32]
+python benchmarks/gpu_steps.py DIR_WITH_CONFIG --blocks Q4_K      weights as a file of that format has them
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,9 +21,6 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.gemm import linear, splitk
-from tokenmill.ops.triton.gemm.splitk import SplitKConfig
-from tokenmill.ops.triton.quant import gemm_fp8_split, quantized
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.weights.dummy import dummy_weights
@@ -71,45 +63,6 @@ class Steps:
         return sorted(times)[repeats // 2]
 
 
-def cuts(quantization: str, num_rows: int) -> Iterator[SplitKConfig]:
-    strides, stages = {
-        "none": ((128,), (4,)),
-        "fp8": ((128, 256), (4, 6)),
-        "int8": ((32,), (3, 4, 6)),
-        "int4": ((32,), (3, 4) if num_rows > 8 else (3, 4, 6)),
-    }[quantization]
-    for stride, splits, stage, fetched in product(strides, (1, 2, 4, 8, 16), stages, (0, 256, 512)):
-        if stride * stage <= 1024:
-            yield SplitKConfig(64, stride, splits, stage, fetched)
-
-
-def tune(steps: Steps, quantization: str, num_rows: int) -> None:
-    chosen: dict[tuple[int, ...], SplitKConfig] = {}
-    tuned = {"none": (splitk, "cut_for"), "fp8": (gemm_fp8_split, "cut_for")}
-    holder, name = tuned.get(quantization, (quantized, "words_cut_for"))
-    usual = getattr(holder, name)
-    met: dict[tuple[int, ...], None] = {}
-
-    def cut_for(rows: int, *shape: int) -> SplitKConfig | None:
-        met[shape[:2]] = None
-        return chosen.get(shape[:2]) or usual(rows, *shape)
-
-    setattr(holder, name, cut_for)
-    best = steps.ms(num_rows)
-    for shape in list(met):
-        found = []
-        for cut in cuts(quantization, num_rows):
-            chosen[shape] = cut
-            found.append((steps.ms(num_rows), cut))
-        chosen.pop(shape)
-        found.sort(key=lambda one: one[0])
-        if found[0][0] < best:
-            best, chosen[shape] = found[0]
-        print(f"  {shape}: " + "; ".join(f"{ms:.3f} {cut}" for ms, cut in found[:3]), flush=True)
-    setattr(holder, name, usual)
-    print(f"  tuned {best:.3f} ms", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
@@ -117,16 +70,12 @@ def main() -> None:
     parser.add_argument("--blocks")
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--tune", action="store_true")
     given = parser.parse_args()
     rows = [int(number) for number in given.rows.split(",")]
     steps = Steps(given.model, given.quantization, given.blocks, given.context, max(rows))
     for num_rows in rows:
         print(f"{given.blocks or given.quantization}, {num_rows} rows: {steps.ms(num_rows):.3f} ms", flush=True)
-        if given.tune:
-            tune(steps, given.quantization, num_rows)
 
 
 if __name__ == "__main__":
-    assert linear.strips is splitk, "the products look their cuts up where they are changed here"
     main()

@@ -33,12 +33,13 @@ def off_by(found: torch.Tensor, wanted: torch.Tensor) -> float:
     ],
 )
 def test_wide_products_in_every_cut(dtype: torch.dtype, activation: str | None) -> None:
-    from tokenmill.ops.triton.launch.capabilities import has_gluon
+    from tokenmill.ops.triton.launch.capabilities import capabilities_of
 
-    if not has_gluon(torch.device("cuda")):
+    gpu = capabilities_of(torch.device("cuda"))
+    if not gpu.has_gluon:
         pytest.skip("wide products are Hopper's")
-    from tokenmill.ops.triton.gemm.hopper import hopper_gemm
-    from tokenmill.ops.triton.gemm.hopper_select import HopperConfig, pick_hopper_config
+    from tokenmill.ops.triton.gemm.hopper import HopperConfig, hopper_gemm, pick_hopper_config
+    from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Product
     from tokenmill.ops.triton.quant.gemm_fp8_split import quantize_rows
     from tokenmill.ops.triton.quant.quantized import to_fp8
 
@@ -65,7 +66,8 @@ def test_wide_products_in_every_cut(dtype: torch.dtype, activation: str | None) 
                 gate, up = wanted.chunk(2, dim=1)
                 wanted = acts[activation](gate) * up
             out = torch.float16 if is_fp8 else dtype
-            usual = pick_hopper_config(num_rows, lines, columns, left.element_size(), is_gated=activation is not None)
+            form, epilogue = FP8[out] if is_fp8 else PLAIN[dtype], "gated" if activation else "none"
+            usual = pick_hopper_config(Product(num_rows, lines, columns, form, gpu, "captured", epilogue))
             other = HopperConfig(64, 128, 3, 3) if num_rows <= 64 else HopperConfig(128, 128, 2, 4)
             for cut in (usual, other):
                 for _ in range(2):  # counters are set back

@@ -71,10 +71,12 @@ def test_blocks_are_expanded_there_as_on_a_cpu() -> None:
 @pytest.mark.parametrize("quant", ["Q4_K", "Q8_0"])
 def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
     """Also with more splits than there are spans, of which some have nothing to do, and blocks of rows."""
-    from tokenmill.ops.triton.launch.capabilities import has_gluon
+    from tokenmill.ops.triton.gemm.product import Product
+    from tokenmill.ops.triton.launch.capabilities import capabilities_of
     from tokenmill.ops.triton.quant.quantized import packed_from_blocks
 
-    if not has_gluon(torch.device("cuda")):
+    gpu = capabilities_of(torch.device("cuda"))
+    if not gpu.has_gluon:
         pytest.skip("only on Hopper")
     from tokenmill.ops.triton.quant.hopper_gemm_int import hopper_int_linear, pick_hopper_int_config
 
@@ -89,11 +91,12 @@ def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
     matrix = packed_from_blocks(blocks.cuda(), quant, form)
     exact = dequantize(RawTensor("a.weight", (num_out, num_in), blocks, quant)).cuda()
     bias = torch.randn(num_out, device="cuda", dtype=torch.bfloat16) if quant == "Q8_0" else None
-    cuts = [pick_hopper_int_config(rows, 28672, num_in, matrix.bits) for rows in (64, 128, 256)]
+    form_of_product = matrix.form(torch.bfloat16)
+    cuts = [pick_hopper_int_config(Product(rows, 28672, num_in, form_of_product, gpu)) for rows in (64, 128, 256)]
     for num_rows, usual, splits in product((34, 190), cuts, (1, 2, 5, 9, 16)):
         cut = replace(usual, splits=splits)
         x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
-        found = hopper_int_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
+        found = hopper_int_linear(x, matrix, bias, cut)
         expected = x.float() @ exact.T + (0.0 if bias is None else bias.float())
         assert relative_error(found, expected) < 0.004, (num_rows, cut)
 

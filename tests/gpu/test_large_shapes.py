@@ -123,8 +123,8 @@ def test_whole_prompts_of_one_length_see_what_prompts_of_several_do() -> None:
 
 @pytest.mark.parametrize("rows", [768, 1000])
 def test_large_products_do_what_follows_them_too(rows: int) -> None:
-    from tokenmill.ops.triton.gemm import epilogues
-    from tokenmill.ops.triton.launch import capabilities
+    from tokenmill.ops.triton.gemm import linear
+    from tokenmill.ops.triton.launch.capabilities import capabilities_of
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -135,17 +135,18 @@ def test_large_products_do_what_follows_them_too(rows: int) -> None:
         normal(520, 712) * 0.02,
         normal(rows, 520),
     )
-    assert capabilities.is_hopper(x.device) == (torch.cuda.get_device_capability()[0] == 9)
-    inner = epilogues.gated_linear(x, LinearWeight(2 * 712, 1096, gate_up), "silu")
+    assert capabilities_of(x.device).is_hopper == (torch.cuda.get_device_capability()[0] == 9)
+    inner = linear.gated_linear(x, LinearWeight(2 * 712, 1096, gate_up), "silu")
     assert relative_error(inner, REFERENCE_OPS.act_mul(x.float() @ gate_up.float().T, "silu")) < 0.005
     expected = total.float() + inner.float() @ down.float().T
-    added = epilogues.add_linear(inner, LinearWeight(520, 712, down), total)
+    added = linear.add_linear(inner, LinearWeight(520, 712, down), total)
     assert added is total and relative_error(added, expected) < 0.005
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 100])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)])
 def test_quantised_products_equal_those_of_the_expanded_matrix(rows: int, shape: tuple[int, int]) -> None:
+    from tokenmill.ops.triton.gemm.linear import linear
     from tokenmill.ops.triton.quant import quantized
 
     matrix = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -154,9 +155,8 @@ def test_quantised_products_equal_those_of_the_expanded_matrix(rows: int, shape:
     assert relative_error(quantized.expanded(blocks).float(), matrix.float()) < 0.006
     assert relative_error(quantized.expanded(four), matrix.float()) < 0.12
     assert relative_error(quantized.expanded(eight), matrix.float()) < 0.04
-    products = (quantized.packed_int_linear, four), (quantized.packed_int_linear, blocks), (quantized.fp8_linear, eight)
-    for product, packed in products:
+    for packed in (four, blocks, eight):
         # Beyond a few rows the activations are rounded to fp8 too.
         rounding = 0.05 if packed is eight and rows > 32 else 0.01
         expected = x.float() @ quantized.expanded(packed).float().T
-        assert relative_error(product(x, packed, None), expected) < rounding
+        assert relative_error(linear(x, LinearWeight(*shape, packed)), expected) < rounding

@@ -209,12 +209,15 @@ def test_who_computes_with_fp8(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "some GPU")
     capabilities.has_fp8.cache_clear()
     try:
         refusal = TRITON.unsupported_reason(replace(WANTED, quantization="fp8"))
         assert refusal is None if has else "compute capability 8.9" in str(refusal)
         assert TRITON.unsupported_reason(replace(WANTED, kv_dtype="fp8")) is None
         assert packed_int.has_ptx() == (hip is None)
-        assert not overlaps.__wrapped__() and not capabilities.is_hopper.__wrapped__(torch.device("cuda"))
+        assert (
+            not overlaps.__wrapped__() and not capabilities.capabilities_of.__wrapped__(torch.device("cuda")).is_hopper
+        )
     finally:
         capabilities.has_fp8.cache_clear()

@@ -6,17 +6,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from triton import compile as compiled_for
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm
-from tokenmill.ops.triton.gemm.hopper_select import pick_hopper_config as products_cut_for
+from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm, pick_hopper_config
+from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Product, int_form
+from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
 from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
-from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int
-from tokenmill.ops.triton.quant.hopper_gemm_int import pick_hopper_int_config as strips_cut_for
+from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int, pick_hopper_int_config
 
+H200 = named_gpu("H200")
 SHARED = 227 * 1024  # a program's at most on Hopper
 POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "arrived": "*i32"}
 NUMBERS = ("num_rows", "num_out", "num_in", "splits")
@@ -43,7 +45,7 @@ def left_factors(compiled: Any, shape: str) -> list[str]:
 
 
 def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
-    cut = strips_cut_for(rows, 28672, 4096, bits)
+    cut = pick_hopper_int_config(Product(rows, 28672, 4096, int_form(torch.bfloat16, bits, 32), H200))
     inputs = f"tensordesc<bf16[{cut.rows},64],{STRIP_TILES!r}>"
     types = {"x": inputs, "weight": "*i32", **POINTERS, "scales": scales} | dict.fromkeys(NUMBERS, "i32")
     constants = {
@@ -55,7 +57,8 @@ def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
 
 
 def check_products(num_rows: int, element: str, columns: int, activation: str) -> None:
-    cut = products_cut_for(num_rows, 4096, 4096, 128 // columns, is_gated=bool(activation))
+    form = (PLAIN if columns == 64 else FP8)[torch.bfloat16]
+    cut = pick_hopper_config(Product(num_rows, 4096, 4096, form, H200, "captured", "gated" if activation else "none"))
     own = cut.lines // 2 if activation else cut.lines
     tiles = TILES[128 // columns]
     descriptors = {

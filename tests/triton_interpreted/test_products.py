@@ -46,16 +46,21 @@ def test_matrices_rounded_while_loading(num_out: int, num_in: int) -> None:
     assert_near(quantized.expanded(four), matrix, tolerance=0.12)
     assert_near(quantized.expanded(eight), matrix, tolerance=0.04)
     assert_near(
-        packed_int.dequantize_packed(four.words, four.scales, four.span, 4, torch.float32), quantized.expanded(four)
+        packed_int.dequantize_packed(four.words, four.scales, four.interleave, 4, torch.float32),
+        quantized.expanded(four),
     )
     as_blocks = dequantize(RawTensor("", matrix.shape, quantized_q8(matrix), "Q8_0"))
-    assert_near(packed_int.dequantize_packed(blocks.words, blocks.scales, blocks.span, 8, torch.float32), as_blocks)
+    assert_near(
+        packed_int.dequantize_packed(blocks.words, blocks.scales, blocks.interleave, 8, torch.float32), as_blocks
+    )
     assert_near(as_blocks, matrix, tolerance=0.006)
     for rows in (1, 3, 16):
         x = torch.randn(rows, num_in)
-        assert_near(quantized.packed_int_linear(x, four, bias), x @ quantized.expanded(four).T + bias, tolerance=1e-4)
-        assert_near(quantized.packed_int_linear(x, blocks, bias), x @ as_blocks.T + bias, tolerance=1e-4)
-        assert_near(quantized.fp8_linear(x, eight, None, "eager"), x @ quantized.expanded(eight).T, tolerance=0.01)
+        for packed, plain in ((four, quantized.expanded(four)), (blocks, as_blocks)):
+            found = OPS.linear(x, LinearWeight(num_out, num_in, packed, bias))
+            assert_near(found, x @ plain.T + bias, tolerance=1e-4)
+        found = OPS.linear(x, LinearWeight(num_out, num_in, eight))
+        assert_near(found, x @ quantized.expanded(eight).T, tolerance=0.01)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +154,7 @@ def test_int4_gemv(quant: str, num_out: int, num_in: int, same_scales: int, spli
         packed = pack_as_file(quant, num_out, num_in, same_scales)
     assert quantized.has_gemv_int4(packed)
     bias, x = torch.randn(num_out), torch.randn(1, num_in)
-    found = gemv_int4.gemv_int4(
-        x, packed.words, packed.scales if packed.row_scales is None else packed.row_scales, packed.group, bias,
-        torch.float32, gemv_int4.GemvInt4Config(16, splits),
-    )  # fmt: skip
+    found = gemv_int4.gemv_int4(x, packed, bias, gemv_int4.GemvInt4Config(16, splits), torch.float32)
     assert_near(found, x @ quantized.expanded(packed).float().T + bias, tolerance=1e-3)
 
 
@@ -166,7 +168,7 @@ def test_fp8_product_with_rows_split_in_two(num_out: int, num_in: int, rows: int
     # A GPU would be closer still: the interpreter forgets to carry into fp8's exponent.
     assert_near((first + second / 16) * rounded.scales, x, tolerance=0.01)
     config = SplitKConfig(64, 256, splits, 2)
-    found = gemm_fp8_split.gemm_fp8_split(rounded, packed.values, packed.scales, bias, torch.float32, config)
+    found = gemm_fp8_split.gemm_fp8_split(rounded, packed, bias, config, torch.float32)
     assert_near(found, x @ quantized.expanded(packed).T + bias, tolerance=0.01)
 
 

@@ -16,8 +16,7 @@ from tokenmill.ops.triton.elementwise.activation import act_mul
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
 from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
-from tokenmill.ops.triton.gemm.epilogues import add_linear, gated_linear
-from tokenmill.ops.triton.gemm.linear import PackLinear, linear
+from tokenmill.ops.triton.gemm.linear import PackLinear, add_linear, gated_linear, linear
 from tokenmill.ops.triton.moe.deterministic import deterministic_experts
 from tokenmill.ops.triton.moe.gemv import add_norm_experts
 from tokenmill.ops.triton.moe.grouped_gemm import experts

@@ -18,19 +18,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenmill.arch.spec import Activation
-from tokenmill.ops.batch import Mode
-from tokenmill.ops.interface import LinearWeight
-from tokenmill.ops.triton.elementwise.activation import act_mul, activate
-from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
-from tokenmill.ops.triton.gemm.linear import linear
-from tokenmill.ops.triton.launch.capabilities import is_hopper
+from tokenmill.ops.triton.elementwise.activation import activate
+from tokenmill.ops.triton.gemm.product import GemmKernel
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.sizes import cdiv
 
-MIN_ADDED_ROWS, MIN_GATED_ROWS = 512, 768  # as measured on an H200
 ROWS, LINES, STRIDE = 128, 128, 64  # a tile: rows, lines of gate and as many of up; columns at a time
 TALL = 8
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 @kernel_unspecialized("num_rows")
@@ -66,22 +60,18 @@ def gated_product(x: torch.Tensor, matrix: torch.Tensor, activation: Activation)
     return out
 
 
-def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:
-    is_whole = weight.columns % 8 == weight.rows % 16 == 0
-    if len(x) >= MIN_GATED_ROWS and _is_plain(x, weight) and is_whole and is_hopper(x.device):
-        return gated_product(x.contiguous(), weight.packed, activation)
-    if isinstance(weight.packed, torch.Tensor) and takes_hopper_gemm(x, weight.packed, mode):
-        return hopper_linear(x, weight.packed, weight.bias, activation=activation)
-    return act_mul(linear(x, weight, mode), activation)
+def _launch_gated(
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    _bias: torch.Tensor | None,
+    _config: None,
+    _dtype: torch.dtype,
+    activation: Activation,
+) -> torch.Tensor:
+    return gated_product(x.contiguous(), matrix, activation)
 
 
-def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor) -> torch.Tensor | None:
-    """residual + linear(x), written over the residual; None where nothing is won by it"""
-    return residual.addmm_(x, weight.packed.t()) if len(x) >= MIN_ADDED_ROWS and _is_plain(x, weight) else None
-
-
-def _is_plain(x: torch.Tensor, weight: LinearWeight) -> bool:
-    return isinstance(weight.packed, torch.Tensor) and weight.bias is None and x.dtype in DTYPES
+GATED_GEMM = GemmKernel(lambda _product: None, _launch_gated)
 
 
 @cache

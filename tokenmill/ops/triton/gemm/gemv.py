@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
+from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv
@@ -54,24 +55,27 @@ class GemvConfig:
     stages: int = 3
 
 
-def pick_gemv_config(num_out: int, num_in: int) -> GemvConfig:
-    """As measured on an H200."""
-    if num_out >= 16384 or (num_out * num_in < 1 << 24 and num_in > 2048):
+def pick_gemv_config(product: Product) -> GemvConfig:
+    """The fastest on an H200."""
+    n, k = product.n, product.k
+    if n >= 16384 or (n * k < 1 << 24 and k > 2048):
         return GemvConfig(2, 2048, 4, near=8)
-    return GemvConfig(8, 512, 4) if num_out > 4096 and num_in > 2048 else GemvConfig(4, 512, 4)
+    return GemvConfig(8, 512, 4) if n > 4096 and k > 2048 else GemvConfig(4, 512, 4)
 
 
 def gemv_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: GemvConfig | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: GemvConfig, _dtype: object = None
 ) -> torch.Tensor:
     """x [1, num_in], weight [num_out, num_in] → [1, num_out]"""
     x = x.contiguous()
     num_out, num_in = weight.shape
     out = x.new_empty(1, num_out)
-    cut = shape or pick_gemv_config(num_out, num_in)
-    _gemv_kernel[(cdiv(num_out, cut.strip),)](
-        x, weight, bias if bias is not None else x, out, num_out, num_in, cut.strip, cut.stride, cut.near,
+    _gemv_kernel[(cdiv(num_out, config.strip),)](
+        x, weight, bias if bias is not None else x, out, num_out, num_in, config.strip, config.stride, config.near,
         bias is not None,
-        num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+        num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out
+
+
+GEMV = GemmKernel(pick_gemv_config, gemv_linear)

@@ -13,6 +13,8 @@ that holds a line's gate holds its up too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,10 +35,12 @@ from tokenmill.ops.triton.gemm.gluon_parts import (
     store_lines,
     wait_for_previous,
 )
-from tokenmill.ops.triton.gemm.hopper_select import HopperConfig
+from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
+from tokenmill.ops.triton.quant.quantized import Fp8Matrix
 
 TILES = {
     size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)
@@ -146,6 +150,27 @@ def _hopper_gemm(
             store_lines(sums, out, line, row, num_rows, num_out, OWN, ROWS, WARPS)
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    rows: int
+    lines: int
+    splits: int
+    ring: int  # tiles of each factor
+    warps: int = 4
+
+
+def pick_hopper_config(product: Product) -> HopperConfig:
+    """Two programs on a multiprocessor where there are enough for that, otherwise one with as much of the matrix on its
+    way. Columns are split only where there are so many that adding up pays."""
+    tuning = product.capabilities.tuning
+    rows = 64 if product.m <= 64 else 128
+    if product.epilogue == "gated" or product.n >= 128 * 2 * tuning.multiprocessors:
+        return HopperConfig(rows, 128, 1, 4 if rows == 64 else 3)
+    strips, chunks = cdiv(product.n, 64), cdiv(product.k * product.form.element_size, 128)
+    splits = max(1, min(tuning.multiprocessors // strips, chunks // tuning.gemm_hopper_min_chunks))
+    return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8)
+
+
 def hopper_gemm(
     x: torch.Tensor,
     row_scales: torch.Tensor | None,
@@ -153,22 +178,50 @@ def hopper_gemm(
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    cut: HopperConfig,
+    config: HopperConfig,
     activation: Activation | None,
 ) -> torch.Tensor:
     """As `wide_linear` of `wide_cuts`"""
     (num_rows, num_in), lines = x.shape, len(values)
-    own, num_out = (cut.lines // 2, lines // 2) if activation else (cut.lines, lines)
-    strips, blocks = cdiv(num_out, own), cdiv(num_rows, cut.rows)
+    own, num_out = (config.lines // 2, lines // 2) if activation else (config.lines, lines)
+    strips, blocks = cdiv(num_out, own), cdiv(num_rows, config.rows)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
-    parts, arrived = room_for_splits(strips * blocks, cut.splits, cut.lines * cut.rows, out)
+    parts, arrived = room_for_splits(strips * blocks, config.splits, config.lines * config.rows, out)
     columns = 128 // x.element_size()
-    _hopper_gemm[(strips, cut.splits, blocks)](
-        TensorDescriptor.from_tensor(x, [cut.rows, columns], TILES[x.element_size()]),
+    _hopper_gemm[(strips, config.splits, blocks)](
+        TensorDescriptor.from_tensor(x, [config.rows, columns], TILES[x.element_size()]),
         TensorDescriptor.from_tensor(values, [own, columns], TILES[x.element_size()]),
         row_scales if row_scales is not None else out, scales if scales is not None else out,
-        bias if bias is not None else out, out, parts, arrived, num_rows, num_out, num_in, cut.splits,
-        cut.rows, cut.lines, columns, cut.ring, cut.warps, activation or "", scales is not None, bias is not None,
-        num_warps=cut.warps, **launch_options(),
+        bias if bias is not None else out, out, parts, arrived, num_rows, num_out, num_in, config.splits,
+        config.rows, config.lines, columns, config.ring, config.warps, activation or "", scales is not None,
+        bias is not None,
+        num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     return out
+
+
+def _plain_linear(
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: HopperConfig,
+    dtype: torch.dtype,
+    activation: Activation | None = None,
+) -> torch.Tensor:
+    return hopper_gemm(x.contiguous(), None, matrix, None, bias, dtype, config, activation)
+
+
+def _fp8_linear(
+    rows: Fp8Rows,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    config: HopperConfig,
+    dtype: torch.dtype,
+    activation: Activation | None = None,
+) -> torch.Tensor:
+    x = rows.planes[:, 0].contiguous()
+    return hopper_gemm(x, rows.scales, matrix.values, matrix.scales, bias, dtype, config, activation)
+
+
+HOPPER_GEMM = GemmKernel(pick_hopper_config, _plain_linear)
+HOPPER_GEMM_FP8 = GemmKernel(pick_hopper_config, _fp8_linear)

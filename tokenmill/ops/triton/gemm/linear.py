@@ -12,24 +12,25 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, PackedIntFormat, Stored, packed_int_format
+from tokenmill.arch.spec import Activation
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.triton.gemm import splitk
-from tokenmill.ops.triton.gemm.gemv import gemv_linear
-from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
+from tokenmill.ops.triton.elementwise.activation import act_mul
+from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Epilogue
+from tokenmill.ops.triton.gemm.select import Choice, choose
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
+from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, quantize_rows
+from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
 from tokenmill.ops.triton.quant.quantized import (
     Fp8Matrix,
     PackedIntMatrix,
-    fp8_linear,
     interleaved,
     is_of_one_form,
     joined,
     packed_from_blocks,
-    packed_int_linear,
     to_fp8,
     to_int4,
     to_int8,
@@ -117,19 +118,61 @@ def _whole(matrix: torch.Tensor) -> LinearWeight:
 
 
 def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
+    """x [T, columns] → [T, rows], by the kernel that `select` has for the matrix and the number of rows"""
     matrix = weight.packed
-    if not len(x):  # a chunk of a prompt whose results nobody looks at
+    if not len(x):  # a chunk of a prompt whose outputs are not needed
         return x.new_empty(0, weight.rows)
-    if isinstance(matrix, PackedIntMatrix):
-        return packed_int_linear(x, matrix, weight.bias)
-    if isinstance(matrix, Fp8Matrix):
-        return fp8_linear(x, matrix, weight.bias, mode)
     if isinstance(matrix, tuple):
         return torch.cat([linear(x, piece, mode) for piece in matrix], dim=1)
-    if len(x) == 1 and matrix.dtype != torch.float32:
-        return gemv_linear(x, matrix, weight.bias)
-    if cut := splitk.pick_splitk_config(len(x), *matrix.shape, matrix.dtype):
-        return splitk.splitk_linear(x, matrix, weight.bias, cut)
-    if takes_hopper_gemm(x, matrix, mode):
-        return hopper_linear(x, matrix, weight.bias)
-    return functional.linear(x, matrix, weight.bias)
+    if isinstance(matrix, Fp8Matrix):
+        return fp8_linear(x, matrix, weight.bias, mode)
+    form = PLAIN[matrix.dtype] if isinstance(matrix, torch.Tensor) else matrix.form(x.dtype)
+    choice = choose(len(x), weight.rows, weight.columns, form, capabilities_of(x.device), mode)
+    assert choice is not None, "every product without an epilogue has a kernel"
+    return choice.run(x, matrix, weight.bias, x.dtype)
+
+
+def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, mode: Mode) -> torch.Tensor:
+    return fp8_gemm(quantize_rows(x), matrix, bias, x.dtype, mode)
+
+
+def fp8_gemm(
+    rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, mode: Mode
+) -> torch.Tensor:
+    """Rows that are quantised already → [R, rows of the matrix] of `dtype`"""
+    gpu = capabilities_of(rows.planes.device)
+    choice = choose(len(rows.planes), *matrix.values.shape, FP8[dtype], gpu, mode)
+    assert choice is not None
+    return choice.run(rows, matrix, bias, dtype)
+
+
+def gemv_int4_linear(
+    row: Fp16PairRow | torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """One row, in pairs of float16 or plain and of moderate size, times a 4-bit matrix → [1, rows of the matrix]"""
+    form, gpu = matrix.form(torch.float16), capabilities_of(matrix.words.device)
+    choice = choose(1, len(matrix.words), matrix.num_columns, form, gpu)
+    assert choice is not None
+    return choice.run(row, matrix, bias, dtype)
+
+
+def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:
+    choice = fused_choice(x, weight, mode, "gated")
+    if choice is None:
+        return act_mul(linear(x, weight, mode), activation)
+    return choice.run(x, weight.packed, weight.bias, x.dtype, activation)
+
+
+def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor) -> torch.Tensor | None:
+    """residual + linear(x), written over the residual; None where nothing is won by it"""
+    choice = fused_choice(x, weight, "eager", "add")
+    return None if choice is None else choice.run(x, weight.packed, None, x.dtype, residual)
+
+
+def fused_choice(x: torch.Tensor, weight: LinearWeight, mode: Mode, epilogue: Epilogue) -> Choice | None:
+    """The kernel that multiplies and applies the epilogue; None where none does"""
+    matrix = weight.packed
+    if not isinstance(matrix, torch.Tensor) or not len(x):
+        return None
+    gpu, has_bias = capabilities_of(x.device), weight.bias is not None
+    return choose(len(x), weight.rows, weight.columns, PLAIN[matrix.dtype], gpu, mode, epilogue, has_bias)

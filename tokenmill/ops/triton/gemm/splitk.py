@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import Kernel, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import (
     fetch_early,
@@ -30,9 +31,7 @@ from tokenmill.ops.triton.launch.pdl import (
 )
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.quant.packed_int import expand_values, has_ptx, minimum_of, scale_of
-
-MAX_ROWS = 32
-MAX_PACKED_ROWS = {4: 128, 8: 64}  # of so many bits; for more, expanding the matrix first is worth it
+from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
 
 @dataclass(frozen=True)
@@ -214,24 +213,22 @@ def _packed_splitk_kernel(
         store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
 
 
-def pick_splitk_config(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> SplitKConfig | None:
-    """As measured on an H200; None where cuBLAS is better."""
-    if dtype == torch.float32 or not 1 < num_rows <= MAX_ROWS or num_in % 128:
-        return None
-    return SplitKConfig(64, 128, splits_for(num_out, num_in // 128, 192), 4, 512)
+def pick_splitk_config(product: Product) -> SplitKConfig:
+    wanted = product.capabilities.tuning.gemm_splitk_programs
+    return SplitKConfig(64, 128, splits_for(product.n, product.k // 128, wanted), 4, 512)
 
 
-def pick_packed_splitk_config(num_rows: int, num_out: int, num_words: int, span: int, bits: int) -> SplitKConfig | None:
-    """The same for matrices of words; None where they are better expanded first."""
-    most = num_words // span
-    if num_rows <= MAX_ROWS and bits == 8:
-        return SplitKConfig(64, span, splits_for(num_out, most, 512), 3, 256)
-    if num_rows <= MAX_ROWS:
-        least, stages = (2, 3) if num_rows <= 8 else (1, 4)
-        return SplitKConfig(64, span, splits_for(num_out, most, 256, least), stages, 256)
-    if num_rows <= MAX_PACKED_ROWS[bits]:
-        return SplitKConfig(128, span, splits_for(num_out, most, 256), 2, 0, 8)
-    return None
+def pick_splitk_int_config(product: Product) -> SplitKConfig:
+    """For packed integers: few rows in strips of 64 matrix rows, more rows in strips of 128."""
+    m, n, form, tuning = product.m, product.n, product.form, product.capabilities.tuning
+    words = form.interleave
+    most = product.k * form.bits // 32 // words
+    if m > tuning.gemm_splitk_max_rows:
+        return SplitKConfig(128, words, splits_for(n, most, tuning.int4_splitk_programs), 2, 0, 8)
+    if form.bits == 8:
+        return SplitKConfig(64, words, splits_for(n, most, tuning.int8_splitk_programs), 3, 256)
+    least, stages = (2, 3) if m <= 8 else (1, 4)
+    return SplitKConfig(64, words, splits_for(n, most, tuning.int4_splitk_programs, least), stages, 256)
 
 
 def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
@@ -241,18 +238,21 @@ def splits_for(num_out: int, most: int, programs: int, least: int = 1) -> int:
     return splits
 
 
-def splitk_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SplitKConfig) -> torch.Tensor:
-    """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
-    assert x.shape[1] % cut.stride == 0, "a row of the matrix is a number of whole strides"
-    return _launch(_splitk_kernel, x, weight, bias, None, cut, 16)
-
-
-def packed_splitk_linear(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None, cut: SplitKConfig
+def splitk_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SplitKConfig, _dtype: object = None
 ) -> torch.Tensor:
-    """words int32 [num_out, words] in spans of `cut.stride`, scales [groups, num_out]"""
-    group = x.shape[1] // scales.shape[0]
-    return _launch(_packed_splitk_kernel, x, words, bias, scales, cut, 8, group, bits, has_ptx())
+    """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
+    assert x.shape[1] % config.stride == 0, "a row of the matrix is a number of whole strides"
+    return _launch(_splitk_kernel, x, weight, bias, None, config, 16)
+
+
+def splitk_int_linear(
+    x: torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None, config: SplitKConfig, _dtype: object = None
+) -> torch.Tensor:
+    """x [rows, num_in], matrix [num_out, num_in] in spans of `config.stride` words → [rows, num_out]"""
+    return _launch(
+        _packed_splitk_kernel, x, matrix.words, bias, matrix.scales, config, 8, matrix.group, matrix.bits, has_ptx()
+    )
 
 
 def _launch(
@@ -261,22 +261,26 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     scales: torch.Tensor | None,
-    cut: SplitKConfig,
+    config: SplitKConfig,
     min_rows: int,
     *format_args: int,
 ) -> torch.Tensor:
     x = x.contiguous()
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     padded = max(min_rows, next_power_of_2(num_rows))
-    strips = cdiv(num_out, cut.strip)
+    strips = cdiv(num_out, config.strip)
     out = x.new_empty(num_rows, num_out)
-    parts, arrived = room_for_splits(strips, cut.splits, cut.strip * padded, out)
-    share, rest = divmod(weight.shape[1], cut.splits * cut.stride)
-    has_whole_shares = not rest and share * cut.stride * weight.element_size() >= cut.fetched
-    fetched = cut.fetched if has_whole_shares else 0
-    kernel[(strips, cut.splits)](
+    parts, arrived = room_for_splits(strips, config.splits, config.strip * padded, out)
+    share, rest = divmod(weight.shape[1], config.splits * config.stride)
+    has_whole_shares = not rest and share * config.stride * weight.element_size() >= config.fetched
+    fetched = config.fetched if has_whole_shares else 0
+    kernel[(strips, config.splits)](
         x, weight, scales if scales is not None else x, bias if bias is not None else x, out, parts, arrived,
-        num_rows, num_out, num_in, padded, cut.strip, cut.stride, cut.splits, 32 * cut.warps, fetched,
-        bias is not None, *format_args, num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+        num_rows, num_out, num_in, padded, config.strip, config.stride, config.splits, 32 * config.warps, fetched,
+        bias is not None, *format_args, num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out
+
+
+SPLITK = GemmKernel(pick_splitk_config, splitk_linear)
+SPLITK_INT = GemmKernel(pick_splitk_int_config, splitk_int_linear)

@@ -1,35 +1,171 @@
-"""What the GPU at hand can do that not every one can. Whoever needs it asks here and has another way for the others.
+"""What a GPU can do, and the measured numbers by which kernels are chosen for it.
 
-fp8     NVIDIA from Ada on computes with e4m3 numbers. AMD's matrix units, where they know fp8 at all, mean others by it
-        (fnuz)
-Hopper  copies tiles by a unit of its own, and multiplies them from where they land
+fp8       NVIDIA from Ada (8.9) on multiplies e4m3 numbers. AMD's matrix units, where they have fp8 at all, mean another
+          encoding by it (fnuz).
+Hopper    copies tiles by a unit of its own (TMA) and multiplies them from shared memory (wgmma): Gluon kernels.
+tuning    row limits and numbers of programs, one row per GPU in `tuning.toml`; rows that `tokenmill tune` measured on
+          this machine (`$TOKENMILL_HOME/tuning.toml`) come first.
+
+Needs no Triton and no GPU: `tokenmill doctor --kernels --device A100` reads the same rows.
 """
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 
+import msgspec
 import torch
 
-H200_PROCESSORS = 132  # on which it was measured how products are best cut
+from tokenmill.errors import InvalidConfig
+
+GLUON_SINCE = (3, 6)  # Triton's version in which Gluon has what our Hopper kernels use
+HOPPER = 9  # major compute capability
+TUNED = "H200"  # the row for devices that are no GPU: kernels in Triton's interpreter
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of one GPU by which kernels are chosen.
+
+    `*_max_rows`, `*_min_rows`: up to, or from which number of activation rows on a kernel is faster than the next one.
+    `*_programs`: so many programs keep the GPU busy; a matrix or a context is split until there are as many."""
+
+    name: str  # part of the name that the driver reports
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    source: str  # "measured", or "derived from ..."
+    note: str = ""
+
+    gemm_splitk_max_rows: int
+    gemm_splitk_programs: int
+    gemm_hopper_max_rows: int  # of captured steps
+    gemm_hopper_min_chunks: int  # of 128 bytes of a matrix row, for each part of a split
+    gemm_gated_min_rows: int  # the gated product with its epilogue fused (Hopper)
+    gemm_add_min_rows: int  # cuBLAS adds to the residual stream itself
+    fp8_split_max_rows: int  # activations as two fp8 numbers each; more rows are rounded to one
+    fp8_split_programs: int  # up to 16 rows; half of it above
+    int4_gemv_programs: int
+    int4_splitk_max_rows: int
+    int4_splitk_programs: int
+    int8_splitk_max_rows: int
+    int8_splitk_programs: int
+    int_hopper_max_rows: int
+    moe_gemv_max_tokens: int  # each (token, expert) pair streams its expert's matrices; more are sorted by expert
+    moe_gemv_programs: int
+    moe_expand_min_pairs: int  # tokens an expert from which on packed experts are expanded before the product
+    attention_decode_programs: int
+    attention_fused_min_splits: int  # of contexts, for cache write and attention in one kernel
+    attention_dense_min_tokens: int  # of whole prompts, for torch's attention
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: one for each device, looked up for every product
+class Capabilities:
+    """What kernel selection knows of a GPU."""
+
+    device: str
+    compute_capability: tuple[int, int]
+    is_hopper: bool
+    has_gluon: bool
+    tuning: Tuning
+    origin: str  # where the tuning comes from, for people
+
+
+@cache
+def built_in_tunings() -> tuple[Tuning, ...]:
+    return _read_rows(files("tokenmill.ops.triton").joinpath("tuning.toml").read_text(encoding="utf-8"))
+
+
+def measured_tunings(path: Path) -> tuple[Tuning, ...]:
+    """The rows that `tokenmill tune` wrote into `path`; none where there is no such file."""
+    try:
+        return _read_rows(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as problem:
+        raise InvalidConfig(f"{path} is no table of GPUs: {problem}", hint="remove it, or run tokenmill tune") from None
+
+
+def _read_rows(text: str) -> tuple[Tuning, ...]:
+    return tuple(msgspec.convert(tomllib.loads(text)["gpu"], tuple[Tuning, ...]))
+
+
+def find_tuning(
+    name: str, compute_capability: tuple[int, int], rows: tuple[Tuning, ...] | None = None
+) -> tuple[Tuning, str]:
+    """The row of a GPU, and where it comes from: its own, or that of the nearest compute capability."""
+    rows = built_in_tunings() if rows is None else rows
+    for row in rows:
+        if _plain(row.name) in _plain(name) and row.compute_capability == compute_capability:
+            return row, f"{row.name}: {row.source}"
+    nearest = min(rows, key=lambda row: _distance(row.compute_capability, compute_capability))
+    found = ".".join(map(str, compute_capability))
+    return nearest, f"no row for {name} ({found}): that of {nearest.name}, the nearest compute capability"
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "")
+
+
+def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return abs(10 * one[0] + one[1] - 10 * other[0] - other[1])
+
+
+def describe_gpu(
+    name: str, compute_capability: tuple[int, int], rows: tuple[Tuning, ...] | None = None
+) -> Capabilities:
+    """The capabilities of an NVIDIA GPU, which need not be here."""
+    tuning, origin = find_tuning(name, compute_capability, rows)
+    is_hopper = compute_capability[0] == HOPPER
+    has_gluon = is_hopper and _triton_version() >= GLUON_SINCE
+    return Capabilities(name, compute_capability, is_hopper, has_gluon, tuning, origin)
+
+
+def named_gpu(name: str) -> Capabilities:
+    """The capabilities of a GPU that has a row, by its name."""
+    for row in built_in_tunings():
+        if _plain(row.name) == _plain(name):
+            return describe_gpu(row.name, row.compute_capability)
+    known = ", ".join(row.name for row in built_in_tunings())
+    raise InvalidConfig(f"there is no tuning row for {name!r}", hint=f"known GPUs: {known}")
+
+
+@cache
+def capabilities_of(device: torch.device) -> Capabilities:
+    """The capabilities of a device at hand. Where it is no GPU, kernels run in Triton's interpreter: they are chosen as
+    for an H200, without what only its hardware has."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        row = next(row for row in built_in_tunings() if row.name == TUNED)
+        return Capabilities(str(device), row.compute_capability, False, False, row, f"{row.name}: interpreted")
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    found = describe_gpu(name, capability, (*measured_tunings(tuning_path()), *built_in_tunings()))
+    if torch.version.hip is not None:  # AMD numbers its generations in the same way and means others
+        return replace(found, is_hopper=False, has_gluon=False)
+    return found
+
+
+def tuning_path() -> Path:
+    """Where `tokenmill tune` writes what it measured on this machine."""
+    from tokenmill.store.layout import store_root
+
+    return store_root() / "tuning.toml"
+
+
+def _triton_version() -> tuple[int, ...]:
+    """The installed Triton's; where there is none, choices are shown as a recent one would make them."""
+    if find_spec("triton") is None:
+        return GLUON_SINCE
+    import triton  # half a second, which only those wait for who ask about a Hopper GPU
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 @cache
 def has_fp8(device: torch.device) -> bool:
-    """Where there is no GPU nothing is held against it."""
+    """Whether fp8 numbers can be multiplied; kernels in the interpreter can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@cache
-def has_gluon(device: torch.device) -> bool:
-    """As kernels for Hopper have it, which is since Triton 3.6"""
-    import triton  # which a start on a CPU does without, and may not even have
-
-    return is_hopper(device) and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)

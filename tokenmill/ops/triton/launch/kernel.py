@@ -45,6 +45,10 @@ class Kernel:
         self._jit = jit
         self._made: dict[Any, Any] = {}
 
+    @property
+    def name(self) -> str:
+        return self._function.__name__
+
     @cached_property
     def _jitted(self) -> Any:
         """Triton reads the source then, which takes milliseconds: most models need a third of all kernels."""
@@ -53,6 +57,10 @@ class Kernel:
     @cached_property
     def _is_constant(self) -> list[bool]:
         return [parameter.is_constexpr for parameter in getattr(self._jitted, "params", ())]
+
+    def constants(self, args: Sequence[Any]) -> list[Any]:
+        """The compile-time constants among the arguments of a launch"""
+        return [arg for arg, is_constant in zip(args, self._is_constant, strict=False) if is_constant]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)

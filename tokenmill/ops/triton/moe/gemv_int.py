@@ -185,7 +185,8 @@ def moe_gemv_int(
     each = cdiv(cdiv(inter, max(1, PROGRAMS // pairs)), LINES_TOGETHER) * LINES_TOGETHER
     _moe_gemv_int_up[(pairs, cdiv(inter, each))](
         x, logits, gate_up.words, gate_up.scales, inner, hidden, inter, num_experts, each, num_active, activation,
-        *_layout(gate_up), down.span, down.bits, block, has_ptx(), num_warps=_warps_for(hidden), **launch_options(),
+        *_layout(gate_up), down.interleave, down.bits, block, has_ptx(),
+        num_warps=_warps_for(hidden), **launch_options(),
     )  # fmt: skip
     _moe_gemv_int_down[(cdiv(hidden, LINES), num_tokens)](
         inner.view(torch.int32), logits, down.words, down.scales, out, hidden, inter, num_experts, num_active,
@@ -196,8 +197,8 @@ def moe_gemv_int(
 
 def _layout(matrix: PackedIntMatrix) -> tuple[int, int, int, int, int]:
     """Pieces of a line, words of a piece, words of a span, columns that share a scale, bits"""
-    piece = min(matrix.span, matrix.group)
-    return next_power_of_2(matrix.words.shape[1] // piece), piece, matrix.span, matrix.group, matrix.bits
+    piece = min(matrix.interleave, matrix.group)
+    return next_power_of_2(matrix.words.shape[1] // piece), piece, matrix.interleave, matrix.group, matrix.bits
 
 
 def _warps_for(num_columns: int) -> int:

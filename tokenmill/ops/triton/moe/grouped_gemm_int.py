@@ -60,7 +60,7 @@ def moe_grouped_gemm_int(
     out = x.new_empty(num_pairs, num_out)
     _moe_grouped_gemm_int[(num_pairs // tile + num_experts, cdiv(num_out, strip))](
         x, matrix.words, matrix.scales, out, pairs.order, pairs.offsets, pairs.shares, num_out, matrix.num_columns,
-        num_experts, pairs.k, tile, strip, matrix.span, matrix.group, matrix.bits, is_gathered, has_ptx(),
+        num_experts, pairs.k, tile, strip, matrix.interleave, matrix.group, matrix.bits, is_gathered, has_ptx(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -15,20 +15,16 @@ from tokenmill.arch.spec import Activation
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import FusedNormOps, LinearWeight
 from tokenmill.ops.triton.elementwise.activation import activate
-from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
+from tokenmill.ops.triton.gemm.linear import fp8_gemm, fp8_linear, gemv_int4_linear
+from tokenmill.ops.triton.gemm.product import FP8
+from tokenmill.ops.triton.gemm.select import choose
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, empty_planes, quantize_rows, store_fp8_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow, empty_fp16_pairs, store_fp16_pairs
-from tokenmill.ops.triton.quant.quantized import (
-    Fp8Matrix,
-    PackedIntMatrix,
-    fp8_gemm,
-    fp8_linear,
-    gemv_int4_linear,
-    has_gemv_int4,
-)
+from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, has_gemv_int4
 
 HALVES = 0  # in the place of a number of planes
 
@@ -141,16 +137,14 @@ def _wide_gated(
     stream: QuantizedStream, weight: LinearWeight, activation: Activation, mode: Mode
 ) -> QuantizedGate | None:
     """Dozens of rows: the product applies its gates itself."""
-    rows, matrix, dtype = stream.normed, weight.packed, stream.total.dtype
-    if (
-        isinstance(rows, Fp16PairRow)
-        or rows.planes.shape[1] != 1
-        or not takes_hopper_gemm(rows.planes[:, 0], matrix.values, mode)
-    ):
+    rows, dtype = stream.normed, stream.total.dtype
+    if isinstance(rows, Fp16PairRow):
         return None
-    options = {"activation": activation, "row_scales": rows.scales, "scales": matrix.scales, "dtype": dtype}
-    gated = hopper_linear(rows.planes[:, 0], matrix.values, weight.bias, **options)
-    return QuantizedGate(quantize_rows(gated), dtype)
+    gpu = capabilities_of(rows.planes.device)
+    choice = choose(len(rows.planes), weight.rows, weight.columns, FP8[dtype], gpu, mode, "gated")
+    if choice is None:
+        return None
+    return QuantizedGate(quantize_rows(choice.run(rows, weight.packed, weight.bias, dtype, activation)), dtype)
 
 
 def any_linear(x: torch.Tensor | QuantizedGate, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:

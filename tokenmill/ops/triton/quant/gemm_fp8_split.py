@@ -17,14 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig, join_splits, prefetch_tile, split_of_tile, splits_for
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
+from tokenmill.ops.triton.quant.quantized import FP8, Fp8Matrix
 
-FP8 = torch.float8_e4m3fn
 FP8_MAX = tl.constexpr(448.0)
-MAX_ROWS = 32  # that are worth two planes
 
 
 class Fp8Rows(NamedTuple):
@@ -63,12 +64,12 @@ def _quantize_rows(
     store_fp8_rows(values, planes, scales, row, size, PLANES, BLOCK)
 
 
-def num_planes_for(num_rows: int) -> int:
-    return 2 if num_rows <= MAX_ROWS else 1
+def num_planes_for(num_rows: int, device: torch.device) -> int:
+    return 2 if num_rows <= capabilities_of(device).tuning.fp8_split_max_rows else 1
 
 
 def empty_planes(num_rows: int, size: int, device: torch.device) -> Fp8Rows:
-    planes = torch.empty(num_rows, num_planes_for(num_rows), size, dtype=FP8, device=device)
+    planes = torch.empty(num_rows, num_planes_for(num_rows, device), size, dtype=FP8, device=device)
     return Fp8Rows(planes, torch.empty(num_rows, 1, dtype=torch.float32, device=device))
 
 
@@ -125,39 +126,33 @@ def _gemm_fp8_split(
         tl.store(target, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_line[:, None])
 
 
-def pick_fp8_split_config(num_rows: int, num_out: int, num_in: int) -> SplitKConfig:
-    """As measured on an H200."""
-    if num_rows > 16:
-        is_large = num_out > 8192
-        return SplitKConfig(
-            64, 128 if is_large else 256, splits_for(num_out, num_in // 256, 96), 6 if is_large else 4, 512
-        )
-    if 64 * 88 < num_out <= 8192:
-        return SplitKConfig(64, 256, splits_for(num_out, num_in // 256, 192), 3, 512)
-    return SplitKConfig(64, 256, splits_for(num_out, num_in // 256, 192), 4, 512)
+def pick_fp8_split_config(product: Product) -> SplitKConfig:
+    m, n, most = product.m, product.n, product.k // 256
+    programs = product.capabilities.tuning.fp8_split_programs
+    if m > 16:
+        is_large = n > 8192
+        return SplitKConfig(64, 128 if is_large else 256, splits_for(n, most, programs // 2), 6 if is_large else 4, 512)
+    return SplitKConfig(64, 256, splits_for(n, most, programs), 3 if 64 * 88 < n <= 8192 else 4, 512)
 
 
 def gemm_fp8_split(
-    rows: Fp8Rows,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    cut: SplitKConfig | None = None,
+    rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, config: SplitKConfig, dtype: torch.dtype
 ) -> torch.Tensor:
-    """values fp8 [num_out, num_in], scales float32 [num_out] → [R, num_out]"""
+    """Rows in two planes times matrix [num_out, num_in] → [R, num_out]"""
     num_rows, _, num_in = rows.planes.shape
-    num_out, device = len(values), values.device
-    cut = cut or pick_fp8_split_config(num_rows, num_out, num_in)
+    num_out, device = len(matrix.values), matrix.values.device
     padded = max(8, next_power_of_2(num_rows))
-    strips = cdiv(num_out, cut.strip)
+    strips = cdiv(num_out, config.strip)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
-    parts, arrived = room_for_splits(strips, cut.splits, cut.strip * padded, out)
-    has_whole_shares = num_in % (cut.splits * cut.stride) == 0 and num_in // cut.splits >= cut.fetched
-    _gemm_fp8_split[(strips, cut.splits)](
-        rows.planes, values, rows.scales, scales, bias if bias is not None else out, out, parts, arrived,
-        num_rows, num_out, num_in, padded, cut.strip, cut.stride, cut.splits, 32 * cut.warps,
-        cut.fetched if has_whole_shares else 0, bias is not None, num_in % cut.stride == 0,
-        num_warps=cut.warps, num_stages=cut.stages, **launch_options(),
+    parts, arrived = room_for_splits(strips, config.splits, config.strip * padded, out)
+    has_whole_shares = num_in % (config.splits * config.stride) == 0 and num_in // config.splits >= config.fetched
+    _gemm_fp8_split[(strips, config.splits)](
+        rows.planes, matrix.values, rows.scales, matrix.scales, bias if bias is not None else out, out, parts, arrived,
+        num_rows, num_out, num_in, padded, config.strip, config.stride, config.splits, 32 * config.warps,
+        config.fetched if has_whole_shares else 0, bias is not None, num_in % config.stride == 0,
+        num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out
+
+
+FP8_SPLIT = GemmKernel(pick_fp8_split_config, gemm_fp8_split)

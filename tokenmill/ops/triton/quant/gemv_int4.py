@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.triton.gemm.product import INTERLEAVE, GemmKernel, Product
 from tokenmill.ops.triton.gemm.splitk import join_splits, scales_from, split_of_tile, splits_for
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
@@ -35,8 +36,8 @@ from tokenmill.ops.triton.quant.fp16x2 import (
     value_of,
 )
 from tokenmill.ops.triton.quant.packed_int import has_ptx
+from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
-SPAN = 32
 LARGEST = tl.constexpr(1024.0)  # 32 times as much is a float16 number too
 
 # Sums of the lower and of the upper four values of a word times their halves.
@@ -166,32 +167,31 @@ class GemvInt4Config:
     warps: int = 4
 
 
-def pick_gemv_int4_config(num_out: int, num_in: int) -> GemvInt4Config:
-    """As measured on an H200."""
-    return GemvInt4Config(64, splits_for(num_out, num_in // 256, 384))
+def pick_gemv_int4_config(product: Product) -> GemvInt4Config:
+    wanted = product.capabilities.tuning.int4_gemv_programs
+    return GemvInt4Config(64, splits_for(product.n, product.k // 256, wanted))
 
 
 def gemv_int4(
     row: Fp16PairRow | torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    group: int,
+    matrix: PackedIntMatrix,
     bias: torch.Tensor | None,
+    config: GemvInt4Config,
     dtype: torch.dtype,
-    cut: GemvInt4Config | None = None,
 ) -> torch.Tensor:
-    """A row in halves, or a plain one [1, columns] of moderate size; words int32 [num_out, columns / 8], scales
-    [groups, num_out] (see `words`), or [num_out, groups] where these are of 128 columns and have no minima
-    → [1, num_out]"""
-    num_out, num_in, device = len(words), 8 * words.shape[1], words.device
-    cut = cut or pick_gemv_int4_config(num_out, num_in)
-    strips = cdiv(num_out, cut.strip)
+    """A row in pairs, or a plain one [1, columns] of moderate size, times a 4-bit matrix → [1, num_out]"""
+    scales = matrix.scales if matrix.row_scales is None else matrix.row_scales
+    num_out, num_in, device = len(matrix.words), matrix.num_columns, matrix.words.device
+    strips = cdiv(num_out, config.strip)
     out = torch.empty(1, num_out, dtype=dtype, device=device)
-    parts, arrived = room_for_splits(strips, cut.splits, cut.strip, out)
-    _one_row[(strips, cut.splits)](
-        *(row if isinstance(row, Fp16PairRow) else (row.contiguous(), out)), words, scales,
+    parts, arrived = room_for_splits(strips, config.splits, config.strip, out)
+    _one_row[(strips, config.splits)](
+        *(row if isinstance(row, Fp16PairRow) else (row.contiguous(), out)), matrix.words, scales,
         bias if bias is not None else out, out, parts, arrived, num_out, num_in,
-        cut.strip, SPAN, cut.splits, isinstance(row, Fp16PairRow), bias is not None, group, has_ptx(),
-        num_warps=cut.warps, **launch_options(),
+        config.strip, INTERLEAVE, config.splits, isinstance(row, Fp16PairRow), bias is not None, matrix.group,
+        has_ptx(), num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     return out
+
+
+GEMV_INT4 = GemmKernel(pick_gemv_int4_config, gemv_int4)

@@ -35,14 +35,14 @@ from tokenmill.ops.triton.gemm.gluon_parts import (
     store_lines,
     wait_for_previous,
 )
-from tokenmill.ops.triton.launch.capabilities import H200_PROCESSORS
+from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
 SPAN = gl.constexpr(32)  # words, as in all matrices that come here
 COLUMNS = gl.constexpr(64)  # of a chunk: two values of each word of a span
-MAX_ROWS = 256
 TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -237,43 +237,47 @@ COSTS = {64: (1.5, 2.0, 2.6), 128: (1.5, 2.0), 256: (2.6,)}
 BEGINNING, JOINING = 1.5, 1.5  # of a program, in such columns
 
 
-def _cost(cut: HopperIntConfig, num_rows: int, num_out: int, num_in: int) -> float:
-    costs, programs = COSTS[cut.rows], cdiv(num_out, cut.strip) * cdiv(num_rows, cut.rows) * cut.splits
-    full, others = divmod(programs, H200_PROCESSORS * len(costs))
-    turns = cdiv(num_in, 256 * cut.splits) + BEGINNING + (JOINING if cut.splits > 1 else 0)
-    return turns * (full * costs[-1] + (costs[cdiv(others, H200_PROCESSORS) - 1] if others else 0))
+def _cost(config: HopperIntConfig, product: Product) -> float:
+    multiprocessors = product.capabilities.tuning.multiprocessors
+    costs = COSTS[config.rows]
+    programs = cdiv(product.n, config.strip) * cdiv(product.m, config.rows) * config.splits
+    full, others = divmod(programs, multiprocessors * len(costs))
+    turns = cdiv(product.k, 256 * config.splits) + BEGINNING + (JOINING if config.splits > 1 else 0)
+    return turns * (full * costs[-1] + (costs[cdiv(others, multiprocessors) - 1] if others else 0))
 
 
-def pick_hopper_int_config(num_rows: int, num_out: int, num_in: int, bits: int) -> HopperIntConfig:
+def pick_hopper_int_config(product: Product) -> HopperIntConfig:
     """The cheapest. A matrix with few strips is split by columns, but not for 256 rows, whose sums are too many; spans
     of 8 bits are short, and two of them have to be on their way unless many programs are."""
-    rows, ahead = (64, 1) if num_rows <= 64 else (128, bits // 4)
-    cuts = [HopperIntConfig(rows, splits, ahead=ahead) for splits in range(1, min(8, cdiv(num_in, 256)) + 1)]
-    if num_rows > 128:
-        cuts.append(HopperIntConfig(256, 1, strip=128, warps=8))
-    return min(cuts, key=lambda cut: _cost(cut, num_rows, num_out, num_in))
+    rows, ahead = (64, 1) if product.m <= 64 else (128, product.form.bits // 4)
+    splits = range(1, min(8, cdiv(product.k, 256)) + 1)
+    configs = [HopperIntConfig(rows, number, ahead=ahead) for number in splits]
+    if product.m > 128:
+        configs.append(HopperIntConfig(256, 1, strip=128, warps=8))
+    return min(configs, key=lambda config: _cost(config, product))
 
 
 def hopper_int_linear(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
+    matrix: PackedIntMatrix,
     bias: torch.Tensor | None,
-    cut: HopperIntConfig | None = None,
+    config: HopperIntConfig,
+    _dtype: object = None,
 ) -> torch.Tensor:
-    """words int32 [num_out, words] in spans of 32, scales [groups, num_out]"""
+    """x [rows, num_in] times a matrix [num_out, num_in] of integers, interleaved by 32 words → [rows, num_out]"""
     x = x.contiguous()
-    (num_rows, num_in), num_out = x.shape, len(words)
-    cut = cut or pick_hopper_int_config(num_rows, num_out, num_in, bits)
-    strips, blocks = cdiv(num_out, cut.strip), cdiv(num_rows, cut.rows)
+    (num_rows, num_in), num_out = x.shape, len(matrix.words)
+    strips, blocks = cdiv(num_out, config.strip), cdiv(num_rows, config.rows)
     out = x.new_empty(num_rows, num_out)
-    parts, arrived = room_for_splits(strips * blocks, cut.splits, cut.strip * cut.rows, out)
-    inputs = TensorDescriptor.from_tensor(x, [cut.rows, 64], TILES)
-    _hopper_gemm_int[(strips, cut.splits, blocks)](
-        inputs, words, scales, bias if bias is not None else x, out, parts, arrived,
-        num_rows, num_out, num_in, cut.splits,
-        cut.rows, cut.strip, cut.ring, cut.warps, cut.ahead, bias is not None, num_in // len(scales), bits,
-        num_warps=cut.warps, **launch_options(),
+    parts, arrived = room_for_splits(strips * blocks, config.splits, config.strip * config.rows, out)
+    inputs = TensorDescriptor.from_tensor(x, [config.rows, 64], TILES)
+    _hopper_gemm_int[(strips, config.splits, blocks)](
+        inputs, matrix.words, matrix.scales, bias if bias is not None else x, out, parts, arrived,
+        num_rows, num_out, num_in, config.splits,
+        config.rows, config.strip, config.ring, config.warps, config.ahead, bias is not None, matrix.group,
+        matrix.bits, num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     return out
+
+
+HOPPER_GEMM_INT = GemmKernel(pick_hopper_int_config, hopper_int_linear)

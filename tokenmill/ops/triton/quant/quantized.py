@@ -1,17 +1,14 @@
-"""Quantised matrices, and the products with them. Made of plain ones while they are loaded:
+"""Quantised weight matrices: how they are stored and how they are made. Kernels that multiply with them are listed in
+`gemm/select.py`.
+
+Made of plain matrices while a model is loaded:
 
 fp8     e4m3 values, one float32 scale a row; half the bytes of bfloat16
 int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes
-int8    values of -127 to 127 in groups of 32, which is Q8_0; half the bytes
+int8    values of -127 to 127 in groups of 32 columns, which is Q8_0; half the bytes
 
-What a file has quantised already becomes words too, without being rounded again (`kept_words`; `arch/packed_formats.py`
-says which formats those are, and in what form).
-
-A few rows are multiplied in their own precision while the matrix streams through: fp8 by splitting the rows (see
-`planes`), the others by expanding the matrix on its way (see `strips`, and `halves` for a single row and 4 bits).
-Many rows: fp8 rounds the rows too and takes the fp8 matrix units (dozens on Hopper by `wide_products`, others by
-cuBLAS); the other matrices are expanded in registers up to some hundred rows on Hopper (see `wide_strips`), and before
-the product where there are more.
+A checkpoint's own quantised blocks become packed integers without being rounded again (`packed_from_blocks`;
+`arch/packed_formats.py` says which formats are kept).
 """
 
 from __future__ import annotations
@@ -20,24 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn import functional
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
-from tokenmill.arch.packed_formats import EXPANDED_BYTES, INT4_GROUP, INT8_GROUP, PackedIntFormat
-from tokenmill.ops.batch import Mode
+from tokenmill.arch.packed_formats import INT4_GROUP, INT8_GROUP, PackedIntFormat
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
-from tokenmill.ops.triton.gemm import splitk
-from tokenmill.ops.triton.gemm.hopper_select import hopper_linear, takes_hopper_gemm
-from tokenmill.ops.triton.gemm.splitk import packed_splitk_linear, pick_packed_splitk_config
-from tokenmill.ops.triton.launch.capabilities import has_gluon
-from tokenmill.ops.triton.quant import gemm_fp8_split, gemv_int4
-from tokenmill.ops.triton.quant.gemm_fp8_split import FP8, Fp8Rows
-from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
+from tokenmill.ops.triton.gemm.product import FP8 as FP8_FORMS
+from tokenmill.ops.triton.gemm.product import INTERLEAVE, WeightForm, int_form
 from tokenmill.ops.triton.quant.packed_int import dequantize_packed, pack_ints, paired, unpack_ints, unpaired
 
-MAX_WIDE_ROWS, WIDE_SPAN = 512, 32  # of `wide_strips`
-INT4_SPANS = (32, 16)
+FP8 = torch.float8_e4m3fn
+INT4_INTERLEAVES = (INTERLEAVE, 16)
 NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32}  # of formats with minima
 
 
@@ -46,17 +36,21 @@ class Fp8Matrix:
     values: torch.Tensor  # fp8 [rows, columns]
     scales: torch.Tensor  # float32 [rows]
 
+    def form(self, dtype: torch.dtype) -> WeightForm:
+        """Its form in products with activations of `dtype`"""
+        return FP8_FORMS[dtype]
+
 
 @dataclass(frozen=True)
 class PackedIntMatrix:
-    """Values of 4 or 8 bits as words, and their scales, with minima or without (see `words`)."""
+    """Integers of 4 or 8 bits in 32-bit words, and their scales, with minima or without (see `packed_int`)."""
 
     words: torch.Tensor  # int32 [rows, columns * bits / 32]
     scales: torch.Tensor  # [groups, rows]
-    span: int
+    interleave: int  # words whose i-th values are neighbouring columns
     bits: int
     dtype: torch.dtype = torch.bfloat16  # of rows that are looked up in it
-    row_scales: torch.Tensor | None = None  # [rows, groups]: once more as one row reads them best (see `halves`)
+    row_scales: torch.Tensor | None = None  # [rows, groups]: once more in the order that the GEMV for one row reads
 
     @property
     def num_columns(self) -> int:
@@ -64,7 +58,12 @@ class PackedIntMatrix:
 
     @property
     def group(self) -> int:
+        """Columns that share a scale"""
         return self.num_columns // len(self.scales)
+
+    def form(self, dtype: torch.dtype) -> WeightForm:
+        """Its form in products with activations of `dtype`"""
+        return int_form(dtype, self.bits, self.interleave)
 
 
 def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
@@ -77,7 +76,7 @@ def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
 
 def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:
     num_rows, num_columns = matrix.shape
-    span = _int4_span(num_columns)
+    interleave = _int4_interleave(num_columns)
     words = torch.empty(num_rows, num_columns // 8, dtype=torch.int32, device=matrix.device)
     scales = torch.empty(num_rows, num_columns // INT4_GROUP, dtype=matrix.dtype, device=matrix.device)
     for part in _parts(num_rows):
@@ -87,9 +86,9 @@ def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:
         scale = (extreme / -8.0).to(matrix.dtype)
         safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
         codes = ((groups / safe).round().clamp_(-8, 7) + 8).to(torch.uint8)
-        words[part] = pack_ints(codes.flatten(1), span, 4)
+        words[part] = pack_ints(codes.flatten(1), interleave, 4)
         scales[part] = scale.squeeze(2)
-    return _with_row_scales(PackedIntMatrix(words, scales.t().contiguous(), span, 4))
+    return _with_row_scales(PackedIntMatrix(words, scales.t().contiguous(), interleave, 4))
 
 
 def to_int8(matrix: torch.Tensor) -> PackedIntMatrix:
@@ -127,7 +126,7 @@ def joined(matrices: Sequence[PackedIntMatrix]) -> PackedIntMatrix:
 
 
 def is_of_one_form(one: PackedIntMatrix, other: PackedIntMatrix) -> bool:
-    forms = {(matrix.bits, matrix.span, matrix.group, matrix.scales.dtype) for matrix in (one, other)}
+    forms = {(matrix.bits, matrix.interleave, matrix.group, matrix.scales.dtype) for matrix in (one, other)}
     return len(forms) == 1
 
 
@@ -156,8 +155,8 @@ def _pack_rows(blocks: torch.Tensor, quant: str, form: PackedIntFormat) -> tuple
     return pack_ints(stored, form.span, form.bits), scales.t().contiguous()
 
 
-def _int4_span(num_columns: int) -> int:
-    return next(span for span in INT4_SPANS if num_columns % (8 * span) == 0)
+def _int4_interleave(num_columns: int) -> int:
+    return next(words for words in INT4_INTERLEAVES if num_columns % (8 * words) == 0)
 
 
 def _parts(num_rows: int) -> list[slice]:
@@ -169,72 +168,22 @@ def expanded(matrix: Fp8Matrix | PackedIntMatrix) -> torch.Tensor:
     """[rows, columns] in the scales' dtype, in plain torch: what the kernels are held against"""
     if isinstance(matrix, Fp8Matrix):
         return matrix.values.to(matrix.scales.dtype) * matrix.scales.unsqueeze(1)
-    values = unpack_ints(matrix.words, matrix.span, matrix.bits)
+    values = unpack_ints(matrix.words, matrix.interleave, matrix.bits)
     scales, minima = unpaired(matrix.scales.t())
     groups = (values.view(*scales.shape, -1).to(scales.dtype) - (1 << (matrix.bits - 1))) * scales.unsqueeze(2)
     return (groups if minima is None else groups + minima.unsqueeze(2)).flatten(1)
 
 
-def fp8_gemm(
-    rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, mode: Mode
-) -> torch.Tensor:
-    """Rows as planes → [R, num_out]"""
-    if rows.planes.shape[1] == 2:
-        return gemm_fp8_split.gemm_fp8_split(rows, matrix.values, matrix.scales, bias, dtype)
-    plane = rows.planes.squeeze(1)
-    if takes_hopper_gemm(plane, matrix.values, mode):
-        return hopper_linear(plane, matrix.values, bias, row_scales=rows.scales, scales=matrix.scales, dtype=dtype)
-    return torch._scaled_mm(
-        plane, matrix.values.t(), rows.scales, matrix.scales.unsqueeze(0), bias=bias, out_dtype=dtype
-    )  # fmt: skip
-
-
-def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, mode: Mode) -> torch.Tensor:
-    return fp8_gemm(gemm_fp8_split.quantize_rows(x), matrix, bias, x.dtype, mode)
-
-
 def has_gemv_int4(matrix: PackedIntMatrix) -> bool:
-    """Whether a single row in halves can be multiplied with it"""
-    return matrix.bits == 4 and matrix.span == gemv_int4.SPAN
-
-
-def gemv_int4_linear(
-    row: Fp16PairRow | torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    scales = matrix.scales if matrix.row_scales is None else matrix.row_scales
-    return gemv_int4.gemv_int4(row, matrix.words, scales, matrix.group, bias, dtype)
-
-
-def packed_int_linear(x: torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    if len(x) == 1 and has_gemv_int4(matrix) and x.dtype != torch.float32:
-        return gemv_int4_linear(x, matrix, bias, x.dtype)
-    if _takes_hopper_gemm_int(x, matrix):
-        # Gluon takes 0.1 s to import, for which a start without such matrices need not wait.
-        from tokenmill.ops.triton.quant.hopper_gemm_int import hopper_int_linear
-
-        return hopper_int_linear(x, matrix.words, matrix.scales, matrix.bits, bias)
-    if cut := pick_packed_splitk_config(len(x), *matrix.words.shape, matrix.span, matrix.bits):
-        return packed_splitk_linear(x, matrix.words, matrix.scales, matrix.bits, bias, cut)
-    lines = max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
-    if len(matrix.words) <= lines:
-        return functional.linear(x, dequantized_rows(matrix, slice(None), x.dtype), bias)
-    out = x.new_empty(len(x), len(matrix.words))
-    for start in range(0, len(matrix.words), lines):
-        part = slice(start, start + lines)
-        torch.mm(x, dequantized_rows(matrix, part, x.dtype).t(), out=out[:, part])
-    return out if bias is None else out.add_(bias)
-
-
-def _takes_hopper_gemm_int(x: torch.Tensor, matrix: PackedIntMatrix) -> bool:
-    is_between = splitk.MAX_ROWS < len(x) <= MAX_WIDE_ROWS
-    return is_between and matrix.span == WIDE_SPAN and x.dtype != torch.float32 and has_gluon(x.device)
+    """Whether the GEMV for 4-bit matrices takes it"""
+    return matrix.bits == 4 and matrix.interleave == INTERLEAVE
 
 
 def dequantized_rows(matrix: PackedIntMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize_packed(matrix.words[lines], matrix.scales[:, lines], matrix.span, matrix.bits, dtype)
+    return dequantize_packed(matrix.words[lines], matrix.scales[:, lines], matrix.interleave, matrix.bits, dtype)
 
 
 def rows_of(matrix: PackedIntMatrix, places: torch.Tensor) -> torch.Tensor:
     """Those rows, expanded: [places, columns]"""
     words, scales = matrix.words[places], matrix.scales[:, places]
-    return dequantize_packed(words, scales, matrix.span, matrix.bits, matrix.dtype)
+    return dequantize_packed(words, scales, matrix.interleave, matrix.bits, matrix.dtype)

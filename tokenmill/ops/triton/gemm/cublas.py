@@ -1,0 +1,61 @@
+"""Products of many rows, by cuBLAS. Packed integers are expanded first, in parts of limited size."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenmill.arch.packed_formats import EXPANDED_BYTES
+from tokenmill.ops.triton.gemm.product import GemmKernel, Product
+from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
+from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, dequantized_rows
+
+
+def _no_config(_product: Product) -> None:
+    return None
+
+
+def _linear(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, _config: None, _dtype: torch.dtype
+) -> torch.Tensor:
+    return functional.linear(x, matrix, bias)
+
+
+def _add(
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    _bias: torch.Tensor | None,
+    _config: None,
+    _dtype: torch.dtype,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """residual + x @ matrix.T, written over the residual"""
+    return residual.addmm_(x, matrix.t())
+
+
+def _fp8_linear(
+    rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, _config: None, dtype: torch.dtype
+) -> torch.Tensor:
+    scales = matrix.scales.unsqueeze(0)
+    return torch._scaled_mm(
+        rows.planes.squeeze(1), matrix.values.t(), rows.scales, scales, bias=bias, out_dtype=dtype
+    )  # fmt: skip
+
+
+def _expanded_linear(
+    x: torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None, _config: None, _dtype: torch.dtype
+) -> torch.Tensor:
+    num_rows, most = len(matrix.words), max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
+    if num_rows <= most:
+        return functional.linear(x, dequantized_rows(matrix, slice(None), x.dtype), bias)
+    out = x.new_empty(len(x), num_rows)
+    for start in range(0, num_rows, most):
+        part = slice(start, start + most)
+        torch.mm(x, dequantized_rows(matrix, part, x.dtype).t(), out=out[:, part])
+    return out if bias is None else out.add_(bias)
+
+
+CUBLAS = GemmKernel(_no_config, _linear)
+CUBLAS_ADD = GemmKernel(_no_config, _add)
+CUBLAS_FP8 = GemmKernel(_no_config, _fp8_linear)
+EXPAND_CUBLAS = GemmKernel(_no_config, _expanded_linear)

@@ -1,0 +1,230 @@
+"""Which kernel multiplies: one ordered table for every product of activations with a weight matrix.
+
+The first row that accepts a product is taken. What a row depends on is all in `Product`: the number of rows m, the
+matrix [n, k] and its form, what the GPU can do and its measured limits (`launch/capabilities.py`), and whether the
+product is launched once or captured into a graph. The answer is kept, so a model's products are each looked up once for
+every number of rows; `tokenmill doctor --kernels` prints the same answers without a GPU.
+
+A row names its kernel by module and attribute, imported when the row is first chosen: Gluon takes 0.1 s to import, and
+printing choices needs no Triton at all. The attribute is a `GemmKernel`:
+
+    pick_config(product) → how the product is cut into programs
+    launch(x, matrix, bias, config, dtype)                      epilogue "none"
+    launch(x, matrix, bias, config, dtype, activation)          epilogue "gated"
+    launch(x, matrix, bias, config, dtype, residual)            epilogue "add"
+
+x are the activations in the form that the kernel multiplies: a tensor, or rows that were quantised before (`Fp8Rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from tokenmill.ops.batch import Mode
+from tokenmill.ops.triton.gemm.product import INTERLEAVE, Epilogue, GemmKernel, Product, WeightForm
+from tokenmill.ops.triton.launch.capabilities import Capabilities
+
+MIN_HOPPER_ROWS = 33  # as many as two tiles of 16 do not hold
+
+
+class GemmRow(NamedTuple):
+    name: str
+    accepts: Callable[[Product], bool]
+    launch: str  # "module:attribute" under tokenmill.ops.triton
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    row: GemmRow
+    product: Product
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @property
+    def why(self) -> str:
+        return self.row.why
+
+    @cached_property
+    def kernel(self) -> GemmKernel:
+        return load_kernel(self.row)
+
+    @cached_property
+    def config(self) -> Any:
+        return self.kernel.pick_config(self.product)
+
+    def run(self, x: Any, matrix: Any, bias: torch.Tensor | None, dtype: torch.dtype, *epilogue: Any) -> torch.Tensor:
+        return self.kernel.launch(x, matrix, bias, self.config, dtype, *epilogue)
+
+
+def load_kernel(row: GemmRow) -> GemmKernel:
+    module, attribute = row.launch.split(":")
+    found = getattr(import_module(f"tokenmill.ops.triton.{module}"), attribute)
+    assert isinstance(found, GemmKernel)
+    return found
+
+
+def _is_wide(product: Product) -> bool:
+    """Dozens of rows in a captured step, in rows of whole 16 bytes, which the copying unit needs. Outside of a graph
+    describing the tiles costs the host more than the product takes."""
+    gpu, form = product.capabilities, product.form
+    rows = MIN_HOPPER_ROWS <= product.m <= gpu.tuning.gemm_hopper_max_rows
+    return gpu.has_gluon and product.mode == "captured" and rows and product.k * form.element_size % 16 == 0
+
+
+def _takes_hopper_int(product: Product) -> bool:
+    tuning = product.capabilities.tuning
+    rows = tuning.gemm_splitk_max_rows < product.m <= tuning.int_hopper_max_rows
+    is_laid_out = product.form.interleave == INTERLEAVE and product.is_half
+    return product.epilogue == "none" and rows and is_laid_out and product.capabilities.has_gluon
+
+
+def _takes_splitk_int(product: Product) -> bool:
+    tuning = product.capabilities.tuning
+    return product.epilogue == "none" and product.m <= max(
+        tuning.gemm_splitk_max_rows,
+        tuning.int4_splitk_max_rows if product.form.bits == 4 else tuning.int8_splitk_max_rows,
+    )
+
+
+def _takes_gated(product: Product) -> bool:
+    gpu = product.capabilities
+    is_whole = product.k % 8 == product.n % 16 == 0
+    return product.m >= gpu.tuning.gemm_gated_min_rows and _is_fusable(product) and is_whole and gpu.is_hopper
+
+
+def _is_fusable(product: Product) -> bool:
+    return product.is_half and not product.has_bias
+
+
+PLAIN_ROWS = (
+    GemmRow(
+        "gated_gemm",
+        lambda p: p.epilogue == "gated" and _takes_gated(p),
+        "gemm.epilogues:GATED_GEMM",
+        "many rows: the gate is applied before anything is written",
+    ),
+    GemmRow(
+        "cublas_add",
+        lambda p: p.epilogue == "add" and p.m >= p.capabilities.tuning.gemm_add_min_rows and _is_fusable(p),
+        "gemm.cublas:CUBLAS_ADD",
+        "many rows: cuBLAS adds to the residual stream itself",
+    ),
+    GemmRow(
+        "gemv",
+        lambda p: p.epilogue == "none" and p.m == 1 and p.is_half,
+        "gemm.gemv:GEMV",
+        "one row: the matrix is read once at memory speed",
+    ),
+    GemmRow(
+        "splitk",
+        lambda p: (
+            p.epilogue == "none"
+            and 1 < p.m <= p.capabilities.tuning.gemm_splitk_max_rows
+            and p.is_half
+            and p.k % 128 == 0
+        ),
+        "gemm.splitk:SPLITK",
+        "few rows: columns are split until every multiprocessor has work",
+    ),
+    GemmRow(
+        "hopper_gemm",
+        lambda p: p.epilogue in ("none", "gated") and p.is_half and _is_wide(p),
+        "gemm.hopper:HOPPER_GEMM",
+        "dozens of rows in a graph: tiles are copied by Hopper's own unit",
+    ),
+    GemmRow("cublas", lambda p: p.epilogue == "none", "gemm.cublas:CUBLAS", "any number of rows"),
+)
+FP8_ROWS = (
+    GemmRow(
+        "fp8_split",
+        lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.fp8_split_max_rows,
+        "quant.gemm_fp8_split:FP8_SPLIT",
+        "few rows: activations as two fp8 numbers each, as precise as bfloat16",
+    ),
+    GemmRow(
+        "hopper_gemm_fp8",
+        lambda p: p.epilogue in ("none", "gated") and _is_wide(p),
+        "gemm.hopper:HOPPER_GEMM_FP8",
+        "dozens of rows in a graph: tiles are copied by Hopper's own unit",
+    ),
+    GemmRow(
+        "cublas_fp8",
+        lambda p: p.epilogue == "none",
+        "gemm.cublas:CUBLAS_FP8",
+        "any number of rows, rounded to one fp8 number",
+    ),
+)
+INT_ROWS = (
+    GemmRow(
+        "gemv_int4",
+        lambda p: (
+            p.epilogue == "none" and p.m == 1 and p.form.bits == 4 and p.form.interleave == INTERLEAVE and p.is_half
+        ),
+        "quant.gemv_int4:GEMV_INT4",
+        "one row: two values an instruction, no matrix units",
+    ),
+    GemmRow(
+        "hopper_gemm_int",
+        _takes_hopper_int,
+        "quant.hopper_gemm_int:HOPPER_GEMM_INT",
+        "up to some hundred rows: integers are expanded in registers while Hopper's matrix units multiply",
+    ),
+    GemmRow(
+        "splitk_int",
+        _takes_splitk_int,
+        "gemm.splitk:SPLITK_INT",
+        "few rows: integers are expanded in registers, columns are split",
+    ),
+    GemmRow(
+        "expand_cublas",
+        lambda p: p.epilogue == "none",
+        "gemm.cublas:EXPAND_CUBLAS",
+        "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
+    ),
+)
+PRODUCTS: dict[str, tuple[GemmRow, ...]] = {"plain": PLAIN_ROWS, "fp8": FP8_ROWS, "int": INT_ROWS}
+
+
+@lru_cache(maxsize=16384)
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    form: WeightForm,
+    capabilities: Capabilities,
+    mode: Mode = "eager",
+    epilogue: Epilogue = "none",
+    has_bias: bool = False,
+) -> Choice | None:
+    """The first row that accepts a product of m > 0 rows; None where no kernel has the epilogue, which is then an op of
+    its own behind the plain product."""
+    product = Product(m, n, k, form, capabilities, mode, epilogue, has_bias)
+    return next((Choice(row, product) for row in PRODUCTS[form.kind] if row.accepts(product)), None)
+
+
+def choices(
+    n: int,
+    k: int,
+    form: WeightForm,
+    capabilities: Capabilities,
+    mode: Mode,
+    epilogue: Epilogue = "none",
+    max_rows: int = 4096,
+) -> Iterator[tuple[int, Choice | None]]:
+    """The rows from which on another kernel is chosen, from 1 to `max_rows`, and that kernel"""
+    before: str | None = ""
+    for m in range(1, max_rows + 1):
+        choice = choose(m, n, k, form, capabilities, mode, epilogue)
+        name = None if choice is None else choice.name
+        if name != before:
+            yield m, choice
+        before = name

@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make serve      set up, fetch the default model, serve on 127.0.0.1:8000"
 	@echo "make test       set up, lint, type-check, test"
-	@echo "make test-all   the same with the longer checks"
+	@echo "make test-all   the same with the longer checks, coverage and the slowest tests"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make sanitize   the native kernels under AddressSanitizer and UBSan (g++; about ten minutes)"
 	@echo "make clean      remove the virtual environment and build files"
@@ -51,12 +51,29 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_house.py
+
+# One file's tests stay in one process. The interpreter of Triton is chosen once in a process, so its tests run apart;
+# tests that measure time have the machine to themselves.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS)
 
 test: lint
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(PYTEST) --dist loadfile -m "not slow and not gpu and not serial"
+	$(PYTEST) tests/triton_interpreted
+	$(BIN)/pytest -m "serial and not slow and not gpu"
+
+# Coverage is of the processes that pytest itself starts, not of servers and programs that tests start.
+REPORTS := build/test-reports
+COVERED := --cov --cov-append --cov-report=
 
 test-all: lint
-	$(BIN)/pytest -m "not gpu"
+	rm -rf $(REPORTS) && mkdir -p $(REPORTS)
+	$(PYTEST) --dist loadfile -m "not gpu and not serial" $(COVERED) --junitxml=$(REPORTS)/all.xml
+	$(PYTEST) tests/triton_interpreted $(COVERED) --junitxml=$(REPORTS)/interpreted.xml
+	$(BIN)/pytest -m "serial and not gpu" $(COVERED) --junitxml=$(REPORTS)/serial.xml
+	$(BIN)/coverage report
+	$(BIN)/python tools/slowest_tests.py $(REPORTS)
 
 # With the machine's own Python: the virtual environment's torch is the CPU build.
 test-gpu:

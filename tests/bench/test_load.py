@@ -51,6 +51,7 @@ def check_schedule(run: LoadRun, ttft: float, itl: float) -> None:
     assert percentile(np.abs(gaps - itl), 95) < 2 * slack
 
 
+@pytest.mark.serial
 def test_times_match_the_schedule_with_50_streams(stub: Start) -> None:
     url = stub(ttft=0.1, itl=0.05, tokens=8)
     run = run_load(Target(url, "stub"), ClosedLoop(50, short(100)), keep_texts=True)
@@ -59,6 +60,7 @@ def test_times_match_the_schedule_with_50_streams(stub: Start) -> None:
     assert max(n for _, n in in_flight(run.records)) == 50
 
 
+@pytest.mark.serial
 def test_open_loop_keeps_its_times_whatever_the_server_does(stub: Start) -> None:
     url = stub(ttft=1.0, itl=0.01, tokens=2)
     times = [n * 0.01 for n in range(60)]

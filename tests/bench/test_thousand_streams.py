@@ -90,6 +90,7 @@ def one_round(url: str) -> Errors:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_times_match_the_schedule_with_1000_streams(stub: Callable[..., str]) -> None:
     url = stub(ttft=TTFT_S, itl=ITL_S, tokens=TOKENS)
     rounds: list[Errors] = []

@@ -75,6 +75,7 @@ def test_empty_stop_is_refused() -> None:
         StopStrings(["ok", ""])
 
 
+@pytest.mark.serial
 def test_time_is_linear_in_the_text() -> None:
     def seconds(length: int) -> float:
         watch = StopStrings(["a" * 400 + "b"])

@@ -41,7 +41,7 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache
 from tokenmill.observe.metrics import Metrics
 from tokenmill.scheduler import Scheduler
-from tokenmill.server.gate import ServedEngine
+from tokenmill.server.registry import ServedEngine
 from tokenmill.server.run import serve
 from tokenmill.types import RowResult, StepPlan, StepResult
 
@@ -198,7 +198,7 @@ def snapshot(pids: dict[str, int], streams: Streams) -> dict[str, float]:
 
 def measure(model: str, num_streams: int, num_tokens: int, step_s: float) -> dict[str, Any]:
     with serving(model, step_s) as (pid, port):
-        pids = {"frontend": pid, "core": child_of(pid)}
+        pids = {"front": pid, "core": child_of(pid)}
         requests_cost(pids, port, 2)  # a warm-up
         asking = requests_cost(pids, port, max(16, num_streams))
         spent = streaming_cost(pids, Streams(port, num_streams, num_tokens), num_streams)

@@ -15,8 +15,9 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
-from tokenmill.server.app import create_app
-from tokenmill.server.gate import EngineGate
+from tokenmill.server.app import DIALECTS, create_app
+from tokenmill.server.dialect import Dialects
+from tokenmill.server.registry import EngineGate
 from tokenmill.server.run import uvicorn_config
 
 
@@ -25,9 +26,12 @@ def serving() -> Iterator[Serving]:
     """Starts servers; all of them are stopped at the end."""
     fronts: list[tuple[uvicorn.Server, threading.Thread, RunningServer]] = []
 
-    def start(config: ServerConfig | None = None, door: EngineGate | None = None) -> RunningServer:
+    def start(
+        config: ServerConfig | None = None, gate: EngineGate | None = None, dialects: Dialects = DIALECTS
+    ) -> RunningServer:
         engine = FakeEngine()
-        app = create_app(door or engine, config or ServerConfig(), Metrics(model=engine.info.name))
+        metrics = Metrics(model=engine.info.name)
+        app = create_app(gate or engine, config or ServerConfig(), metrics, dialects=dialects)
         listener = socket.create_server(("127.0.0.1", 0))
         front = uvicorn.Server(uvicorn_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)

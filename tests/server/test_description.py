@@ -78,7 +78,7 @@ def test_ranges_are_the_parsers(server: RunningServer, path: str) -> None:
     bounded = {name: field for name, field in schema["properties"].items() if "minimum" in field}
     assert len(bounded) > 20 or path == "/v1/embeddings"
     for name, field in bounded.items():
-        kind = int if "integer" in field["type"] else float  # FastAPI writes all limits as floats
+        kind = int if "integer" in field["type"] else float
         low, high, others = kind(field["minimum"]), kind(field["maximum"]), NEEDS.get(name, {})
         inside = [low, None] if name in NARROWER else [low, high, None]
         tried = [(value, 200) for value in inside] + [(value, 400) for value in (low - 1, high + 1, "1", True)]

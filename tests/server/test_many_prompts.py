@@ -14,11 +14,11 @@ from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.loopback import RunningServer
 from tokenmill.errors import ContextLengthExceeded
 from tokenmill.server import generation
-from tokenmill.server.generation import FoldedChoice, GenerationJob, GenerationRun
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.server.generation import GenerationJob, GenerationRun
 from tokenmill.server.openai import routes
 from tokenmill.server.openai.render import CompletionRendering
-from tokenmill.server.request_record import RequestRecord
-from tokenmill.types import PromptRequest, Usage
+from tokenmill.types import Event, PromptRequest, Usage
 
 RENDERING = CompletionRendering(
     INFO, num_choices=1, include_usage=False, echoes=None, wants_logprobs=False, wants_prompt_logprobs=False
@@ -26,11 +26,8 @@ RENDERING = CompletionRendering(
 
 
 def run_of(engine: FakeEngine, prompts: list[str]) -> GenerationRun:
-    return GenerationRun(
-        engine,
-        GenerationJob([PromptRequest(prompt=prompt) for prompt in prompts], RENDERING),
-        RequestRecord("id", "POST", "/"),
-    )
+    job = GenerationJob(engine, [PromptRequest(prompt=prompt) for prompt in prompts], RENDERING)
+    return GenerationRun(job, RequestRecord("id", "POST", "/"))
 
 
 async def turns_during_accept(run: GenerationRun) -> int:
@@ -76,7 +73,7 @@ def test_many_logprobs_are_written_in_a_thread(
             super().__init__(*given, **named)
             threads.append(threading.get_ident())
 
-        def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
+        def whole(self, choices: list[Event], usage: Usage) -> bytes:
             threads.append(threading.get_ident())
             return super().whole(choices, usage)
 

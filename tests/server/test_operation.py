@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
-from tokenmill.server.gate import EngineGate
+from tokenmill.server.registry import EngineGate
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "my secret question"}]}
 
@@ -102,18 +102,18 @@ def test_health(server: RunningServer, state: str, status: int) -> None:
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"} and reply.headers["retry-after"]
 
 
-def test_the_door_opens_and_closes(serving: Serving) -> None:
-    door = EngineGate()
-    loading = serving(door=door)
+def test_the_gate_opens_and_closes(serving: Serving) -> None:
+    gate = EngineGate()
+    loading = serving(gate=gate)
     assert loading.get("/health").json()["status"] == "loading"
     for path, body in (("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "x"})):
         reply = loading.post(path, body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "loading") and reply.headers["retry-after"]
     assert loading.get("/v1/models").status_code == 503 and loading.get("/metrics").status_code == 200
     assert loading.post("/v1/chat/completions", []).status_code == 400
-    door.open(FakeEngine())
+    gate.open(FakeEngine())
     assert loading.get("/health").status_code == 200 and loading.post("/v1/chat/completions", CHAT).status_code == 200
-    door.close()
+    gate.close()
     assert loading.get("/health").json()["status"] == "draining"
     assert loading.post("/v1/chat/completions", CHAT).json()["error"]["code"] == "draining"
 

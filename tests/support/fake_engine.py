@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
 from tokenmill.engine.status import EngineStats, Health, ModelInfo
 from tokenmill.errors import ContextLengthExceeded, Draining, EngineDead, Overloaded, TokenmillError
 from tokenmill.params import SamplingParams
-from tokenmill.types import ChatRequest, EmbedRequest, Event, PromptRequest, TokenInfo, Usage
+from tokenmill.types import ChatRequest, EmbedRequest, Event, Request, TokenInfo, Usage
 
 BOS = 256
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play – outside 🌞 in the park."
@@ -36,24 +37,33 @@ class FakeEngine:
     state: str = "ready"
     running: dict[str, FakeStream] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
-    seen: list[ChatRequest | PromptRequest | EmbedRequest] = field(default_factory=list)
+    seen: list[ClientRequest] = field(default_factory=list)
 
-    def submit(self, request: ChatRequest | PromptRequest | EmbedRequest) -> FakeStream:
+    async def prepare(self, asked: ClientRequest) -> PreparedRequest:
+        self._require_room()
+        ids = self._prompt_ids(asked)
+        if len(ids) >= self.info.max_context:
+            raise ContextLengthExceeded(f"the prompt has {len(ids)} tokens", param="messages")
+        params = SamplingParams() if isinstance(asked, EmbedRequest) else asked.params
+        request = Request(request_id=asked.request_id, prompt_token_ids=ids, params=params, max_tokens=0, seed=0)
+        return PreparedRequest(asked, request)
+
+    def submit(self, prepared: PreparedRequest) -> FakeStream:
+        self._require_room()
+        self.seen.append(prepared.asked)
+        stream = FakeStream(self, prepared.asked, prepared.request.prompt_token_ids)
+        self.running[prepared.asked.request_id] = stream
+        return stream
+
+    def _require_room(self) -> None:
         if self.state == "draining":
             raise Draining("the server is shutting down")
         if self.state != "ready":
             raise EngineDead(f"the engine is {self.state}")
         if len(self.running) >= self.max_running:
             raise Overloaded("too many requests are waiting", retry_after_s=3)
-        ids = self._prompt_ids(request)
-        if len(ids) >= self.info.max_context:
-            raise ContextLengthExceeded(f"the prompt has {len(ids)} tokens", param="messages")
-        self.seen.append(request)
-        stream = FakeStream(self, request, ids)
-        self.running[request.request_id] = stream
-        return stream
 
-    def _prompt_ids(self, request: ChatRequest | PromptRequest | EmbedRequest) -> list[int]:
+    def _prompt_ids(self, request: ClientRequest) -> list[int]:
         if isinstance(request, ChatRequest):
             return self.tokenize_chat(request)
         return self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
@@ -92,9 +102,7 @@ class FakeEngine:
 
 
 class FakeStream(AsyncIterator[Event]):
-    def __init__(
-        self, engine: FakeEngine, request: ChatRequest | PromptRequest | EmbedRequest, prompt_ids: list[int]
-    ) -> None:
+    def __init__(self, engine: FakeEngine, request: ClientRequest, prompt_ids: list[int]) -> None:
         self._engine = engine
         self._request = request
         self._events = self._script(prompt_ids)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from tests.support.fake_engine import FakeEngine
 
@@ -14,7 +14,7 @@ from tests.support.fake_engine import FakeEngine
 @dataclass
 class RunningServer:
     url: str
-    app: FastAPI
+    app: Starlette
     engine: FakeEngine
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=20, verify=False))
 

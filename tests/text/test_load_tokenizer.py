@@ -17,7 +17,7 @@ from tokenmill.text.load import load_tokenizer
 from tokenmill.text.pieces import BYTE_LEVEL, byte_alphabet, byte_level_bytes, sentencepiece_bytes, wordpiece_bytes
 from tokenmill.text.template import CHATML, ChatTemplate
 
-TEXTS = ["", "Hello world", " two  spaces ", "né 🦙 你好", "<s>in text</s>", "a\nb\tc"]
+TEXTS = ["word né 🦙 " * 1000, "", "Hello world", " two  spaces ", "né 🦙 你好", "<s>in text</s>", "a\nb\tc"]
 
 
 def test_stories_equals_transformers(stories_dir: Path) -> None:

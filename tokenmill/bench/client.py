@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from tokenmill.bench.dialects import Dialect, RequestSpec
+from tokenmill.bench.dialects import ClientDialect, RequestSpec
 from tokenmill.bench.inbox import Inbox
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
@@ -40,7 +40,7 @@ def length_of(digits: bytes, base: int) -> int:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, dialect: Dialect, began: float, inbox: Inbox) -> None:
+    def __init__(self, dialect: ClientDialect, began: float, inbox: Inbox) -> None:
         self._dialect = dialect
         self._began = began
         self._inbox = inbox
@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
 class Client:
     """Requests to one server, over as many connections as are needed at once."""
 
-    def __init__(self, url: str, dialect: Dialect, model: str, api_key: str | None, began: float) -> None:
+    def __init__(self, url: str, dialect: ClientDialect, model: str, api_key: str | None, began: float) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidConfig(f"{url!r} is no http address", param="url")

@@ -35,7 +35,7 @@ class RequestSpec:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ClientDialect:
     name: str
     path: str
     body: Callable[[RequestSpec, str], dict[str, Any]]
@@ -172,17 +172,17 @@ def _read_tgi(payload: bytes, record: BenchRecord, now: float) -> None:
 DIALECTS = {
     dialect.name: dialect
     for dialect in (
-        Dialect("openai-chat", "/v1/chat/completions", _chat_body, _read_openai),
-        Dialect("openai-completions", "/v1/completions", _completions_body, _read_openai),
-        Dialect("anthropic", "/v1/messages", _anthropic_body, _read_anthropic, key_headers=("x-api-key",),
+        ClientDialect("openai-chat", "/v1/chat/completions", _chat_body, _read_openai),
+        ClientDialect("openai-completions", "/v1/completions", _completions_body, _read_openai),
+        ClientDialect("anthropic", "/v1/messages", _anthropic_body, _read_anthropic, key_headers=("x-api-key",),
                 headers=("anthropic-version: 2023-06-01",)),
-        Dialect("ollama", "/api/chat", _ollama_body, _read_ollama, is_sse=False),
-        Dialect("tgi", "/generate_stream", _tgi_body, _read_tgi),
+        ClientDialect("ollama", "/api/chat", _ollama_body, _read_ollama, is_sse=False),
+        ClientDialect("tgi", "/generate_stream", _tgi_body, _read_tgi),
     )
 }  # fmt: skip
 
 
-def find_dialect(name: str) -> Dialect:
+def find_dialect(name: str) -> ClientDialect:
     if name not in DIALECTS:
         raise InvalidConfig(f"no dialect is called {name!r}; known are {', '.join(DIALECTS)}", param="dialect")
     return DIALECTS[name]

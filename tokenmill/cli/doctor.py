@@ -28,7 +28,7 @@ PACKAGES = (
     "gguf",
     "huggingface_hub",
     "llguidance",
-    "fastapi",
+    "starlette",
     "triton",
     "transformers",
 )

@@ -224,7 +224,7 @@ class AsyncEngine:
         return self._core.info
 
     def health(self) -> Health:
-        """Whether a request would be answered now."""
+        """The state of the engine: ready if it takes requests."""
         return self._core.health
 
     def stats(self) -> EngineStats:

@@ -1,5 +1,5 @@
-"""How long a prompt may be, and whether and how a request goes on past the context. The shift itself is the
-scheduler's (`scheduler/window.py`)."""
+"""How long a prompt may be, and whether and how a request continues past the end of the context. The shift itself is in
+`scheduler/window.py`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_CHARACTERS_PER_TOKEN = 64  # more text than this per token of context cannot
 
 @dataclass(frozen=True)
 class Shifting:
-    """What holds for requests that don't say."""
+    """The default for requests that don't say whether and how the context shifts."""
 
     is_on: bool
     keep: int
 
     def asked_for(self, params: SamplingParams, context: int) -> ContextShift | None:
-        """None: the answer ends where the context does, as it always does for beams."""
+        """The shift that a request gets; None: its answer ends with the context, as beams always do."""
         is_on = self.is_on and params.beam is None if params.context_shift is None else params.context_shift
         if not is_on:
             if params.context_keep is not None:
@@ -39,12 +39,19 @@ NO_SHIFTING = Shifting(is_on=False, keep=4)
 
 
 def longest_prompt(context: int) -> int:
-    """Where the context shifts, for the sake of the time it takes to read it."""
+    """The longest prompt where the context shifts: bounded because reading it takes time."""
     return max(context, MAX_SHIFTED_PROMPT)
 
 
+def prompt_limit(params: SamplingParams, max_context: int, *, shifts_context: bool) -> int:
+    """The most tokens that a prompt with these parameters may have; `shifts_context`: the default for parameters that
+    don't say."""
+    shifts = shifts_context if params.context_shift is None else params.context_shift
+    return longest_prompt(max_context) if shifts and params.beam is None else max_context
+
+
 def require_plausible_length(num_characters: int, longest: int, param: str) -> None:
-    """Text that cannot fit is refused before it is tokenised, which for megabytes would take seconds."""
+    """Refuse text that cannot fit before it is tokenised, which takes seconds for megabytes."""
     if num_characters > longest * MAX_CHARACTERS_PER_TOKEN:
         raise ContextLengthExceeded(
             f"a prompt of {num_characters} characters does not fit in {longest} tokens",

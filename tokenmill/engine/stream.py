@@ -65,7 +65,7 @@ class EventBuffer:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a reader has to wait: nothing is here, and something may still come."""
+        """True while a reader has to wait: nothing is here, and something may still come."""
         return not self._waiting and not self._is_over
 
     def arrival(self) -> asyncio.Future[None]:

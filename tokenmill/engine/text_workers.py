@@ -34,9 +34,12 @@ class TextWorkers:
         self._threads: ThreadPoolExecutor | None = None
         self._num_characters = 0  # of the work that is in threads or waits for one
 
-    async def run(self, num_characters: int, work: Callable[[], Result]) -> Result:
-        """Cancelling it drops work that has not begun, and the result of work that has."""
-        if num_characters <= LONG_CHARACTERS:
+    async def run(self, num_characters: int, work: Callable[[], Result], *, long: int | None = None) -> Result:
+        """Do work on so many characters; in a thread if they are more than `long`, by default what is long to tokenise.
+
+        Cancelling it drops work that has not begun, and the result of work that has.
+        """
+        if num_characters <= (LONG_CHARACTERS if long is None else long):
             return work()
         if self._num_characters and self._num_characters + num_characters > MAX_CHARACTERS:
             raise Overloaded("too many long prompts are being read at the same time", retry_after_s=2.0)

@@ -1,19 +1,98 @@
-"""From finished requests and the engine's state to the metric series."""
+"""The record of one HTTP request while it runs, and what becomes of it: a log line and metrics. Never any text."""
 
 from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokenmill.engine.status import EngineStats
-from tokenmill.observe.metrics import EngineState, Metrics, RequestTimes
-from tokenmill.server.gate import EngineGate
-from tokenmill.server.request_record import RequestRecord
+from tokenmill.errors import TokenmillError
+from tokenmill.observe.log import Value
+from tokenmill.observe.metrics import EngineState, Metrics, Outcome, RequestTimes
+from tokenmill.server.registry import ModelRegistry
+from tokenmill.types import Event, Usage
+
+CLIENT_LEFT = 499  # as nginx counts a client that disconnected; it is never sent
+
+
+@dataclass
+class RequestRecord:
+    """What is known of a request so far."""
+
+    request_id: str
+    method: str
+    path: str
+    started_s: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    is_generation: bool = False  # counts in the request metrics
+    model: str | None = None  # set once the request is handed to an engine
+    usage: Usage | None = None
+    queue_s: float | None = None
+    first_token_s: float | None = None  # since `started_s`
+    finish_reasons: list[str] = field(default_factory=list)
+    error_code: str | None = None
+    is_finished: bool = False
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+    def note_event(self, event: Event) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = self.elapsed_s()
+            self.queue_s = event.queue_s
+        if event.finish_reason is not None:
+            self.finish_reasons.append(event.finish_reason)
+
+    def note_departure(self) -> None:
+        self.status = CLIENT_LEFT
+
+    def note_failure(self, error: TokenmillError) -> None:
+        self.status = error.http_status
+        self.error_code = error.code
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.status == CLIENT_LEFT:
+            return "abort"
+        if self.status >= 400:
+            return "error"
+        return "length" if "length" in self.finish_reasons else "stop"
+
+    def log_fields(self) -> dict[str, Value]:
+        """The fields of the request's log line: ids, counts and times; one that does not apply is left out."""
+        usage = self.usage
+        fields: dict[str, Value] = {
+            "id": self.request_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "model": self.model,
+            "error": self.error_code,
+            "finish": ",".join(dict.fromkeys(self.finish_reasons)) or None,
+            "prompt_tokens": usage.prompt_tokens if usage else None,
+            "completion_tokens": usage.completion_tokens if usage else None,
+            "cached_tokens": usage.cached_tokens if usage else None,
+            "drafted_tokens": usage.drafted_tokens or None if usage else None,
+            "accepted_tokens": usage.accepted_tokens or None if usage else None,
+            "queue_ms": _milliseconds(self.queue_s),
+            "ttft_ms": _milliseconds(self.first_token_s),
+            "total_ms": _milliseconds(self.elapsed_s()),
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
 
 
 class Accounting:
-    def __init__(self, metrics: Metrics, door: EngineGate) -> None:
+    """Counts finished requests and shows the engine's state as metrics."""
+
+    def __init__(self, metrics: Metrics, registry: ModelRegistry) -> None:
         self._metrics = metrics
-        self._door = door
+        self._registry = registry
         self._engine_pid = 0
 
     def finish(self, record: RequestRecord) -> None:
@@ -32,8 +111,8 @@ class Accounting:
         )
 
     def render(self) -> tuple[bytes, str]:
-        """The text format and its content type, with the engine's numbers of this moment."""
-        stats = self._door.stats()
+        """The metrics in Prometheus' text format, with the engine's numbers of this moment, and their content type."""
+        stats = self._registry.default.stats()
         if stats is not None:
             self._note_engine(stats)
         return self._metrics.render(), CONTENT_TYPE_LATEST

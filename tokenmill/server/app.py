@@ -1,61 +1,70 @@
 """The application: layers from the outside in, and the routes.
 
-reception (id, record, log line) ─► CORS, if asked for ─► key, if there are any ─► routes ─► error bodies
+id, record, log line ─► CORS, if asked for ─► key, if there are any ─► routes ─► error bodies of the path's dialect
 """
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-import tokenmill
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.text_workers import TextWorkers
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.accounting import Accounting
-from tokenmill.server.admin import admin_router
+from tokenmill.server.admin import admin_endpoints
 from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
-from tokenmill.server.bodies import BodyReader
-from tokenmill.server.errors import RefusedByRouting
-from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.body import BodyReader
+from tokenmill.server.dialect import Dialect, Dialects
+from tokenmill.server.errors import RoutingError
 from tokenmill.server.middleware import RequestMiddleware
-from tokenmill.server.openai.errors import error_response
-from tokenmill.server.openai.routes import openai_router
-from tokenmill.server.route_context import RouteContext
-from tokenmill.server.tokens import tokens_router
+from tokenmill.server.openai.render import OPENAI
+from tokenmill.server.openai.routes import openai_endpoints
+from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
+from tokenmill.server.routing import RouteContext, routes_of
+
+DIALECTS = Dialects(OPENAI)
 
 
 def create_app(
-    engine: ServedEngine | EngineGate, config: ServerConfig, metrics: Metrics, *, keys: tuple[bytes, ...] | None = None
-) -> FastAPI:
-    """`engine` may be a `Door` that opens later, once the model is loaded. `keys`: by default those in `config`."""
-    door = engine if isinstance(engine, EngineGate) else EngineGate(engine)
-    accounting = Accounting(metrics, door)
-    desk = RouteContext(door, config, BodyReader(config))
+    engine: ServedEngine | EngineGate,
+    config: ServerConfig,
+    metrics: Metrics,
+    *,
+    keys: tuple[bytes, ...] | None = None,
+    dialects: Dialects = DIALECTS,
+) -> Starlette:
+    """The server of one model. `engine` may be a gate that opens later, once the model is loaded. `keys`: by default
+    those in `config`."""
+    gate = engine if isinstance(engine, EngineGate) else EngineGate(engine)
+    registry = ModelRegistry(gate, any_name=config.any_model_name)
+    accounting = Accounting(metrics, registry)
+    context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers())
+    endpoints = [*openai_endpoints(context), *admin_endpoints(context, accounting.render)]
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
-    app = FastAPI(
-        title="Tokenmill",
-        version=tokenmill.__version__,
-        description="OpenAI-compatible inference.",
-        redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
-        redirect_slashes=False,
-        middleware=_layers(config, known_keys, accounting),
+    app = Starlette(
+        routes=routes_of(endpoints, dialects),
+        middleware=_layers(config, known_keys, accounting, dialects),
+        exception_handlers={
+            TokenmillError: _show_error,
+            HTTPException: _show_routing_error,
+            ClientDisconnect: _note_departure,
+        },
     )
-    app.include_router(openai_router(desk))
-    app.include_router(tokens_router(desk))
-    app.include_router(admin_router(desk, accounting.render))
-    _show_errors(app)
+    app.router.redirect_slashes = False
+    app.state.dialects = dialects
     return app
 
 
-def _layers(config: ServerConfig, keys: tuple[bytes, ...], accounting: Accounting) -> list[Middleware]:
-    layers = [Middleware(RequestMiddleware, on_done=accounting.finish)]
+def _layers(
+    config: ServerConfig, keys: tuple[bytes, ...], accounting: Accounting, dialects: Dialects
+) -> list[Middleware]:
+    layers = [Middleware(RequestMiddleware, on_done=accounting.finish, dialects=dialects)]
     if config.cors_origin:
         layers.append(
             Middleware(
@@ -68,37 +77,34 @@ def _layers(config: ServerConfig, keys: tuple[bytes, ...], accounting: Accountin
         )
     if keys:
         public = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
-        layers.append(Middleware(RequireKey, keys=keys, public_paths=public))
+        layers.append(Middleware(RequireKey, keys=keys, public_paths=public, dialects=dialects))
     return layers
 
 
-# ── every error has OpenAI's body ──────────────────────────────────────────────────────────────────────
+# ── errors, in the dialect of the request's path ───────────────────────────────────────────────────────
 
 
-def _show_errors(app: FastAPI) -> None:
-    app.add_exception_handler(TokenmillError, _show_ours)
-    app.add_exception_handler(HTTPException, _show_routing)
-    app.add_exception_handler(RequestValidationError, _show_routing)
-    app.add_exception_handler(ClientDisconnect, _show_departure)
-
-
-async def _show_ours(request: Request, error: Exception) -> Response:
+async def _show_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TokenmillError)
     request.state.record.note_failure(error)
-    return error_response(error)
+    return _dialect(request).error_response(error)
 
 
-async def _show_routing(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        return error_response(RefusedByRouting(400, "the request cannot be read"))
+async def _show_routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return error_response(RefusedByRouting(error.status_code, message), headers)
+    problem = RoutingError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return _dialect(request).error_response(problem, headers)
 
 
-async def _show_departure(request: Request, error: Exception) -> Response:
-    """The client left while it was sending; nobody reads this."""
+def _dialect(request: Request) -> Dialect:
+    dialects: Dialects = request.app.state.dialects
+    return dialects.of(request.url.path)
+
+
+async def _note_departure(request: Request, error: Exception) -> Response:
+    """The client disconnected while it was sending; the response is not read by anyone."""
     request.state.record.note_departure()
     return Response(status_code=400)

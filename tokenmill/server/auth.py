@@ -1,6 +1,6 @@
-"""Who may call: every path needs a key except a short public list, so a new route is closed until listed here.
+"""API keys: every path needs one except a short public list, so a new route is closed until it is listed here.
 
-The comparison takes the same time for every key and every length of agreement. Keys are never logged.
+The comparison takes the same time for every key and however many characters agree. Keys are never logged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
+from tokenmill.server.dialect import Dialects
 from tokenmill.server.errors import MissingKey
-from tokenmill.server.openai.errors import error_response
 
 PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version"})
 ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
@@ -28,11 +28,11 @@ def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[byt
         raise InvalidConfig("an API key is empty, which would leave the server open", param="api_key")
     keys = [*config.api_key, *environment.get(ENVIRONMENT_NAME, "").split(",")]
     if config.api_key_file is not None:
-        keys += _keys_in(config.api_key_file)
+        keys += _keys_in_file(config.api_key_file)
     return tuple(dict.fromkeys(key.strip().encode() for key in keys if key.strip()))
 
 
-def _keys_in(path: Path) -> list[str]:
+def _keys_in_file(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,6 +44,7 @@ def _keys_in(path: Path) -> list[str]:
 
 
 def require_safe_exposure(config: ServerConfig, keys: tuple[bytes, ...]) -> None:
+    """Refuse to listen beyond this machine without a key, unless that was asked for."""
     if keys or config.allow_open or is_loopback(config.host):
         return
     raise InvalidConfig(
@@ -63,22 +64,28 @@ def is_loopback(host: str) -> bool:
 
 
 class RequireKey:
-    """Outside of routing: a path that does not exist needs the key too, so nothing can be probed."""
+    """Asks every request for a key but those of a few public paths, before routing: a path that does not exist needs
+    one too, so nothing can be probed."""
 
-    def __init__(self, app: ASGIApp, *, keys: tuple[bytes, ...], public_paths: frozenset[str]) -> None:
-        self.app = app
-        self.keys = keys
-        self.public_paths = public_paths
+    def __init__(
+        self, app: ASGIApp, *, keys: tuple[bytes, ...], public_paths: frozenset[str], dialects: Dialects
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._public_paths = public_paths
+        self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.public_paths or self._knows(Headers(scope=scope)):
-            await self.app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in self._public_paths:
+            await self._app(scope, receive, send)
             return
-        error = MissingKey("a valid API key is required", hint="send `Authorization: Bearer KEY`")
-        await error_response(error)(scope, receive, send)
+        dialect = self._dialects.of(scope["path"])
+        if self._is_known(dialect.keys_in(Headers(scope=scope))):
+            await self._app(scope, receive, send)
+            return
+        error = MissingKey("a valid API key is required", hint=dialect.key_hint)
+        await dialect.error_response(error)(scope, receive, send)
 
-    def _knows(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        offered = given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
-        matches = [hmac.compare_digest(offered, key) for key in self.keys]  # all of them, whichever matches
+    def _is_known(self, offered: list[bytes]) -> bool:
+        matches = [hmac.compare_digest(one, key) for one in offered for key in self._keys]  # always all of them
         return any(matches)

@@ -1,14 +1,21 @@
-"""Errors that only a server has, on top of the tree in `tokenmill/errors.py`; each dialect shows them its own way."""
+"""Errors that only a server has, on top of the tree in `tokenmill/errors.py`.
+
+An error is neutral: what happened (`message`), `http_status`, `code`, `param` and `hint`. How it looks on the wire is
+up to the dialect of the request's path (`dialect.py`); the HTTP headers that go with it are the same in all of them.
+"""
 
 from __future__ import annotations
 
+import math
+
 from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
 
+RETRY_AFTER_S = 2.0  # for a 503 that does not say otherwise
 HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
-class RefusedByRouting(InvalidRequest):
-    """No such route, or not with this method."""
+class RoutingError(InvalidRequest):
+    """The path does not exist, or not with this method."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -17,10 +24,20 @@ class RefusedByRouting(InvalidRequest):
 
 
 class InternalError(TokenmillError):
-    """A mistake of ours. The client gets no detail; the log has the traceback under the request's id."""
+    """A bug. The client gets no detail; the log has the traceback under the request's id."""
 
     def __init__(self) -> None:
         super().__init__("the server failed on this request", hint="its log has the details under this x-request-id")
+
+
+class NotReady(TokenmillError):
+    """The answer of /health while the server is loading, draining or dead; the state is the code."""
+
+    http_status = 503
+
+    def __init__(self, state: str, detail: str) -> None:
+        super().__init__(f"not ready: {detail or state}")
+        self.code = state
 
 
 class MissingKey(TokenmillError):
@@ -28,8 +45,8 @@ class MissingKey(TokenmillError):
     http_status = 401
 
 
-class Unreadable(InvalidRequest):
-    """What came is not HTTP; nothing that follows on this connection can be understood."""
+class UnreadableRequest(InvalidRequest):
+    """The bytes are not HTTP, so nothing that follows on this connection can be understood."""
 
     code = "unreadable_request"
 
@@ -59,3 +76,14 @@ class Loading(Overloaded):
 
     code = "loading"
     http_status = 503
+
+
+def error_headers(error: TokenmillError) -> dict[str, str]:
+    """The HTTP headers of an error's reply."""
+    if error.http_status == 401:
+        return {"www-authenticate": 'Bearer realm="tokenmill"'}
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if error.http_status == 503:
+        return {"retry-after": str(math.ceil(RETRY_AFTER_S))}
+    return {}

@@ -1,18 +1,19 @@
-"""The one path every generation takes, whatever dialect asked for it.
+"""The one path every generation takes, in whatever dialect it was asked for.
 
-    Job ──► Run: engine requests, their events merged ──► Reply: rendered to the client, folded or streamed
+    GenerationJob ──► GenerationRun: engine requests, their events merged ──► GenerationResponse: rendered to the client
 
-A `Run` exists only once the engine has accepted all its requests, so a refusal always has its own HTTP status.
-A `Reply` watches for the client's departure while it works and ends the run when either is over.
+A reply begins only once the engine has accepted all requests of the job, so a refusal always has its own HTTP status. A
+`GenerationResponse` watches for the client's departure while it works and ends the run when either is over.
+
+Nothing here knows what bytes look like: the job's `Rendering` makes them, framing included.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -20,69 +21,39 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.engine.request_ids import engine_ids
+from tokenmill.engine.results import EventFold
 from tokenmill.errors import ContextLengthExceeded, RequestFailed, TokenmillError
 from tokenmill.observe.log import get_log
-from tokenmill.server import sse
+from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
-from tokenmill.server.gate import NativeRequest, ServedEngine
-from tokenmill.server.request_record import RequestRecord
-from tokenmill.types import Event, TokenInfo, Usage
+from tokenmill.server.registry import ServedEngine
+from tokenmill.types import Event, Usage
 
 log = get_log("server")
-MANY_LOGPROBS = 500  # take some tens of milliseconds
-SSE_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
-
-
-@dataclass
-class FoldedChoice:
-    """One answer, folded from its events."""
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenInfo] | None = None
-    prompt_logprobs: list[TokenInfo | None] | None = None
-    finish_reason: str = "stop"
-    stop_reason: str | int | None = None
-    embedding: list[float] | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def num_logprobs(self) -> int:
-        """Tokens that have them, each perhaps with its alternatives."""
-        return len(self.logprobs or ()) + len(self.prompt_logprobs or ())
-
-    def add(self, event: Event) -> None:
-        if event.text:
-            self.texts.append(event.text)
-        if event.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += event.logprobs
-        if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
-        if event.embedding is not None:
-            self.embedding = event.embedding
-        if event.finish_reason is not None:
-            self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+MANY_LOGPROBS = 500  # take some tens of milliseconds to write
 
 
 class Rendering(Protocol):
-    """How a dialect writes an answer. The whole reply is made from the same events that a stream shows."""
+    """How a dialect writes one reply. The whole reply is made from the same events that a stream shows, folded."""
+
+    stream_headers: Sequence[tuple[bytes, bytes]]
+    ping: bytes  # sent when a stream is silent for long, to keep the connection open; empty: nothing is
 
     def begin(self) -> bytes: ...
     def event(self, choice: int, event: Event) -> bytes: ...
     def end(self, usage: Usage) -> bytes: ...
     def failure(self, error: TokenmillError) -> bytes: ...
-    def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes: ...
-    def refusal(self, error: TokenmillError) -> Response: ...
+    def whole(self, choices: list[Event], usage: Usage) -> bytes: ...
 
 
 @dataclass(frozen=True)
 class GenerationJob:
     """What a dialect's parser makes of a body: engine requests, each with `num_choices` answers."""
 
-    requests: Sequence[NativeRequest]
+    engine: ServedEngine
+    requests: Sequence[ClientRequest]
     rendering: Rendering
     is_stream: bool = False
     num_choices: int = 1
@@ -96,13 +67,12 @@ class GenerationJob:
 class GenerationRun:
     """All engine requests of one job; iterating yields (choice, event) until every choice has finished."""
 
-    def __init__(self, engine: ServedEngine, job: GenerationJob, record: RequestRecord) -> None:
-        self._engine = engine
-        self._record = record
-        self._job = job
-        name = f"{record.request_id}-{uuid.uuid4().hex[:12]}"  # proxies give all that follows from one call one id
+    def __init__(self, job: GenerationJob, record: RequestRecord) -> None:
+        self.job = job
+        self.record = record
         self._requests = [
-            msgspec.structs.replace(request, request_id=f"{name}-{place}") for place, request in enumerate(job.requests)
+            msgspec.structs.replace(request, request_id=request_id)
+            for request, request_id in zip(job.requests, engine_ids(record.request_id, len(job.requests)), strict=True)
         ]
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}
@@ -120,26 +90,25 @@ class GenerationRun:
         )
 
     async def accept(self) -> None:
-        """Hands the requests to the engine; if one is refused none of them runs. Each is tokenised here, so others
-        get their turn between two of them."""
+        """Hand the requests to the engine; if it refuses one, none of them runs."""
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            for request in self._requests[: self._job.max_in_flight]:
-                self._submit(request)
-                await asyncio.sleep(0)
+            for request in self._requests[: self.job.max_in_flight]:
+                await self._submit(request)
+                await asyncio.sleep(0)  # short prompts are tokenised here: others get their turn between two of them
             undo.pop_all()
 
-    def _submit(self, request: NativeRequest) -> AsyncIterator[Event]:
+    async def _submit(self, request: ClientRequest) -> AsyncIterator[Event]:
         try:
-            events = self._engine.submit(request)
+            events = self.job.engine.submit(await self.job.engine.prepare(request))
         except ContextLengthExceeded as error:
-            error.param = self._job.prompt_param
+            error.param = self.job.prompt_param
             raise
         self._open[request.request_id] = events
         return events
 
     async def close(self) -> None:
-        """Ends whatever still runs; its KV blocks are free afterwards."""
+        """Abort whatever still runs; its KV blocks are free afterwards."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -152,14 +121,14 @@ class GenerationRun:
         close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
         if close is not None:
             await close()
-        await self._engine.abort(request_id)  # an iterator that was never started does not notice being closed
+        await self.job.engine.abort(request_id)  # an iterator that was never started does not notice being closed
 
-    async def _events_of(self, place: int) -> AsyncIterator[tuple[int, Event]]:
-        request = self._requests[place]
-        events = self._open.get(request.request_id) or self._submit(request)
+    async def _events_of(self, number: int) -> AsyncIterator[tuple[int, Event]]:
+        request = self._requests[number]
+        events = self._open.get(request.request_id) or await self._submit(request)
         async for event in events:
             self._note(request.request_id, event)
-            yield place * self._job.num_choices + event.index, event
+            yield number * self.job.num_choices + event.index, event
         self._open.pop(request.request_id, None)
 
     def _note(self, request_id: str, event: Event) -> None:
@@ -167,8 +136,8 @@ class GenerationRun:
             raise RequestFailed(f"the request was ended by the engine ({event.finish_reason})")
         if event.usage is not None:
             self._usages[request_id] = event.usage
-            self._record.usage = self.usage
-        self._record.note_event(event)
+            self.record.usage = self.usage
+        self.record.note_event(event)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         return self._events_of(0) if len(self._requests) == 1 else self._merged()
@@ -179,11 +148,11 @@ class GenerationRun:
         waiting = iter(range(len(self._requests)))
 
         async def work() -> None:
-            for place in waiting:  # shared: each worker takes the next one
-                async for item in self._events_of(place):
+            for number in waiting:  # shared: each worker takes the next one
+                async for item in self._events_of(number):
                     queue.put_nowait(item)
 
-        num_workers = min(len(self._requests), self._job.max_in_flight or len(self._requests))
+        num_workers = min(len(self._requests), self.job.max_in_flight or len(self._requests))
         self._tasks = [asyncio.create_task(work()) for _ in range(num_workers)]
         for task in self._tasks:  # done: None, or why not
             task.add_done_callback(lambda done: queue.put_nowait(None if done.cancelled() else done.exception()))
@@ -202,13 +171,16 @@ class GenerationRun:
 
 
 class GenerationResponse(Response):
-    """An answer in the making, as an ASGI response."""
+    """A reply that is written while it is generated, as an ASGI response.
 
-    def __init__(self, run: GenerationRun, job: GenerationJob, record: RequestRecord, keep_alive_s: float) -> None:
+    An error before the first byte is raised, so that it gets a status and the dialect's error body; after it, the
+    error is the last thing in the stream.
+    """
+
+    def __init__(self, run: GenerationRun, keep_alive_s: float) -> None:
         super().__init__()
         self._run = run
-        self._job = job
-        self._record = record
+        self._job = run.job
         self._keep_alive_s = keep_alive_s
         self._has_begun = False
         self._num_sent = 0
@@ -220,52 +192,60 @@ class GenerationResponse(Response):
         try:
             await asyncio.wait({work, departure}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._record.note_departure()
+                self._run.record.note_departure()
         finally:
             departure.cancel()
             work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
-            await self._run.close()
+            try:
+                with suppress(asyncio.CancelledError):
+                    await work
+            finally:
+                await self._run.close()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            await self._run.accept()
             if self._job.is_stream:
                 await self._stream(send)
             else:
                 await self._whole(scope, receive, send)
         except TokenmillError as error:
-            await self._fail(error, scope, receive, send)
+            await self._fail(error, send)
         except OSError:  # the connection broke while we were writing
-            self._record.note_departure()
+            self._run.record.note_departure()
         except Exception:
-            log.exception("request %s failed", self._record.request_id)
-            await self._fail(InternalError(), scope, receive, send)
+            log.exception("request %s failed", self._run.record.request_id)
+            await self._fail(InternalError(), send)
 
-    async def _fail(self, error: TokenmillError, scope: Scope, receive: Receive, send: Send) -> None:
-        self._record.note_failure(error)
-        if self._has_begun:
-            await self._emit(send, self._job.rendering.failure(error), more=False)
-        else:
-            await self._job.rendering.refusal(error)(scope, receive, send)
+    async def _fail(self, error: TokenmillError, send: Send) -> None:
+        if not self._has_begun:
+            raise error
+        self._run.record.note_failure(error)
+        await self._emit(send, self._job.rendering.failure(error), more=False)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = [FoldedChoice() for _ in range(len(self._job.requests) * self._job.num_choices)]
+        folds = [EventFold() for _ in range(len(self._job.requests) * self._job.num_choices)]
         async for index, event in self._run:
-            choices[index].add(event)
-        for place, choice in enumerate(choices):  # a prompt's logprobs come once, with its first choice
-            choice.prompt_logprobs = choices[place - place % self._job.num_choices].prompt_logprobs
-        body = await self._rendered(choices)
+            folds[index].add(event)
+        body = await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _rendered(self, choices: list[FoldedChoice]) -> bytes:
-        """The logprobs of a hundred long answers take seconds to write: in a thread, so that others go on meanwhile."""
-        is_long = sum(choice.num_logprobs for choice in choices) > MANY_LOGPROBS
+    def _with_prompt_logprobs(self, choices: list[Event]) -> list[Event]:
+        """Give every choice the logprobs of its prompt, which come once, with the first of a prompt's choices."""
+        first = [choices[index - index % self._job.num_choices] for index in range(len(choices))]
+        if all(choice.prompt_logprobs is None for choice in choices):
+            return choices
+        pairs = zip(choices, first, strict=True)
+        return [msgspec.structs.replace(choice, prompt_logprobs=one.prompt_logprobs) for choice, one in pairs]
+
+    async def _rendered(self, choices: list[Event]) -> bytes:
+        """The whole reply. The logprobs of many long answers take seconds to write, so a thread does that."""
+        num_logprobs = sum(len(choice.logprobs or ()) + len(choice.prompt_logprobs or ()) for choice in choices)
         render = partial(self._job.rendering.whole, choices, self._run.usage)
-        return await asyncio.to_thread(render) if is_long else render()
+        return await asyncio.to_thread(render) if num_logprobs > MANY_LOGPROBS else render()
 
     async def _stream(self, send: Send) -> None:
-        """Headers wait for the first event, so that a failure before it still has its own status."""
+        """Send events as they come. Headers wait for the first one: a failure before it still has its own status."""
         pinger = asyncio.create_task(self._ping(send))
         try:
             async for choice, event in self._run:
@@ -277,12 +257,12 @@ class GenerationResponse(Response):
         await self._emit(send, self._job.rendering.end(self._run.usage), more=False)
 
     async def _ping(self, send: Send) -> None:
-        """A comment whenever a whole period brought nothing: one timer a period, none per token."""
-        while True:
+        """Send a ping whenever a whole period brought nothing: one timer a period, none per token."""
+        while self._job.rendering.ping:
             num_before = self._num_sent
             await asyncio.sleep(self._keep_alive_s)
             if self._num_sent == num_before:
-                await self._emit(send, sse.PING)
+                await self._emit(send, self._job.rendering.ping)
 
     async def _emit(self, send: Send, data: bytes, more: bool = True) -> None:
         self._num_sent += 1
@@ -292,11 +272,12 @@ class GenerationResponse(Response):
             await self._emit_first(send, data, more)
 
     async def _emit_first(self, send: Send, data: bytes, more: bool) -> None:
-        """The head comes before all else, whether it is a first event that waits for the socket or a first ping."""
+        """Send the head before all else, whether the first event or the first ping comes first."""
         async with self._beginning:
             if not self._has_begun:
                 self._has_begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                headers = list(self._job.rendering.stream_headers)
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 data = self._job.rendering.begin() + data
             await send({"type": "http.response.body", "body": data, "more_body": more})
 

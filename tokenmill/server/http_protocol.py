@@ -1,8 +1,8 @@
-"""What uvicorn leaves open between a socket and a request: heads of bounded size and time, and clients that break off,
-talk on, or offer other protocols.
+"""The HTTP/1.1 connection, on top of uvicorn's: bounds on the size and time of a request's head, and clients that break
+off, send on while they are answered, or offer other protocols.
 
-Nothing is known of a client before its head is complete, not even its key, and the HTTP library would collect one
-without end. While nothing is being answered a clock always runs; while something is, no clock does.
+Before its head is complete nothing is known of a client, not even its key, and the HTTP library would collect a head
+without end. A timer runs whenever no request of the connection is being answered.
 """
 
 from __future__ import annotations
@@ -16,24 +16,33 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.log import event, get_log
-from tokenmill.server.errors import HeadTooLarge, Unreadable
-from tokenmill.server.openai.errors import error_body
+from tokenmill.server.dialect import Dialects
+from tokenmill.server.errors import HeadTooLarge, UnreadableRequest
 
 log = get_log("server")
-MAX_HEAD_BYTES = 64 << 10  # a piece that arrived together is looked at as a whole, so a little more may come
+MAX_HEAD_BYTES = 64 << 10  # checked after each piece that arrives, so a head may be a little larger
 HEAD_TIMEOUT_S = 60.0
 STATUS_LINES = {400: "400 Bad Request", 431: "431 Request Header Fields Too Large"}
 TLS_HELLO = b"\x16\x03"
 
 
+def limited_protocol(dialects: Dialects) -> type[LimitedHttpProtocol]:
+    """The class of uvicorn's connections, for a server with these dialects."""
+    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"dialects": dialects})
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection. Errors before routing are shown in the dialect of the path, as far as that is known."""
+
+    dialects: Dialects
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._in_head, self._head_bytes = True, 0
-        self._has_begun = False  # a head, or the next one behind a request that is being answered
+        self._has_begun = False  # a head, perhaps of the next request while one is being answered
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
-        self._patience: asyncio.TimerHandle | None = None
-        self._limit_waiting()
+        self._timeout: asyncio.TimerHandle | None = None
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -41,14 +50,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         try:
             self._read(data)
         except httptools.HttpParserError:
-            self._refuse(_unreadable(data))
+            self._refuse(_unreadable_request(data))
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"the request's head is larger than {MAX_HEAD_BYTES} bytes"))
-        self._limit_waiting()
+        self._start_timer()
 
     def _read(self, data: bytes) -> None:
-        """An offer to change the protocol is declined as HTTP wants it: the request is read as if it came without.
-        (Java's own client offers HTTP/2 with every first request, and the parser would skip the body of such a one.)"""
+        """Feed the parser. An offer to change the protocol is declined as HTTP wants it: the request is read as if it
+        came without. (Java's own client offers HTTP/2 with every first request; the parser would skip its body.)"""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -64,16 +73,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         return b"".join([method, b" ", self.url, b" HTTP/", version, b"\r\n", *kept, b"\r\n"])
 
-    def _limit_waiting(self) -> None:
-        """For the rest of a head, or of a body whose request was answered early; idle connections have uvicorn's."""
+    def _start_timer(self) -> None:
+        """Limit the time for the rest of a head, or of a body that was answered early; uvicorn limits idle time."""
         is_idle = self.timeout_keep_alive_task is not None
-        if self._patience is None and not self._unanswered and not is_idle:
-            self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        if self._timeout is None and not self._unanswered and not is_idle:
+            self._timeout = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
-    def _stop_clock(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_timer(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
     def on_message_begin(self) -> None:
         self._has_begun = True
@@ -83,11 +92,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._in_head = self._has_begun = False
-        self._stop_clock()
+        self._stop_timer()
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = UntilClosed(self.cycle).send  # type: ignore[method-assign]  # uvicorn makes the cycle
+            self.cycle.send = OpenEndedReply(self.cycle).send  # type: ignore[method-assign]  # uvicorn makes the cycle
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -98,13 +107,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
-        if self._has_begun:  # not idle: the beginning came while the answer was under way
+        if self._has_begun:  # not idle: the next request began while this one was answered
             self._unset_keepalive_if_required()
-            self._limit_waiting()
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_clock()
-        for cycle in self._unanswered:  # uvicorn tells the last one only, which may be one that waits for its turn
+        self._stop_timer()
+        for cycle in self._unanswered:  # uvicorn tells the last one only, which may be waiting behind others
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -112,12 +121,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: TokenmillError) -> None:
         if self.transport.is_closing():
             return
-        if self._unanswered and not self._unanswered[0].more_body:  # an answer is on its way: nothing may come into it
+        if self._unanswered and not self._unanswered[0].more_body:  # never write into an answer that is being sent
             for cycle in self._unanswered:
                 cycle.keep_alive = False
             return
         event(log, "unreadable", client=self.client[0] if self.client else None, error=error.code, why=error.message)
-        body = error_body(error)
+        body = self.dialects.of(self._path()).error_body(error)
         head = (
             f"HTTP/1.1 {STATUS_LINES[error.http_status]}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -125,15 +134,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
         self.transport.close()
 
+    def _path(self) -> str:
+        """The path of the request whose head is being read, as far as it came."""
+        return self.url.split(b"?")[0].decode("latin-1") if self._has_begun else ""
 
-def _unreadable(data: bytes) -> Unreadable:
+
+def _unreadable_request(data: bytes) -> UnreadableRequest:
     if data.startswith(TLS_HELLO):
-        return Unreadable("a client speaks TLS to a port that does not", hint="the URL begins with http://")
-    return Unreadable("the request is not valid HTTP/1.1")
+        return UnreadableRequest("a client speaks TLS to a port that does not", hint="the URL begins with http://")
+    return UnreadableRequest("the request is not valid HTTP/1.1")
 
 
-class UntilClosed:
-    """HTTP/1.0 knows no chunks: an answer without a length is sent as it is and ends with its connection."""
+class OpenEndedReply:
+    """A reply to an HTTP/1.0 client, which knows no chunks: without a length it ends with its connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -148,5 +161,5 @@ class UntilClosed:
         elif self._is_open_ended and message["type"] == "http.response.body":
             while cycle.flow.write_paused and not cycle.disconnected:
                 await cycle.flow.drain()
-            cycle.expected_content_length = len(message.get("body", b""))  # each piece keeps its promise
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks each piece against it
         await self._send(message)

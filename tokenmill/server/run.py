@@ -1,4 +1,4 @@
-"""The life of a server process.
+"""The life of a server process, from the socket to the exit code.
 
     bind ─► answer 503 "loading" ─► engine ready ─► SIGTERM ─► drain: refuse new, finish running ─► exit 0
                      └── failed: one line, exit 1                └── a second SIGTERM ends at once
@@ -21,7 +21,7 @@ from errno import EADDRNOTAVAIL
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
@@ -33,15 +33,16 @@ from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
-from tokenmill.server.gate import EngineGate, ServedEngine
-from tokenmill.server.http_protocol import LimitedHttpProtocol
+from tokenmill.server.http_protocol import limited_protocol
+from tokenmill.server.registry import EngineGate, ServedEngine
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
-HUNG_UP_S = 2  # until those notice
+HUNG_UP_S = 2  # for connections that are cut off to notice it
 FORCED_CLOSE_S = 1.0
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
 EXIT_FORCED = 1
+SWITCH_INTERVAL_S = 0.0005  # the event loop waits so long for the GIL while a thread renders a long chat template
 MAX_DESCRIPTORS = 65_536
 
 StartEngine = Callable[[], Awaitable[ServedEngine]]
@@ -55,7 +56,8 @@ def run_server(
     child: CoreProcess | None = None,
     plan: MakePlan | None = None,
 ) -> int:
-    """Serve until told to stop; the process's exit code. `child`: the core's process, if it was started already."""
+    """Serve a model until told to stop; return the process's exit code. `child`: the core's process, if it was started
+    already. `plan`: says, in lines for the log, what the settings will take."""
     configure_logging(server_config.log_level)
     unused = [child] if child else []
 
@@ -80,7 +82,7 @@ def run_server(
 
 
 def log_plan(lines: list[str] | BaseException) -> None:
-    """A plan that could not be made is not worth a start."""
+    """Log the plan; one that could not be made is only a warning."""
     if isinstance(lines, BaseException):
         log.warning("plan: none could be made: %s", lines)
         return
@@ -92,26 +94,29 @@ def log_plan(lines: list[str] | BaseException) -> None:
 
 
 def require_servable(config: ServerConfig) -> None:
-    """Keys and address are looked at before a model is fetched, which may take long."""
+    """Check keys and address, before a model is fetched, which may take long."""
     require_safe_exposure(config, load_keys(config, os.environ))
     bind(config.host, config.port).close()
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
+    """Answer on the configured address while the engine starts, and from then on until a signal; return the exit
+    code."""
     keys = load_keys(config, os.environ)
     require_safe_exposure(config, keys)
     listener = bind(config.host, config.port)
-    door = EngineGate()
-    app = create_app(door, config, metrics, keys=keys)
-    front = HttpServer(uvicorn_config(app, FLUSH_S))
+    gate = EngineGate()
+    app = create_app(gate, config, metrics, keys=keys)
+    http_server = HttpServer(uvicorn_config(app, FLUSH_S))
     allow_many_connections()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ServerLifecycle(front, listener, door, config, needs_key=bool(keys)).live(start_engine))
+        return runner.run(ServerLifecycle(http_server, listener, gate, config, needs_key=bool(keys)).run(start_engine))
 
 
 def allow_many_connections() -> None:
-    """Each client takes a descriptor, and shells give a process 1,024; who comes later would be cut off, not told to
-    try again. What the system allows is never widened."""
+    """Raise the limit of open files to what the system allows. Each client takes a descriptor, and shells give a
+    process 1,024; later clients would be cut off instead of told to try again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -119,10 +124,10 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def uvicorn_config(app: FastAPI, flush_s: int) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, flush_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=LimitedHttpProtocol,
+        http=limited_protocol(app.state.dialects),
         lifespan="off",
         ws="none",
         access_log=False,
@@ -134,7 +139,7 @@ def uvicorn_config(app: FastAPI, flush_s: int) -> uvicorn.Config:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; a busy port or an unknown address is one clear line."""
+    """Open a listening socket; a busy port or an unknown address is one clear error."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
@@ -151,8 +156,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with the signals left to us, and an end for clients that do not read: uvicorn would cancel their tasks,
-    with a traceback for each of them."""
+    """uvicorn, except that signals are left to `ServerLifecycle`, and that clients that do not read are cut off at the
+    end: uvicorn would cancel their tasks, with a traceback for each of them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -173,25 +178,33 @@ class HttpServer(uvicorn.Server):
 
 
 class ServerLifecycle:
+    """Loads the engine behind an open port, opens the gate, and drains on a signal."""
+
     def __init__(
-        self, front: HttpServer, listener: socket.socket, door: EngineGate, config: ServerConfig, *, needs_key: bool
+        self,
+        http_server: HttpServer,
+        listener: socket.socket,
+        gate: EngineGate,
+        config: ServerConfig,
+        *,
+        needs_key: bool,
     ) -> None:
-        self._front = front
+        self._http_server = http_server
         self._listener = listener
-        self._door = door
+        self._gate = gate
         self._config = config
         self._needs_key = needs_key
         self._stop = asyncio.Event()
         self._engine: ServedEngine | None = None
 
-    async def live(self, start_engine: StartEngine) -> int:
+    async def run(self, start_engine: StartEngine) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        answering = asyncio.create_task(self._front.serve(sockets=[self._listener]))
+        answering = asyncio.create_task(self._http_server.serve(sockets=[self._listener]))
         try:
             if await self._load(start_engine):
-                print(welcome(self._listener, self._door.info.name, needs_key=self._needs_key), flush=True)
-                gc.freeze()  # what was imported and loaded stays: streams need not wait while it is looked through
+                print(welcome(self._listener, self._gate.info.name, needs_key=self._needs_key), flush=True)
+                gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
                 with relaxed_gc():
                     await self._stop.wait()
                     await self._drain()
@@ -203,10 +216,10 @@ class ServerLifecycle:
         if self._stop.is_set():
             asyncio.get_running_loop().create_task(self._end_at_once())
         self._stop.set()
-        self._door.close()
+        self._gate.close()
 
     async def _load(self, start_engine: StartEngine) -> bool:
-        """False when told to stop before the model was there."""
+        """Load the model and open the gate; False when told to stop before that was done."""
         loading = asyncio.ensure_future(start_engine())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +230,7 @@ class ServerLifecycle:
                 await loading
             return False
         self._engine = loading.result()
-        self._door.open(self._engine)
+        self._gate.open(self._engine)
         return not self._stop.is_set()
 
     async def _drain(self) -> None:
@@ -227,10 +240,10 @@ class ServerLifecycle:
             print("tokenmill: some requests did not finish in time and are ended", file=sys.stderr, flush=True)
 
     async def _end(self, answering: asyncio.Task[None]) -> None:
-        """The engine first: what still runs then ends with an error its client can read."""
+        """Close the engine, then the server: requests that still run end with an error that their clients can read."""
         if self._engine is not None:
             await self._engine.close()
-        self._front.should_exit = True
+        self._http_server.should_exit = True
         await answering
 
     async def _end_at_once(self) -> None:
@@ -244,7 +257,7 @@ class ServerLifecycle:
 
 
 def kill_child(pid: int) -> None:
-    """Only a child of ours: a number that was reused by another process is left alone."""
+    """Kill a child process. A process that is not our child, because the id was reused, is left alone."""
     if pid in (0, os.getpid()):
         return
     with contextlib.suppress(ChildProcessError, ProcessLookupError):

@@ -1,7 +1,11 @@
 """OpenAI request bodies into native requests. All that the server can check is checked here, before anything runs;
-what only the engine knows (does the prompt fit?) `Engine.submit` checks, still before the first byte.
+what only the engine knows (does the prompt fit?) is checked when it prepares a request, still before the first byte.
 
 A field that is known but cannot be honoured is refused by name.
+
+Conversations become `Message`s that know no dialect. `developer` is today's name for `system`, and the legacy
+`function` role is a `tool` answer; templates know the plain names. Content parts are joined. A tool call's arguments
+arrive as a string and leave as the object they spell, because that is what chat templates print.
 """
 
 from __future__ import annotations
@@ -9,18 +13,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.config.server import ServerConfig
-from tokenmill.engine.lengths import require_plausible_length
-from tokenmill.engine.status import ModelInfo
-from tokenmill.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from tokenmill.params import SamplingParams
-from tokenmill.server.bodies import prompt_limit
-from tokenmill.server.fields import BodyFields, refuse, require_token_ids, shown
-from tokenmill.server.openai.messages import num_characters, parse_messages
-from tokenmill.server.openai.sampling import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
-from tokenmill.text.template import OUR_VARIABLES
-from tokenmill.types import ChatRequest, EmbedRequest, Pooling, PromptRequest
+import orjson
 
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.lengths import prompt_limit, require_plausible_length
+from tokenmill.engine.status import ModelInfo
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest
+from tokenmill.params import SamplingParams
+from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
+from tokenmill.server.openai.params import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
+from tokenmill.text.template import OUR_VARIABLES
+from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest
+
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024
+MAX_TOOL_CALLS = 128
+MAX_DETOKENIZED = 1_000_000
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 CHAT_UNSUPPORTED = (
     "audio",
     "chat_template",
@@ -65,7 +81,6 @@ class EmbeddingCall:
 
 def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> ChatCall:
     fields = BodyFields(body)
-    require_model(fields, info, config)
     fields.refuse_any(CHAT_UNSUPPORTED)
     _refuse_unsupported_output(fields)
     _refuse_tools(fields)
@@ -73,7 +88,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     stream = _stream_options(fields)
     messages = parse_messages(fields)
     params = parse_chat_params(fields, info, config)
-    require_plausible_length(num_characters(messages), prompt_limit(params, info), "messages")
+    require_plausible_length(num_characters(messages), _prompt_limit(params, info), "messages")
     request = ChatRequest(
         messages=messages,
         params=params,
@@ -123,12 +138,102 @@ def _refuse_reasoning(fields: BodyFields) -> None:
     fields.one_of("service_tier", ("auto", "default"))
 
 
+# ── messages ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_messages(fields: BodyFields) -> list[Message]:
+    given = fields.items("messages", MAX_MESSAGES)
+    if not given:
+        refuse("messages", "is required and must not be empty")
+    return [_message(value, f"messages[{place}]") for place, value in enumerate(given)]
+
+
+def num_characters(messages: list[Message]) -> int:
+    """The length of all contents; what a template makes of the rest is measured once it is rendered."""
+    return sum(len(message.content or "") for message in messages)
+
+
+def _message(value: object, place: str) -> Message:
+    if not isinstance(value, dict):
+        refuse(place, f"must be an object with role and content, got {kind_of(value)}")
+    fields = BodyFields(value, f"{place}.")
+    role = fields.required_text("role")
+    if role not in ROLES:
+        refuse(fields.name("role"), f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    calls = _tool_calls(fields) if role == "assistant" else []
+    return Message(
+        role=ROLES[role],
+        content=_content(fields, may_be_null=bool(calls)),
+        name=fields.text("name", 256),
+        reasoning=fields.text("reasoning_content") or fields.text("reasoning"),
+        tool_calls=calls,
+        tool_call_id=_tool_call_id(fields, role),
+    )
+
+
+def _tool_call_id(fields: BodyFields, role: str) -> str | None:
+    return fields.required_text("tool_call_id") if role == "tool" else None
+
+
+def _content(fields: BodyFields, *, may_be_null: bool) -> str | None:
+    content = fields.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if not may_be_null:
+            refuse(fields.name("content"), "is required: a string or a list of parts")
+        return None
+    parts = fields.items("content", MAX_PARTS)
+    if not parts:
+        refuse(fields.name("content"), "must not be an empty list")
+    return "".join(_part(part, f"{fields.name('content')}[{place}]") for place, part in enumerate(parts))
+
+
+def _part(value: object, place: str) -> str:
+    if not isinstance(value, dict):
+        refuse(place, f"must be an object with a type, got {kind_of(value)}")
+    fields = BodyFields(value, f"{place}.")
+    kind = fields.required_text("type")
+    if kind not in ("text", "refusal"):
+        refuse(fields.name("type"), f"{shown(kind)} is not supported by this model; it reads text only")
+    return fields.required_text(kind)
+
+
+def _tool_calls(fields: BodyFields) -> list[dict[str, Any]]:
+    calls = fields.items("tool_calls", MAX_TOOL_CALLS) or []
+    parsed = [_tool_call(call, f"{fields.name('tool_calls')}[{place}]") for place, call in enumerate(calls)]
+    legacy = fields.object("function_call")
+    return [*parsed, {"type": "function", "function": _function(legacy)}] if legacy else parsed
+
+
+def _tool_call(value: object, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        refuse(place, f"must be an object, got {kind_of(value)}")
+    fields = BodyFields(value, f"{place}.")
+    fields.one_of("type", ("function",))
+    function = fields.object("function")
+    if function is None:
+        refuse(fields.name("function"), "is required")
+    return {"id": fields.required_text("id"), "type": "function", "function": _function(function)}
+
+
+def _function(fields: BodyFields) -> dict[str, Any]:
+    return {"name": fields.required_text("name"), "arguments": _arguments(fields.text("arguments") or "{}")}
+
+
+def _arguments(text: str) -> Any:
+    """The object that a call's arguments spell; what is not valid JSON (a model wrote it) stays text."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
 # ── completions ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> CompletionCall:
     fields = BodyFields(body)
-    require_model(fields, info, config)
     fields.refuse_any(COMPLETION_UNSUPPORTED)
     _refuse_unsupported_output(fields)
     stream = _stream_options(fields)
@@ -136,7 +241,7 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     echo = fields.boolean("echo")
     if echo and stream.is_stream and params.logprobs is not None:
         refuse("echo", "with logprobs does not combine with stream")
-    prompts = parse_prompts(fields, "prompt", info, prompt_limit(params, info), config.max_prompts)
+    prompts = parse_prompts(fields, "prompt", info, _prompt_limit(params, info), config.max_prompts)
     _require_bounded_choices(len(prompts), params, config)
     fields.text("user")
     return CompletionCall([_prompt_request(fields, prompt, params) for prompt in prompts], stream, echo)
@@ -199,7 +304,6 @@ def _require_prompt(prompt: object, kind: type, key: str, vocab_size: int, max_t
 
 def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> EmbeddingCall:
     fields = BodyFields(body)
-    require_model(fields, info, config)
     if not info.can_embed:
         raise InvalidRequest(f"the model {info.name} has no embeddings", param="model")
     inputs = parse_prompts(fields, "input", info, info.max_context, config.max_embedding_inputs)
@@ -215,19 +319,39 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
     return EmbeddingCall(requests, dimensions, is_base64)
 
 
+# ── /tokenize and /detokenize, as vLLM has them ────────────────────────────────────────────────────────
+
+
+def parse_tokenize(fields: BodyFields, info: ModelInfo) -> ChatRequest | str:
+    """The conversation or the text to tokenise."""
+    if (fields.get("prompt") is None) == (fields.get("messages") is None):
+        refuse("prompt", "or messages is required, and not both")
+    if fields.get("messages") is None:
+        text = fields.required_text("prompt")
+        require_plausible_length(len(text), info.max_context, "prompt")
+        return text
+    messages = parse_messages(fields)
+    require_plausible_length(num_characters(messages), info.max_context, "messages")
+    fields.refuse_any(("tools", "chat_template", "continue_final_message"))
+    return ChatRequest(
+        messages=messages,
+        template_args=template_args(fields),
+        add_generation_prompt=fields.boolean("add_generation_prompt", True),
+    )
+
+
+def parse_detokenize(fields: BodyFields, info: ModelInfo) -> list[int]:
+    ids = fields.token_ids("tokens", MAX_DETOKENIZED, info.vocab_size)
+    if ids is None:
+        refuse("tokens", "is required: a list of token ids")
+    return ids
+
+
 # ── fields of every call ───────────────────────────────────────────────────────────────────────────────
 
 
-def require_model(fields: BodyFields, info: ModelInfo, config: ServerConfig, *, is_required: bool = True) -> None:
-    name = fields.text("model")
-    if config.any_model_name or name == info.name:
-        return
-    if name is not None:
-        raise UnknownModel(
-            f"the model {shown(name)} does not exist", param="model", hint=f"this server has {info.name}"
-        )
-    if is_required:
-        refuse("model", "is required", hint=f"this server has {info.name}")
+def _prompt_limit(params: SamplingParams, info: ModelInfo) -> int:
+    return prompt_limit(params, info.max_context, shifts_context=info.shifts_context)
 
 
 def _stream_options(fields: BodyFields) -> StreamOptions:

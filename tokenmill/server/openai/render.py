@@ -1,26 +1,53 @@
-"""Events into OpenAI's replies. A chunk is the same bytes every time but for index, delta and finish reason, so the
-rest is made once a request; per token there is one small `orjson.dumps`.
+"""Replies and errors in OpenAI's form.
 
     role chunk a choice ─► content deltas ─► `delta: {}` with finish_reason a choice ─► (usage) ─► [DONE]
+
+A chunk is the same bytes every time but for index, delta and finish reason, so the rest is made once a request; per
+token there is one small `orjson.dumps`.
+
+Errors always have message, type, param and code; `code` is a string. OpenAI's SDKs retry 408, 409, 429 and 5xx, so a
+client's own mistake must never become one of those.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from sys import byteorder
 from typing import Any
 
 import orjson
-from starlette.responses import Response
 
+from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.status import ModelInfo
-from tokenmill.errors import TokenmillError
-from tokenmill.server import sse
-from tokenmill.server.generation import FoldedChoice
-from tokenmill.server.openai.errors import error_body, error_response
-from tokenmill.server.openai.logprobs import LegacyLogprobs, chat_logprobs, echoed_logprobs, prompt_logprobs
+from tokenmill.errors import RequestFailed, TokenmillError
+from tokenmill.server.dialect import SSE_HEADERS, SSE_PING, Dialect, sse_frame
+from tokenmill.server.openai.parse import EmbeddingCall
+from tokenmill.server.routing import TEXT, object_of
 from tokenmill.types import Event, TokenInfo, Usage
+
+DONE = sse_frame(b"[DONE]")
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
+MAYBE_TEXT = {"type": ["string", "null"]}
+
+
+def error_content(error: TokenmillError) -> dict[str, Any]:
+    default = "invalid_request_error" if error.http_status < 500 else "server_error"
+    kind = ERROR_TYPES.get(error.http_status, default)
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+OPENAI = Dialect(
+    name="openai",
+    prefixes=("",),
+    error_content=error_content,
+    error_schema=object_of(error=object_of(message=TEXT, type=TEXT, param=MAYBE_TEXT, code=MAYBE_TEXT)),
+    key_headers=("authorization",),
+    key_hint="send `Authorization: Bearer KEY`",
+)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -34,11 +61,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Envelope:
-    """What all chunks of one answer share: id, object, created, model, fingerprint."""
+    """The fields that all chunks of one answer share: id, object, created, model, fingerprint."""
 
     def __init__(self, info: ModelInfo, prefix: str, kind: str, include_usage: bool) -> None:
         self.fields = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": new_id(f"{prefix}-"),
             "object": kind,
             "created": int(time.time()),
             "model": info.name,
@@ -53,15 +80,15 @@ class Envelope:
 
     def end(self, usage: Usage) -> bytes:
         if not self._include_usage:
-            return sse.DONE
-        return sse.frame(orjson.dumps({**self.fields, "choices": [], "usage": usage_object(usage)})) + sse.DONE
+            return DONE
+        return sse_frame(orjson.dumps({**self.fields, "choices": [], "usage": usage_object(usage)})) + DONE
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:
         return orjson.dumps({**self.fields, "choices": choices, "usage": usage_object(usage), **extra})
 
 
 class TextChunks:
-    """Chunks with nothing but text, as nearly all are: what stands around it is made once a choice."""
+    """Chunks with nothing but text, as nearly all are: the bytes around the text are made once a choice."""
 
     HOLE = "\0"
 
@@ -77,20 +104,23 @@ class TextChunks:
         return around[0] + orjson.dumps(text) + around[1]
 
 
-class ErrorRendering:
-    """Errors look the same in all of OpenAI's replies."""
+class OpenAIRendering:
+    """What all of OpenAI's replies share: server-sent events, and errors in them."""
+
+    stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
+    ping = SSE_PING
 
     def failure(self, error: TokenmillError) -> bytes:
-        return sse.frame(error_body(error))
-
-    def refusal(self, error: TokenmillError) -> Response:
-        return error_response(error)
+        """The last event of a stream that failed; the SDKs raise it."""
+        return sse_frame(OPENAI.error_body(error))
 
 
 # ── chat ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ChatRendering(ErrorRendering):
+class ChatRendering(OpenAIRendering):
+    """Replies of /v1/chat/completions."""
+
     def __init__(self, info: ModelInfo, *, num_choices: int, is_stream: bool, include_usage: bool) -> None:
         kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self._envelope = Envelope(info, "chatcmpl", kind, include_usage)
@@ -131,14 +161,14 @@ class ChatRendering(ErrorRendering):
     def end(self, usage: Usage) -> bytes:
         return self._envelope.end(usage)
 
-    def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
+    def whole(self, choices: list[Event], usage: Usage) -> bytes:
         prompt = choices[0].prompt_logprobs
         extra = {} if prompt is None else {"prompt_logprobs": prompt_logprobs(prompt)}
         rendered = [_chat_choice(index, choice) for index, choice in enumerate(choices)]
         return self._envelope.whole(rendered, usage, extra)
 
 
-def _chat_choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
+def _chat_choice(index: int, choice: Event) -> dict[str, Any]:
     return {
         "index": index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -151,8 +181,8 @@ def _chat_choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
 # ── completions ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class CompletionRendering(ErrorRendering):
-    """`echoes`: the prompt of every choice, where the client wants it back in front of the answer."""
+class CompletionRendering(OpenAIRendering):
+    """Replies of /v1/completions. `echoes`: the prompt of every choice, if the client wants it before the answer."""
 
     def __init__(
         self,
@@ -196,11 +226,11 @@ class CompletionRendering(ErrorRendering):
     def end(self, usage: Usage) -> bytes:
         return self._envelope.end(usage)
 
-    def whole(self, choices: list[FoldedChoice], usage: Usage) -> bytes:
+    def whole(self, choices: list[Event], usage: Usage) -> bytes:
         rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return self._envelope.whole(rendered, usage, {})
 
-    def _choice(self, index: int, choice: FoldedChoice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Event) -> dict[str, Any]:
         echo = self._echoes[index] if self._echoes else ""
         rendered = {
             "index": index,
@@ -213,10 +243,130 @@ class CompletionRendering(ErrorRendering):
             rendered["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs or [])
         return rendered
 
-    def _choice_logprobs(self, index: int, choice: FoldedChoice) -> dict[str, Any] | None:
+    def _choice_logprobs(self, index: int, choice: Event) -> dict[str, Any] | None:
         if not self._wants_logprobs:
             return None
         infos = choice.logprobs or []
         if self._echoes is None:
             return self._legacy[index].render(infos)
         return echoed_logprobs(self._echoes[index], choice.prompt_logprobs or [None], infos)
+
+
+# ── embeddings ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class EmbeddingRendering(OpenAIRendering):
+    """Replies of /v1/embeddings: floats, or base64 of little-endian 32-bit floats; never streamed."""
+
+    def __init__(self, info: ModelInfo, call: EmbeddingCall) -> None:
+        self._info = info
+        self._call = call
+
+    def begin(self) -> bytes:
+        raise NotImplementedError("embeddings are never streamed")
+
+    def event(self, choice: int, event: Event) -> bytes:
+        raise NotImplementedError("embeddings are never streamed")
+
+    def end(self, usage: Usage) -> bytes:
+        raise NotImplementedError("embeddings are never streamed")
+
+    def whole(self, choices: list[Event], usage: Usage) -> bytes:
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._vector(choice)}
+            for index, choice in enumerate(choices)
+        ]
+        counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+        return orjson.dumps({"object": "list", "data": data, "model": self._info.name, "usage": counts})
+
+    def _vector(self, choice: Event) -> Any:
+        if choice.embedding is None:
+            raise RequestFailed("the engine returned no embedding")
+        vector = shortened(choice.embedding, self._call.dimensions)
+        return to_base64(vector) if self._call.is_base64 else vector
+
+
+def shortened(vector: list[float], dimensions: int | None) -> list[float]:
+    """The first `dimensions` numbers of a vector, scaled to length one again."""
+    if dimensions is None or dimensions >= len(vector):
+        return vector
+    head = vector[:dimensions]
+    norm = math.sqrt(sum(value * value for value in head))
+    return [value / norm for value in head] if norm > 0 else head
+
+
+def to_base64(vector: list[float]) -> str:
+    numbers = array("f", vector)
+    if byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+# ── logprobs: chat's form, the legacy one of completions, and vLLM's for prompts ────────────────────
+
+
+def chat_logprobs(infos: list[TokenInfo]) -> dict[str, Any]:
+    return {"content": [_chat_token(info) for info in infos], "refusal": None}
+
+
+def _chat_token(info: TokenInfo) -> dict[str, Any]:
+    tops = [_token(text, raw, logprob) for _, text, raw, logprob in info.top]
+    return {**_token(info.text, info.raw, info.logprob), "top_logprobs": tops}
+
+
+def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+
+class LegacyLogprobs:
+    """The form of completions: tokens, token_logprobs, top_logprobs and text_offset as lists; offsets continue across
+    chunks."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
+
+    def render(self, infos: list[TokenInfo]) -> dict[str, Any]:
+        offsets = []
+        for info in infos:
+            offsets.append(self._offset)
+            self._offset += len(info.text)
+        return {
+            "tokens": [info.text for info in infos],
+            "token_logprobs": [info.logprob for info in infos],
+            "top_logprobs": [_legacy_top(info) for info in infos],
+            "text_offset": offsets,
+        }
+
+
+def _legacy_top(info: TokenInfo) -> dict[str, float]:
+    """The alternatives, always with the chosen token. Of two tokens with the same text the likelier one is kept."""
+    tops: dict[str, float] = {}
+    for _, text, _, logprob in info.top:
+        tops.setdefault(text, logprob)
+    tops.setdefault(info.text, info.logprob)
+    return tops
+
+
+def echoed_logprobs(prompt: str, prompt_infos: list[TokenInfo | None], infos: list[TokenInfo]) -> dict[str, Any]:
+    """The logprobs of prompt and answer together. Nothing predicts the first token: its logprob is null, its text is
+    what the others leave over, which has a negative length where a tokenizer adds a space before a text."""
+    known = [info for info in prompt_infos if info is not None]
+    first_length = len(prompt) - sum(len(info.text) for info in known)
+    rest = LegacyLogprobs(first_length).render([*known, *infos])
+    rest["text_offset"] = [max(0, offset) for offset in rest["text_offset"]]
+    first = {"tokens": prompt[: max(0, first_length)], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [first[name], *values] for name, values in rest.items()}
+
+
+def prompt_logprobs(infos: list[TokenInfo | None]) -> list[dict[str, Any] | None]:
+    """The logprobs of a prompt in vLLM's form: per position a map from token id to logprob, rank and text."""
+    return [None if info is None else _prompt_token(info) for info in infos]
+
+
+def _prompt_token(info: TokenInfo) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        str(token_id): {"logprob": logprob, "rank": place + 1, "decoded_token": text}
+        for place, (token_id, text, _, logprob) in enumerate(info.top)
+    }
+    shown[str(info.token_id)] = {"logprob": info.logprob, "rank": info.rank, "decoded_token": info.text}
+    return shown

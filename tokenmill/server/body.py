@@ -1,23 +1,116 @@
-"""Strict reading of a JSON object, field by field; every dialect's parser is built from this.
+"""The body of a request: read within bounds, parsed as JSON, and its fields checked one by one.
 
-A value of the wrong type or out of range is refused by name. `true` is not a number and `2.0` is not a whole one.
-JSON's null counts as absent. Fields nobody reads are ignored: clients add new ones every month.
+Bodies are JSON only, of bounded size, within bounded time, and read as a stream, so that one that is too large is
+refused without ever being in memory.
+
+Fields are read strictly; every dialect's parser is built from `BodyFields`. A value of the wrong type or out of range
+is refused by name. `true` is not a number and `2.0` is not an integer. JSON's null counts as absent. Fields that no
+parser reads are ignored: clients add new ones every month.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, NoReturn
 
 import orjson
+from starlette.requests import ClientDisconnect, Request
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
+from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, WrongContentType
 
+DISCARD_BYTES = 64 * 1024 * 1024  # read and thrown away after a refusal, so that the client gets to see it
+DISCARD_S = 2.0
+MAX_UNDER_WAY_BYTES = 256 * 1024 * 1024  # of all bodies that are being received
+SMALL_BYTES = 64 * 1024  # a body of this size always finds room
 SHOWN_CHARACTERS = 60
 JSON_NAMES = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list"}
 
 
+class BodyReader:
+    """Reads bodies. All that are being received are bounded together too, as a slow client may hold one for long."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._num_under_way = 0  # bytes
+
+    async def read(self, request: Request) -> bytes:
+        """The bytes of a JSON body; `parse_object` reads them."""
+        require_json(request)
+        timeout_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read_bounded(request)
+        except TimeoutError:
+            raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
+
+    async def _read_bounded(self, request: Request) -> bytes:
+        chunks, size = [], 0
+        announced = request.headers.get("content-length", "")
+        refusal = self._refusal(int(announced)) if announced.isdigit() else None
+        if refusal is not None and "expect" in request.headers:  # the client waits for an answer before it sends
+            raise refusal
+        stream = request.stream()
+        try:
+            async for chunk in stream:
+                size += len(chunk)
+                self._num_under_way += len(chunk)
+                refusal = refusal or self._refusal(size)
+                if refusal is not None:
+                    break
+                chunks.append(chunk)
+        finally:
+            self._num_under_way -= size
+        if refusal is not None:
+            chunks.clear()
+            await _discard(stream)
+            raise refusal
+        return b"".join(chunks)
+
+    def _refusal(self, size: int) -> TokenmillError | None:
+        """The reason to refuse a body of this size, as far as the size is known."""
+        most = self._config.max_body_bytes
+        if size > most:
+            return BodyTooLarge(f"the body is larger than {most} bytes", hint="--max-body-bytes sets the limit")
+        if size > SMALL_BYTES and self._num_under_way > MAX_UNDER_WAY_BYTES:
+            return Overloaded("too many large bodies are being sent at the same time", retry_after_s=2.0)
+        return None
+
+
+def require_json(request: Request) -> None:
+    """Refuse a body that says it is something else."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise WrongContentType(
+            f"the body must be JSON, got content type {kind[:60]!r}", hint="send `Content-Type: application/json`"
+        )
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise WrongContentType(
+            f"content encoding {encoding[:60]!r} is not supported", hint="send the body uncompressed"
+        )
+
+
+async def _discard(stream: Any) -> None:
+    """Read on without keeping anything: a client that is still sending would see a broken connection, not a 413."""
+    size = 0
+    try:
+        async with asyncio.timeout(DISCARD_S):
+            async for chunk in stream:
+                size += len(chunk)
+                if size > DISCARD_BYTES:
+                    return
+    except (TimeoutError, ClientDisconnect):
+        return
+
+
+# ── fields ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
-    """orjson refuses NaN, Infinity, numbers beyond a double, lone surrogates and nesting deeper than 1024."""
+    """The JSON object of a body. orjson refuses NaN, Infinity, numbers beyond a double, lone surrogates and nesting
+    deeper than 1024."""
     if not body.strip():
         raise InvalidRequest("the body is empty; send a JSON object", hint="see /docs")
     try:
@@ -30,13 +123,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
+    """The JSON type of a value, in words."""
     if value is None:
         return "null"
     return JSON_NAMES.get(type(value), "an object")
 
 
 def shown(value: object) -> str:
-    """A value as an error may quote it: short, whatever the client sent."""
+    """A value as an error message quotes it: never long."""
     if isinstance(value, list | dict):
         return kind_of(value)
     text = orjson.dumps(value).decode() if not isinstance(value, str) else repr(value[:SHOWN_CHARACTERS])
@@ -44,11 +138,12 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, problem: str, hint: str | None = None) -> NoReturn:
+    """Raise that a field is wrong."""
     raise InvalidRequest(f"{name} {problem}", param=name, hint=hint)
 
 
 class BodyFields:
-    """One JSON object; `prefix` is its place in the body (`messages[2].`) for error messages."""
+    """The fields of one JSON object; `prefix` is where it is in the body (`messages[2].`), for error messages."""
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self.values = values
@@ -135,7 +230,7 @@ class BodyFields:
         return ids
 
     def refuse_any(self, keys: tuple[str, ...], hint: str | None = None) -> None:
-        """Known fields that cannot be honoured: anything but null and false is refused."""
+        """Refuse fields that are known and cannot be honoured, unless they are null or false."""
         for key in keys:
             value = self.get(key)
             if value is not None and value is not False:  # 0 is neither

@@ -1,18 +1,19 @@
-"""What /openapi.json says of requests. Bodies are parsed by hand, so this names the fields that matter, with the ranges
-that the parser itself holds. Null counts as absent everywhere; fields that are not named here are ignored or refused.
+"""What /openapi.json says of OpenAI's endpoints, as JSON Schema.
+
+Bodies are parsed by hand, so this names the fields that matter, with the ranges that the parser itself holds. Null
+counts as absent everywhere; fields that are not named here are ignored or refused. Replies list the fields that clients
+may rely on.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from tokenmill.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBERS, WHOLE_NUMBERS
-from tokenmill.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ROLES
-from tokenmill.server.openai.sampling import MAX_BEST_OF, MAX_COUNT, MAX_LEGACY_LOGPROBS, MAX_TOP_LOGPROBS
+from tokenmill.server.openai.params import MAX_BEST_OF, MAX_COUNT, MAX_LEGACY_LOGPROBS, MAX_TOP_LOGPROBS
+from tokenmill.server.openai.parse import MAX_MESSAGES, MAX_PARTS, ROLES
+from tokenmill.server.routing import COUNT, TEXT, Schema, list_of, object_of
 
-Schema = dict[str, Any]
+# ── bodies ─────────────────────────────────────────────────────────────────────────────────────────────
 
-TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": ["boolean", "null"]}
 TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 TEXTS: Schema = {"type": "array", "items": TEXT, "minItems": 1}
@@ -21,7 +22,7 @@ STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
 def maybe(schema: Schema) -> Schema:
-    """Null is the same as leaving it out."""
+    """A field that may be null, which is the same as leaving it out."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -34,9 +35,8 @@ def number(low: float, high: float) -> Schema:
 
 
 def body_of(required: list[str], properties: Schema, example: Schema) -> Schema:
-    """The description of a POST route's body."""
-    schema = {"type": "object", "required": required, "properties": properties, "example": example}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    """The schema of a POST endpoint's body."""
+    return {"type": "object", "required": required, "properties": properties, "example": example}
 
 
 MODEL: Schema = {**TEXT, "description": "The name that GET /v1/models shows."}
@@ -56,7 +56,7 @@ SAMPLING: Schema = {
 }
 
 PART: Schema = {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "refusal"]}}}
-MESSAGE: Schema = {
+CHAT_MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
     "properties": {
@@ -66,9 +66,9 @@ MESSAGE: Schema = {
         },
     },
 }
-MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES}
+MESSAGES: Schema = {"type": "array", "items": CHAT_MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES}
 
-CHAT = body_of(
+CHAT_BODY = body_of(
     ["model", "messages"],
     {
         "model": MODEL,
@@ -81,7 +81,7 @@ CHAT = body_of(
     },
     {"model": "smollm2:135m", "messages": [{"role": "user", "content": "What is the capital of France?"}]},
 )
-COMPLETION = body_of(
+COMPLETION_BODY = body_of(
     ["model", "prompt"],
     {
         "model": MODEL,
@@ -93,7 +93,7 @@ COMPLETION = body_of(
     },
     {"model": "smollm2:135m", "prompt": "Once upon a time", "max_tokens": 16},
 )
-EMBEDDING = body_of(
+EMBEDDING_BODY = body_of(
     ["model", "input"],
     {
         "model": MODEL,
@@ -104,7 +104,7 @@ EMBEDDING = body_of(
     },
     {"model": "smollm2:135m", "input": "a sentence"},
 )
-TOKENIZE = body_of(
+TOKENIZE_BODY = body_of(
     [],
     {
         "model": maybe(MODEL),
@@ -115,8 +115,35 @@ TOKENIZE = body_of(
     },
     {"prompt": "Once upon a time"},
 )
-DETOKENIZE = body_of(
+DETOKENIZE_BODY = body_of(
     ["tokens"],
     {"model": maybe(MODEL), "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
     {"tokens": [1, 2]},
 )
+
+# ── replies ────────────────────────────────────────────────────────────────────────────────────────────
+
+MAYBE_OBJECT: Schema = {"type": ["object", "null"]}
+USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+FINISH: Schema = {"enum": ["stop", "length"]}
+ENVELOPE = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT, "usage": USAGE}
+ANSWER = object_of(role={"const": "assistant"}, content=TEXT, refusal={"type": "null"})
+CHAT_CHOICE = object_of(index=COUNT, message=ANSWER, logprobs=MAYBE_OBJECT, finish_reason=FINISH)
+TEXT_CHOICE = object_of(index=COUNT, text=TEXT, logprobs=MAYBE_OBJECT, finish_reason=FINISH)
+VECTOR: Schema = {"anyOf": [list_of({"type": "number"}), {**TEXT, "description": "base64 of little-endian floats"}]}
+EMBEDDING = object_of(object={"const": "embedding"}, index=COUNT, embedding=VECTOR)
+
+CHAT_REPLY = object_of(object={"const": "chat.completion"}, choices=list_of(CHAT_CHOICE), **ENVELOPE)
+CHAT_STREAM = "Done. With `stream`: `data:` lines, each a chat.completion.chunk, the last one `[DONE]`."
+COMPLETION_REPLY = object_of(object={"const": "text_completion"}, choices=list_of(TEXT_CHOICE), **ENVELOPE)
+COMPLETION_STREAM = "Done. With `stream`: `data:` lines, each a text_completion, the last one `[DONE]`."
+EMBEDDING_REPLY = object_of(
+    object={"const": "list"},
+    data=list_of(EMBEDDING),
+    model=TEXT,
+    usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
+)
+MODEL_REPLY = object_of(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
+MODELS_REPLY = object_of(object={"const": "list"}, data=list_of(MODEL_REPLY))
+TOKENIZE_REPLY = object_of(count=COUNT, max_model_len=COUNT, tokens=list_of(COUNT))
+DETOKENIZE_REPLY = object_of(prompt=TEXT)

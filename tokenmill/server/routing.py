@@ -1,0 +1,190 @@
+"""Endpoints as rows of a table: from it come the routes and the description of them that /openapi.json gives.
+
+    Endpoint(method, path, handler, body schema, reply schema) ──► Starlette route
+                                                               └─► /openapi.json, which /docs shows
+
+Bodies are parsed by hand (`body.py`), strictly and in microseconds, so a web framework with models of its own would
+check everything twice. The server is plain Starlette and the schemas are JSON Schema, held against real replies by
+tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+import tokenmill
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.text_workers import Result, TextWorkers
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.server.body import BodyReader, parse_object
+from tokenmill.server.dialect import Dialects
+from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
+from tokenmill.server.registry import ModelRegistry
+
+Schema = dict[str, Any]
+JsonHandler = Callable[[Request], Awaitable[Response]]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+LONG_BODY = 64 << 10  # bytes: parsed in a few milliseconds at most
+READING = (400, 404, 408, 413, 415, 429, 503)  # how a request with a body may fail
+FAILURES = {
+    400: "The request is wrong; `param` names the field, `message` says why.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests are waiting; try again after `Retry-After` seconds.",
+    503: "Loading, stopping or starting again; try again after `Retry-After` seconds.",
+}
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+# ── what handlers have at hand ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class RouteContext:
+    """The models, the settings, and the way from a request's body to its reply."""
+
+    registry: ModelRegistry
+    config: ServerConfig
+    dialects: Dialects
+    bodies: BodyReader
+    workers: TextWorkers
+
+    async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
+        """What a parser makes of the body; a long one is parsed in a thread. Wrong JSON is refused even while the model
+        still loads."""
+        data = await self.bodies.read(request)
+        return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
+
+    async def generate(self, request: Request, make_job: Callable[[dict[str, Any]], GenerationJob]) -> Response:
+        """A generation from body to reply; `make_job` is the dialect's parser."""
+        record: RequestRecord = request.state.record
+        record.is_generation = True
+        job = await self.parsed(request, make_job)
+        record.model = job.engine.info.name
+        return GenerationResponse(GenerationRun(job, record), self.config.keep_alive_s)
+
+
+# ── the table ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One row: a route and its description."""
+
+    method: Literal["GET", "POST"]
+    path: str  # as Starlette writes it: `/v1/models/{model_id:path}`
+    handler: JsonHandler
+    tag: str
+    reply: Schema
+    failures: tuple[int, ...] = ()  # statuses; any endpoint may also fail in ways that all share
+    body: Schema | None = None
+    description: str = ""
+    stream: str | None = None  # what a streamed reply is like, where there is one
+    media_type: str = "application/json"
+
+    @property
+    def documented_path(self) -> str:
+        return re.sub(r"{(\w+):\w+}", r"{\1}", self.path)
+
+    def route(self) -> Route:
+        route = Route(self.path, self.handler, methods=[self.method])
+        route.methods = {self.method}  # HEAD is answered as GET by the middleware
+        return route
+
+
+def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
+    """The routes of all endpoints, and of their description."""
+    document = openapi_document(endpoints, dialects)
+
+    async def openapi(request: Request) -> Response:
+        return json_response(document)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(DOCS_PAGE)
+
+    described = [Route("/openapi.json", openapi), Route("/docs", docs)]
+    for route in described:
+        route.methods = {"GET"}
+    return [*(endpoint.route() for endpoint in endpoints), *described]
+
+
+def openapi_document(endpoints: Sequence[Endpoint], dialects: Dialects) -> Schema:
+    """The OpenAPI 3.1 description of a server."""
+    paths: dict[str, Schema] = {}
+    for endpoint in endpoints:
+        error_schema = dialects.of(endpoint.path).error_schema
+        paths.setdefault(endpoint.documented_path, {})[endpoint.method.lower()] = _operation(endpoint, error_schema)
+    info = {"title": "Tokenmill", "description": "OpenAI-compatible inference.", "version": tokenmill.__version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths}
+
+
+def _operation(endpoint: Endpoint, error_schema: Schema) -> Schema:
+    name = endpoint.handler.__name__
+    operation: Schema = {
+        "tags": [endpoint.tag],
+        "summary": name.replace("_", " ").capitalize(),
+        "operationId": name,
+        "responses": _responses(endpoint, {"application/json": {"schema": error_schema}}),
+    }
+    if endpoint.description:
+        operation["description"] = endpoint.description
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": endpoint.body}}}
+    parameters = re.findall(r"{(\w+)}", endpoint.documented_path)
+    if parameters:
+        operation["parameters"] = [{"name": p, "in": "path", "required": True, "schema": TEXT} for p in parameters]
+    return operation
+
+
+def _responses(endpoint: Endpoint, error_content: Schema) -> Schema:
+    content: Schema = {endpoint.media_type: {"schema": endpoint.reply}}
+    if endpoint.stream is not None:
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no schemas for events
+    failures = {
+        str(status): {"description": FAILURES[status], "content": error_content} for status in endpoint.failures
+    }
+    return {
+        "200": {"description": endpoint.stream or "Done.", "content": content},
+        **failures,
+        "default": {"description": "Any other failure.", "content": error_content},
+    }
+
+
+def object_of(**properties: Schema) -> Schema:
+    """The schema of an object that always has these fields, and perhaps more."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+DOCS_PAGE = """<!DOCTYPE html>
+<html>
+<head>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Tokenmill</title>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#swagger-ui", deepLinking: true})</script>
+</body>
+</html>
+"""

@@ -1,4 +1,4 @@
-"""Which Tokenmill this is, for rooms that may not import the package's front door."""
+"""The version, for modules that may not import the package itself."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Clock(Protocol):
 
 
 class KernelClock:
-    """Of a model that times its kernels itself: inputs, and all that is between Python and them, is the host's."""
+    """Kernel and host time of a model that times its own kernels; inputs and everything around them count as host."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Whether the load generator itself was the bottleneck.
+"""Lag of the load generator: a check that it was not itself the bottleneck.
 
 A timer that should fire every two milliseconds is watched: how late it fires is how late any arriving byte was seen and
 any request was sent. A report made of times measured late would blame the server for the client's slowness, so beyond a

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one measured quantity over many requests or steps."""
+    """Statistics of one measured quantity over many requests or steps."""
 
     count: int
     mean: float

@@ -210,7 +210,7 @@ def in_turns(
 
 
 def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of several rounds of the same measurement, each figure's median."""
+    """Take the median of each figure over several rounds of one measurement."""
     if len(rounds) == 1:
         return dict(rounds[0])
     return {

@@ -103,7 +103,7 @@ Try = Callable[[float], Trial]
 
 
 def judge(level: float, records: Sequence[BenchRecord], limits: Sequence[Limit], rates: dict[str, float]) -> Trial:
-    """Whether one run holds the limits."""
+    """Compare one run with the limits; the trial says whether it holds them."""
     measured = {str(limit): limit.measured(records) for limit in limits}
     return Trial(level, not (why := _why_failed(records, limits, measured)), measured, why, len(records), **rates)
 

@@ -33,7 +33,7 @@ class Limit:
 
 
 def parse_limits(text: str) -> list[Limit]:
-    """Of a whole run. Without a statistic the 95th percentile is meant."""
+    """Read limits of a whole run; one without a statistic is of the 95th percentile."""
     limits = []
     for name, value in _pairs(text):
         metric, _, of = name.partition("_")
@@ -58,7 +58,7 @@ def _percentile(of: str, name: str) -> float | None:
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Of each request: metric → seconds."""
+    """Read limits of each single request: metric → seconds."""
     limits = {}
     for name, value in _pairs(text):
         if name not in METRICS:

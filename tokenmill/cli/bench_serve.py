@@ -55,7 +55,7 @@ class ArrivalConfig:
         return self.num_requests if is_bounded else 100
 
     def check(self) -> None:
-        """Who asks when is said in one way; a second one would be ignored."""
+        """Refuse flags that exclude each other and flags that would be ignored."""
         given = [flag for flag in ("concurrency", "rate", "trace") if getattr(self, flag) is not None]
         if len(given) > 1:
             raise InvalidConfig(f"--{given[0]} and --{given[1]} exclude each other", param=given[1])

@@ -75,7 +75,7 @@ def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Questio
 
 
 def measured_speeds(path: Path, model: PlannedModel, kv_dtype: str) -> Speeds:
-    """Of the engine alone, or of a server of `model` under load."""
+    """Read the speeds of a benchmark result: of the engine alone, or of a server of `model` under load."""
     from tokenmill.arch.read import read_json
     from tokenmill.bench.result import read_result
     from tokenmill.planner.calibrate import Served, read_calibration, served_speeds

@@ -107,7 +107,7 @@ def _with_stdin(prompt: str | None) -> str:
 
 
 def _has_piped_input() -> bool:
-    """Whether someone redirected a file or a pipe into us; a service's closed or null stdin is neither."""
+    """Return whether a file or a pipe is redirected to stdin; a service's closed or null stdin is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):

@@ -103,7 +103,7 @@ async def following(stream: AsyncIterator[Event]) -> Event | None:
 
 
 class Stop:
-    """Whether Ctrl-C was pressed during an answer. The second time interrupts for good."""
+    """Ctrl-C during an answer: the first one stops the answer, the second one the program."""
 
     def __init__(self, events: Events) -> None:
         self.asked = False

@@ -67,7 +67,7 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_setting(flag: str) -> bool:
-    """Whether some verb has this flag, given without its dashes."""
+    """Return whether some verb has this flag, given without its dashes."""
     return any(flag == flag_name(section, name) for section in SECTIONS for name in _names(section))
 
 

@@ -64,7 +64,7 @@ class Compilation:
         return not self.future.done() and bool(self.begun_s) and self.clock() - self.begun_s[0] > MAX_COMPILE_S
 
     def result(self) -> Compiled:
-        """Of one that is over; raises InvalidRequest with the reason."""
+        """Return the compiled grammar of a finished compilation, or raise InvalidRequest with the reason."""
         if self.is_late:
             raise InvalidRequest(f"the grammar takes more than {MAX_COMPILE_S:g} s to compile", param="guided")
         return self.future.result()
@@ -115,7 +115,7 @@ class Compiler:
         return compiled
 
     def abandon(self, guided: Guided, compilation: Compilation) -> None:
-        """Nobody waits for it any more; if no worker has begun it, none will."""
+        """Give up a compilation that no request waits for; a worker that has not begun it never will."""
         compilation.is_wanted = False
         self._let_go(guided, compilation)
 

@@ -1,4 +1,4 @@
-"""Which tokens may come next, one bit each: int32 [lines, ceil(vocab / 32)], lowest bit first.
+"""Masks of the tokens that may come next, one bit each: int32 [lines, ceil(vocab / 32)], lowest bit first.
 
 The table is allocated once, a line for every row of the runner; rows with drafts have further lines behind those, one
 after each draft. A step's masks are computed in a thread of their own (llguidance works without Python's lock, on

@@ -1,4 +1,4 @@
-"""Which tokens a request will not have, even where its grammar would write nothing else.
+"""Tokens that a request excludes, even where its grammar would write nothing else.
 
 A grammar forces text; the tokens it proposes are only the tokenizer's own cut of it. So a token that is banned, not
 among those allowed, biased by -100 (a ban, as OpenAI says) or a stop token before `min_tokens` is not forced: the row

@@ -182,8 +182,8 @@ def _compute_dtype(device: PlanDevice, limits: Limits) -> str:
 def _outline_pool(
     outline: ModelOutline, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
 ) -> tuple[int, int, int]:
-    """Of a model that the engine has no layout for: a block holds some tokens of all layers, and a request as many as
-    its bytes come to."""
+    """Size the cache of a model that the engine has no layout for: a block holds some tokens of all layers, and a
+    request takes as many blocks as its bytes need."""
     share = split.kv_share(outline)
     block_bytes = max(1, ceil(kv_bytes_per_token(outline, kv_dtype) * limits.block_size * share))  # 1: states only
     per_request = max(1, ceil(kv_bytes(outline, kv_dtype, limits.context) * share / block_bytes))

@@ -50,7 +50,7 @@ class PlannedModel:
         return weight_parts(self.spec, dtype, vector_dtype=_vector(dtype))
 
     def dtype(self, asked: str, computed: str | None = None) -> str:
-        """Of most weights; plain ones become what they are computed in on a GPU, and all of them do in float32."""
+        """Type of most weights; plain ones on a GPU take the type they are computed in, in float32 all of them do."""
         if asked != "auto":
             return asked
         is_expanded = computed == "float32" or (computed is not None and self.stored_dtype in PLAIN_DTYPES)

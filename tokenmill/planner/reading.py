@@ -1,4 +1,4 @@
-"""Which TPOT a reader needs: reading speeds in words a minute as seconds per token."""
+"""The TPOT that a reader needs: reading speeds in words a minute as seconds per token."""
 
 from __future__ import annotations
 

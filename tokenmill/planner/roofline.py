@@ -68,7 +68,7 @@ class Roofline:
         return self.speeds.combine(compute, memory) + self._exchange_s(share) + self.speeds.step_s
 
     def decode_tok_s(self, batch: int, context: int) -> float:
-        """Of all sequences together: while one stage of a pipeline computes a share of them, so do the others."""
+        """Tokens per second of all sequences together; the stages of a pipeline compute different ones at a time."""
         return batch / self.decode_s(batch, context)
 
     def _exchange_s(self, num_tokens: int) -> float:

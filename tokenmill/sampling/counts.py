@@ -1,4 +1,4 @@
-"""Which tokens a sequence has seen, and how often in its output: what the penalties need, and no more.
+"""Token counts for penalties: which tokens a sequence has seen, and how often in its output.
 
 Kept only for rows with a penalty, as two host arrays over the distinct tokens (a few hundred, where the vocabulary
 has a hundred thousand); `slots` finds a token's place in them.

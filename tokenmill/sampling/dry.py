@@ -77,7 +77,7 @@ class RepeatRuns:
         return self._length - 1 - last if first >= self._length - looked and first >= 0 else looked
 
     def _note_breaker(self, end: int) -> None:
-        """Of several breakers the one that begins last counts, and of those that begin together the longest."""
+        """Remember the breaker that begins last among those that end here; the longest if several begin together."""
         for sequence in self._breakers.ending_with(int(self._tokens[end])):
             first = end + 1 - len(sequence)
             if first >= 0 and (first, end) > self._broken and self._tokens[first : end + 1].tolist() == sequence:

@@ -1,7 +1,7 @@
-"""Tokens that the model chose itself, where nobody needs to see its logits: the best ones, or draws of the usual
+"""Tokens that a model samples itself where no request needs to see the logits: greedy ones, or draws with the usual
 parameters.
 
-A model that can does so while it computes its logits, and never writes them down or lets them go again.
+A model that can do this samples while it computes the logits and never stores or returns them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BROKEN = -1  # in place of a token: the line's highest logit is no finite number
 
 @dataclass(frozen=True)
 class ModelSampled:
-    """Of L lines."""
+    """One sampled token for each of L lines of logits."""
 
     tokens: list[int]
 
@@ -30,11 +30,11 @@ class ModelSampled:
 
 
 HeadOutput = Tensor | ModelSampled
-"""float32 [L, vocab], or what is left of it where nobody asks for more"""
+"""Logits, float32 [L, vocab], or only the tokens where no request asks for more"""
 
 
 def chosen_highest(tokens: Tensor, values: Tensor) -> ModelSampled:
-    """Of places of the highest logits, int64 [L], and those logits, float32 [L]."""
+    """Make tokens of the indices of the highest logits, int64 [L], and those logits, float32 [L]."""
     lines = zip(tokens.tolist(), values.tolist(), strict=True)
     return ModelSampled([token if isfinite(value) else BROKEN for token, value in lines])
 

@@ -1,4 +1,4 @@
-"""Which tokens would complete an n-gram that a sequence already holds, found without rereading the sequence."""
+"""An index of the tokens that would complete an n-gram of the sequence, found without rereading the sequence."""
 
 from __future__ import annotations
 

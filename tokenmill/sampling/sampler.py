@@ -63,7 +63,7 @@ class Sampler:
         self._rows.observe(rows)
 
     def needs_logits(self, rows: Sequence[RowPlan]) -> bool:
-        """Whether more is asked for than the token with the highest logit of each line."""
+        """Return whether these rows need more than the token with the highest logit of each line."""
         return not all(plan.num_logprobs is None and self._rows.state(plan.row).takes_highest for plan in rows)
 
     def plain_draws(self, rows: Sequence[RowPlan]) -> DrawParams | None:

@@ -1,7 +1,6 @@
-"""Which drafts are right. Each place gets the draw that it would have got alone, with its own random number; a draft is
-right if it is what was drawn. So drafts change no token, drawn or greedy, whatever parameters are set: that is more
-than the
-rejection sampling of the literature promises, which keeps only the distribution.
+"""Verification of draft tokens. Each position gets the token that it would have got alone, with its own random number;
+a draft token is accepted if it equals that token. So drafts change no token, sampled or greedy, whatever parameters are
+set: more than the rejection sampling of the literature promises, which keeps only the distribution.
 
     fed       t  a  b  c           drafts a b c
     line      0  1  2  3           logits after t, after a, after b, after c
@@ -34,7 +33,7 @@ class Attempt:
         self._num_asked = 0
 
     def asked(self) -> range:
-        """Which of its lines are to be drawn in the next wave."""
+        """Lines of this row that are sampled in the next wave."""
         done = len(self.accepted)
         end = done + 1 if self._state.has_history else len(self.lines)
         asked = range(done, end if self._is_open else done)

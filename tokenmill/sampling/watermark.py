@@ -1,8 +1,8 @@
-"""Which tokens are green, and how green a text is: Kirchenbauer et al. 2023, "A Watermark for Large Language Models".
+"""Watermarks of green tokens, written and detected: Kirchenbauer et al. 2023, "A Watermark for Large Language Models".
 
 A token is green if a hash of (key, the last `context` tokens, the token itself) falls below `gamma` of its range. So
-the green list needs no shuffled vocabulary and no generator: it is the same on every machine, in any batch, and whoever
-reads a text looks up one token at a time. Without the key the hash says nothing.
+the green list needs no shuffled vocabulary and no generator: it is the same on every machine, in any batch, and a
+detector looks up one token at a time. Without the key the hash says nothing.
 
     generated   green tokens get `delta` on their logit, so far more than `gamma` of the drawn ones are green
     read        z = (green - gamma * scored) / sqrt(scored * gamma * (1 - gamma));  plain text has z near 0

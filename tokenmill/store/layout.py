@@ -203,7 +203,7 @@ def directory_name(name: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a model's file may have this name: one plain path component, and not the store's own record."""
+    """Return whether a model's file may have this name: one plain path component, and not the store's own record."""
     return len(name) <= MAX_NAME_LENGTH and _FILE_NAME.fullmatch(name) is not None and name != "manifest.json"
 
 

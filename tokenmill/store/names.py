@@ -52,7 +52,7 @@ def parse_name(text: str) -> ModelName:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether `text` could be a MODEL at all; a sentence is not."""
+    """Return whether `text` could be a MODEL at all; a sentence is not."""
     return _existing_path(text) is not None or find_entry(text) is not None or _hub_id(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary a text may be spelled with: for parameters that are text to users and ids to the core.
+"""Search for the tokens that a text may be spelled with: for parameters that are text to users and ids to the core.
 
 DRY's sequence breakers (llama.cpp's rules): a breaker occurs where one token holds it, or where a token ends with its
 beginning and the tokens of its rest follow. The rest is cut as the tokenizer cuts it when it stands alone.

@@ -89,7 +89,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _fused_sources(sources: Mapping[str, TensorSource]) -> dict[str, list[tuple[str, TensorSource]]]:
-    """Their name → which of ours it is made of, in the order of their rows."""
+    """Map each GGUF tensor name to the tensors of ours that it is made of, in the order of its rows."""
     theirs: dict[str, list[tuple[str, TensorSource]]] = {}
     for ours, source in sources.items():
         theirs.setdefault(source.names[0], []).append((ours, source))

@@ -1,4 +1,4 @@
-"""Which files under a path hold a model's weights, and in which format. Nothing is opened but a shard index.
+"""Find the files under a path that hold a model's weights, and their format. Only a shard index is opened.
 
 Pickle files are refused: reading one runs whatever code it contains.
 """
@@ -43,7 +43,7 @@ def locate(path: Path | str) -> Location:
 
 
 def stored_bytes(path: Path) -> int:
-    """Of all files that hold the weights, all parts of a GGUF file included."""
+    """Sum the sizes of all files that hold the weights, all parts of a GGUF file included."""
     files = set(locate(path).files)
     for first in [file for file in files if FIRST_PART in file.name]:
         stem, _, rest = first.name.partition(FIRST_PART)

@@ -155,7 +155,7 @@ def read_record(file: Any) -> PackedFileRecord:
 
 
 def require_written_out(record: PackedFileRecord, mode: int) -> None:
-    """Of a file that nobody saw written out, pages may be missing once the machine has gone down."""
+    """Refuse a file that may lack pages: the machine went down before the file was synced to disk."""
     if mode & stat.S_IWUSR and record.boot != (boot_id() or None):
         raise Unusable("the machine went down before it was written out")
 

@@ -64,7 +64,7 @@ def _opened(path: Path) -> Any:
 
 
 def _diagnosis(path: Path) -> str | None:
-    """Which tensor a cut file loses. The library's own check says only that something is wrong."""
+    """Name the tensor that a truncated file loses; the library's own check says only that something is wrong."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

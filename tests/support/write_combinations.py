@@ -17,8 +17,8 @@ STORIES = ROOT.parent / "shared" / "goldens" / "stories260K" / "hf"
 HEAD = """# What combines with what
 
 Made by `python -m tests.support.write_combinations`, which runs every pair on a small trained model; a test runs them
-again and compares. **yes**: each of the two does what it does alone, and the answer is the same among strangers in a
-batch. **400**: refused, with the words below.
+again and compares. **yes**: each of the two does what it does alone, and the answer is the same in a batch of other
+requests. **400**: refused, with the message below.
 """
 
 
@@ -37,7 +37,7 @@ def _cell(verdicts: dict[Pair, Verdict], row: str, column: str) -> str:
 
 def page(verdicts: dict[Pair, Verdict]) -> str:
     refusals = [f"| {a}, {b} | {v.refusal} |" for (a, b), v in verdicts.items() if v.refusal is not None]
-    return "\n".join([HEAD, table(verdicts), "", "| refused | in these words |", "|---|---|", *refusals, ""])
+    return "\n".join([HEAD, table(verdicts), "", "| refused | message |", "|---|---|", *refusals, ""])
 
 
 def main(arguments: list[str]) -> int:

@@ -250,9 +250,9 @@ or a Hugging Face id."""
 PLANNED_HEAD = """## Models that can only be planned for
 
 `tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
-FORMATS_FOOT = """Formats that a backend does not compute with directly are expanded when they are loaded: to float32 on
-a CPU, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand all formats. GPTQ
-with act order (`desc_act`) is expanded. `--quantization` rounds unquantised weights while they load
+FORMATS_FOOT = """Formats that a backend does not compute with directly are expanded when they are loaded: to float16 by
+the native CPU kernels, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand all
+formats. GPTQ with act order (`desc_act`) is expanded. `--quantization` rounds unquantised weights while they load
 ([configuration.md](configuration.md))."""
 
 
@@ -316,7 +316,7 @@ def outline_rows() -> Iterator[list[str]]:
 
 def format_rows() -> list[list[str]]:
     rows = [
-        ["safetensors: float32, float16, bfloat16", "32, 16", "computed in float32", "computed in 16 or 32 bits"],
+        ["safetensors: float32, float16, bfloat16", "32, 16", "kept as stored", "computed in 16 or 32 bits"],
         ["safetensors: GPTQ and AWQ, 4 bits", "4", "as Q4_0 or Q4_1", "as Q4_0 or Q4_1"],
     ]
     for kind_ in GGML_TYPES.values():

@@ -251,8 +251,8 @@ PLANNED_HEAD = """## Models that can only be planned for
 
 `tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
 FORMATS_FOOT = """Formats that a backend does not compute with directly are expanded when they are loaded: to float16 by
-the native CPU kernels, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand all
-formats. GPTQ with act order (`desc_act`) is expanded. `--quantization` rounds unquantised weights while they load
+the native CPU kernels, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand
+all formats. GPTQ with act order (`desc_act`) is expanded. `--quantization` rounds unquantised weights while they load
 ([configuration.md](configuration.md))."""
 
 

@@ -42,7 +42,7 @@ def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 def opened(model: str, *, deterministic: bool, **settings: int) -> LLM:
     return LLM(
         model, load_format="dummy", dtype="bfloat16", device="cuda", deterministic=deterministic, max_waiting=4096,
-        prefix_caching=False, **settings,
+        prefix_caching=False, fast_start=True, **settings,
     )  # fmt: skip
 
 

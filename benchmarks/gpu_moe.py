@@ -57,7 +57,7 @@ def step_by_step(llm: LLM, seed: int) -> StepRun:
 def main() -> None:
     llm = LLM(
         sys.argv[1], load_format="dummy", dtype="bfloat16", device="cuda", max_running=256, token_budget=8192,
-        max_context=4096, max_waiting=4096,
+        max_context=4096, max_waiting=4096, fast_start=True,
     )  # fmt: skip
     whole_request_s(llm, 1, 32, seed=0)
     whole = median(whole_request_s(llm, 1, NUM_OUT, seed) for seed in range(1, 1 + ROUNDS)) / NUM_OUT

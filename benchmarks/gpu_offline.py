@@ -120,6 +120,7 @@ def main() -> None:
         token_budget=given.token_budget,
         max_context=given.max_context,
         max_waiting=4096,
+        fast_start=True,
     )
     import torch  # the engine has imported it by now: that is part of its start
 

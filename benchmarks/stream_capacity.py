@@ -32,10 +32,11 @@ from tokenmill.config.engine import SchedulerConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.core_client import ProcessCoreClient
+from tokenmill.engine.core_main import SocketMailbox
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.loop import run_loop
-from tokenmill.engine.process_core_client import ProcessCoreClient, SocketMailbox
 from tokenmill.engine.status import CoreInfo
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache

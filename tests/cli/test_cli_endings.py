@@ -48,7 +48,7 @@ def test_ctrl_c_while_the_command_line_is_still_being_imported(
     def interrupted(verb: str, arguments: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tokenmill.cli.prestart.prestart_core", interrupted)
+    monkeypatch.setattr("tokenmill.engine.startup.core_prestart.prestart_core", interrupted)
     assert main(["run", "hi"]) == 130
     assert capsys.readouterr() == ("", "")
 

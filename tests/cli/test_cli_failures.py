@@ -72,7 +72,7 @@ def wait_for_no_engine(environment: dict[str, str]) -> None:
 
 def engines_of(home: str) -> list[int]:
     listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True).stdout.splitlines()
-    pids = [int(line.split()[0]) for line in listed if "tokenmill.engine.process_core_client" in line]
+    pids = [int(line.split()[0]) for line in listed if "tokenmill.engine.core_main" in line]
     return [pid for pid in pids if f"TOKENMILL_HOME={home}".encode() in started_with(pid)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from test_cli_failures import engines_of, wait_for_no_engine
 from test_cli_process import environment, one_line, real
 
-from tokenmill.cli.prestart import prestart_core, take_core
+from tokenmill.engine.startup.core_prestart import prestart_core, take_core
 from tokenmill.engine.startup.torch_import import gc_paused, preload_libraries
 from tokenmill.ops.cpu.availability import is_available, load_library
 
@@ -52,18 +52,18 @@ def test_a_core_that_nobody_takes_is_ended(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(("verb", "arguments"), [("list", []), ("run", ["--help"]), ("serve", ["-h"])])
 def test_no_core_where_none_is_wanted(verb: str, arguments: list[str]) -> None:
     with prestart_core(verb, arguments):
-        assert take_core() is None
+        assert take_core(fast_start=True) is None
 
 
 def test_the_core_is_taken_once(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_HOME", environment["TOKENMILL_HOME"])
     with prestart_core("run", ["hi"]):
-        child = take_core()
+        child = take_core(fast_start=True)
         assert child is not None
-        assert take_core() is None
+        assert take_core(fast_start=True) is None
     assert len(engines_of(environment["TOKENMILL_HOME"])) == 1  # the caller's to end
-    child.discard()
-    assert take_core() is None
+    child.kill()
+    assert take_core(fast_start=True) is None
     wait_for_no_engine(environment)
 
 
@@ -123,7 +123,7 @@ def test_who_opens_a_model_has_all_of_torch_afterwards(environment: dict[str, st
 from tokenmill import LLM
 from tokenmill.errors import TokenmillError
 try:
-    LLM({str(tmp_path)!r}, load_format="dummy", device="cpu", quantization="fp8")
+    LLM({str(tmp_path)!r}, load_format="dummy", device="cpu", quantization="fp8", fast_start=True)
 except TokenmillError:
     assert "torch" in sys.modules
 else:

@@ -21,13 +21,12 @@ import tokenmill
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import async_engine, text_workers
-from tokenmill.engine.core_client import CoreClient
+from tokenmill.engine.core_client import CoreClient, ProcessCoreClient
 from tokenmill.engine.core_process import CoreProcess, own_python
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.messages import Abort
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.engine.process_core_client import ProcessCoreClient
 from tokenmill.errors import (
     ContextLengthExceeded,
     Draining,
@@ -373,6 +372,6 @@ def test_a_core_imports_nothing_from_where_the_user_stands(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     core = CoreProcess(program=("-c", "import zmq"))
     assert core.wait() == "exit code 0"
-    core.end()
+    core.stop()
     monkeypatch.chdir(Path(tokenmill.__file__).parents[1])  # `python -m tokenmill` in a source tree
     assert own_python() == [sys.executable]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from tokenmill.arch.hf_config import spec_from_hf
@@ -13,6 +14,7 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.loading import Loader
 from tokenmill.ops.triton.batch.decode_inputs import NO_ROW, RING_SIZE, change_tables, gather_inputs, publish_tokens
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.launch import compile_workers
 from tokenmill.ops.triton.launch.kernel import compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_sampler import DeviceSampler
@@ -65,12 +67,20 @@ def test_block_tables_are_changed_in_parts() -> None:
         rows.change([])
 
 
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are asked for beforehand, as in a fast start."""
+    monkeypatch.setattr(compile_workers, "_is_enabled", True)
+
+
+@pytest.mark.usefixtures("workers")
 def test_nothing_runs_while_kernels_are_only_compiled() -> None:
     tables = torch.zeros(3, dtype=torch.int32)
     compile_beside(lambda: change_tables(torch.tensor([[0, 1]] * 2), tables)).join()
     assert not tables.any()
 
 
+@pytest.mark.usefixtures("workers")
 def test_warm_up_compiles_every_kind_of_step_and_runs_none() -> None:
     spec = spec_from_hf(MOE)
     model = Decoder(spec, Loader(dummy_weights(spec), build_ops(), torch.float32, torch.device("cpu")), 200)

@@ -49,7 +49,7 @@ def _obey(arguments: list[str]) -> int:
     if verb not in VERBS:
         print(f"tokenmill: {_unknown(verb)}", file=sys.stderr)
         return 2
-    from tokenmill.cli.prestart import prestart_core
+    from tokenmill.engine.startup.core_prestart import prestart_core
 
     with prestart_core(verb, arguments[1:]):
         from tokenmill.cli.dispatch import dispatch

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,7 +84,8 @@ def startup(
     """
     from tokenmill.bench import startup as starts
 
-    config = engine.config(model)
+    # `LLM` and the commands have different defaults for a fast start: what was not asked for is left to them.
+    config = replace(engine.config(model), ops=engine.ops)
     session.fetch(config.model.model)
     arguments = [config.model.model, *changed_flags(config)]
     kinds: dict[str, Callable[[], dict[str, float]]] = {

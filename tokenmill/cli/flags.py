@@ -49,9 +49,11 @@ class EngineOptions:
     ops: OpsFlags = OPS
 
     def config(self, name: str | None) -> EngineConfig:
-        """The engine's config; a MODEL among the arguments wins over `--model`."""
+        """The engine's config; a MODEL among the arguments wins over `--model`. The command's processes are its own, so
+        they start fast unless told otherwise."""
         model = replace(self.model, model=name) if name else self.model
-        return EngineConfig(model, self.cache, self.scheduler, self.ops)
+        ops = replace(self.ops, fast_start=self.ops.fast_start is not False)
+        return EngineConfig(model, self.cache, self.scheduler, ops)
 
 
 FOR_CLIENTS, FOR_BATCHES = ("served_name", "max_waiting"), ("policy",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.cli import flags, session
-from tokenmill.cli.prestart import take_core
+from tokenmill.engine.startup.core_prestart import take_core
 
 
 def command(
@@ -25,4 +25,4 @@ def command(
 
         return serving_lines(config, found.path, found.name)
 
-    return run_server(config, server, take_core(), plan)
+    return run_server(config, server, take_core(fast_start=bool(config.ops.fast_start)), plan)

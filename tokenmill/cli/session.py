@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
-from tokenmill.cli.prestart import take_core
 from tokenmill.cli.screen import PullScreen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
 from tokenmill.params import SamplingParams
 from tokenmill.store import ResolvedModel, resolve_model
@@ -44,7 +44,7 @@ class ChatModel(Protocol):
 def open_model(config: EngineConfig) -> ChatModel:
     """Fetch the model if need be, with a progress bar, and load it."""
     fetch(config.model.model)
-    return ServedModel(config, take_core())
+    return ServedModel(config, take_core(fast_start=bool(config.ops.fast_start)))
 
 
 def fetch(name: str) -> ResolvedModel:

@@ -110,6 +110,10 @@ class OpsConfig:
     always holds."""
     threads: int | None = None
     """CPU threads; the physical cores this process may use by default."""
+    fast_start: bool | None = None
+    """Shorten starts by means that depend on versions of torch and Triton: torch is imported in parts and beside other
+    work, GPU kernels are compiled by copies of the process. By default on for the command line and an engine in a
+    process of its own, off for a model that a Python program opens in its own process."""
 
 
 @dataclass(frozen=True)

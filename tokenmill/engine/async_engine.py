@@ -19,12 +19,11 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
-from tokenmill.engine.core_client import CoreClient, ThreadCoreClient
+from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, ThreadCoreClient, own_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor, PreparedRequest
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Submit, ToCore
-from tokenmill.engine.process_core_client import ProcessCoreClient
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo, require_ready
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.engine.text_workers import TextWorkers, text_size
@@ -77,10 +76,10 @@ class AsyncEngine:
         beforehand; it imports its libraries while the front reads the tokenizer.
         """
         config = engine_config(model, settings)
-        unused = [] if in_process else [child or CoreProcess()]
+        unused = [] if in_process else [child or own_core_process(config)]
         with contextlib.ExitStack() as undo:
             for one in unused:
-                undo.callback(one.discard)
+                undo.callback(one.kill)
             frontend = await asyncio.to_thread(load_frontend, config)
             undo.pop_all()
 

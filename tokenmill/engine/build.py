@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
 from tokenmill.engine.speculation import LoadDraft, build_draft, make_drafter, no_draft
+from tokenmill.engine.startup.triton_start import prestart_triton
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
 from tokenmill.guided.compile import Compiler
@@ -36,12 +36,17 @@ log = logging.getLogger(__name__)
 
 
 def build_core(
-    config: EngineConfig, model_path: Path, while_compiling: Callable[[], None] = lambda: None
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    fast_start: bool = False,
+    while_compiling: Callable[[], None] = lambda: None,
 ) -> EngineCore:
     """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
     it does."""
     started = time.monotonic()
-    prestart_compilers(config)
+    if fast_start:
+        prestart_triton(config)
     spec = read_spec(model_path)
     resolved = resolve_model_config(config, spec, model_path)
     settled = resolved.config
@@ -69,15 +74,6 @@ def build_core(
         load_s=time.monotonic() - started,
     )
     return core
-
-
-def prestart_compilers(config: EngineConfig) -> None:
-    """Triton gets ready while the device is opened and weights are loaded."""
-    is_wanted = config.ops.device != "cpu" and config.ops.backend in ("auto", "triton")
-    if is_wanted and torch.cuda.is_available() and find_spec("triton") is not None:
-        from tokenmill.ops.triton.launch.preload import begin  # imports Triton: once, in one thread
-
-        begin()
 
 
 def warn_slow_backend(asked: EngineConfig, resolved: Resolved) -> None:

@@ -1,23 +1,38 @@
 """How a front reaches its core. `CoreClient` is the whole contract; a front never knows which one it holds.
 
-ThreadCoreClient     the core runs in a thread of this process (tests, notebooks)
-ProcessCoreClient    the core runs in a process of its own, behind a unix socket (serving); see `process.py`
+    ThreadCoreClient     the core runs in a thread of this process (tests, notebooks)
+    ProcessCoreClient    the core runs in a process of its own (serving), behind unix sockets that only this user can
+                         reach:  front ══(two zmq pipes, msgpack)══ child (`core_main.py`)
+
+Nothing is pickled. The front learns of a child's death from its exit, not from silence.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+import msgspec
+import zmq
+
+from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.core_process import CoreProcess, from_core, to_core
 from tokenmill.engine.loop import run_loop
-from tokenmill.engine.messages import Failed, FromCore, Shutdown, ToCore
+from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.errors import TokenmillError
 
+LAST_MESSAGES_S = 0.1  # they were sent before the child ended; only the reading may take a moment
+
 Receive = Callable[[FromCore], None]
+
+_encoder = msgspec.msgpack.Encoder()
+_from_core = msgspec.msgpack.Decoder(FromCore)
 
 
 class CoreClient(Protocol):
@@ -79,3 +94,85 @@ class QueueMailbox:
                 messages.append(self._inbox.get_nowait())
         except queue.Empty:
             return messages
+
+
+class ProcessCoreClient:
+    def __init__(self, config: EngineConfig, model_path: Path, child: CoreProcess | None = None) -> None:
+        """`child`: a core's process that waits for its start message already; by default one is started."""
+        self._start = Start(config, str(model_path))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Two pipes, since sending on a socket that the event loop watches can swallow its wake-up.
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        self._child = child
+        self._watching: asyncio.Task[None] | None = None
+        self._num_received = 0
+        self._is_closing = False
+
+    async def start(self, receive: Receive) -> None:
+        self._child = self._child or own_core_process(self._start.config)
+        folder = self._child.folder
+        for pipe, address in ((self._outbox, to_core(folder)), (self._inbox, from_core(folder))):
+            pipe.setsockopt(zmq.LINGER, 0)
+            pipe.set_hwm(0)
+            pipe.setsockopt(zmq.RECONNECT_IVL, 10)
+            pipe.connect(address)  # the side that connects may send before the other one is there
+        self.send(self._start)
+        asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._drain_socket, receive)
+        self._drain_socket(receive)  # the loop is told of changes only
+        self._watching = asyncio.create_task(self._watch(receive))
+
+    def send(self, message: ToCore) -> None:
+        # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
+        if not self._context.closed:  # tasks that are cancelled at a loop's end still abort their requests
+            self._outbox.send(_encoder.encode(message), zmq.DONTWAIT)
+
+    async def close(self) -> None:
+        self._is_closing = True
+        if self._child is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self.send(Shutdown())
+            await asyncio.to_thread(self._child.stop, is_responsive=self._num_received > 0)
+        if self._watching is not None and not self._watching.done():
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        if not self._context.closed:
+            asyncio.get_running_loop().remove_reader(self._inbox.fileno())
+            self._outbox.close(linger=0)
+            self._inbox.close(linger=0)
+            self._context.term()
+
+    def _drain_socket(self, receive: Receive) -> None:
+        """Receive all that lies in the pipe. (zmq's own sockets for asyncio take twice as long, for every step.)"""
+        while True:
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._num_received += 1
+            receive(_from_core.decode(data))
+
+    async def _watch(self, receive: Receive) -> None:
+        """Report the child's end after its last messages, which may still lie in the pipe: they say why."""
+        assert self._child is not None
+        try:
+            ending = await asyncio.to_thread(self._child.wait)
+        except asyncio.CancelledError:
+            if not self._is_closing:  # the loop ends unclosed; it would wait for that thread as long as the child lives
+                self._child.kill()
+                self._close_pipes()
+            raise
+        num_before = -1
+        while not self._is_closing and num_before < self._num_received:
+            num_before = self._num_received
+            await asyncio.sleep(LAST_MESSAGES_S)
+        if not self._is_closing:
+            receive(Failed(f"the engine process ended with {ending}"))
+
+
+def own_core_process(config: EngineConfig) -> CoreProcess:
+    """Start a core's process, which is its own: it starts fast unless the config says otherwise."""
+    return CoreProcess(fast_start=config.ops.fast_start is not False)

@@ -1,7 +1,8 @@
-"""The core's process, as its parent sees it: started, asked to end, made to end.
+"""The core's process, as its parent sees it: started, asked to stop, killed.
 
-Starting it needs none of the engine's imports, so whoever knows that a core will be wanted starts it first and imports
-and reads afterwards: the child's longest wait, importing torch, then runs beside all that. It waits for its `Start`.
+Starting it needs none of the engine's imports, so a command that knows that it will need a core starts one first and
+imports and reads afterwards: the child's longest wait, importing torch, then runs beside all that. The child
+(`core_main.py`) waits for its `Start` message.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import tempfile
 from collections.abc import Sequence
 
 EXIT_TIMEOUT_S = 3.0
-STOP_SIGNAL = signal.SIGUSR1  # what a parent says to a child that does not read its mail; SIGTERM comes from others too
+STOP_SIGNAL = signal.SIGUSR1  # from a parent to a child that does not read its messages; SIGTERM comes from others too
 MAX_SOCKET_PATH = 70  # bytes: the folder's own name and the socket's take 29 more
+PLAIN_START = "--no-fast-start"  # the child's last argument, where it is not to start fast
 
 
 class CoreProcess:
-    def __init__(self, program: Sequence[str] = ("-m", "tokenmill.engine.process_core_client")) -> None:
-        """`program`: what Python runs; it is told the folder of its sockets and its parent."""
+    def __init__(
+        self, program: Sequence[str] = ("-m", "tokenmill.engine.core_main"), *, fast_start: bool = True
+    ) -> None:
+        """`program`: what Python runs; its arguments are the folder of its sockets and its parent's pid. `fast_start`:
+        whether the child may use start-up tricks (`engine/startup`)."""
         # Where its sockets lie; of mode 0700.
         self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=socket_path(tempfile.gettempdir()))
+        switch = [] if fast_start else [PLAIN_START]
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._process = subprocess.Popen(
-            [*own_python(), *program, self._folder.name, str(os.getpid())],
+            [*own_python(), *program, self._folder.name, str(os.getpid()), *switch],
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
@@ -35,45 +41,55 @@ class CoreProcess:
         return self._folder.name
 
     def wait(self) -> str:
-        """How it ended, in words."""
+        """Wait until it has ended; how, in words."""
         return describe_exit(self._process.wait())
 
-    def end(self, *, hears: bool = True) -> None:
-        """It was told to stop: wait a moment, ask, then insist. One that still loads does not hear: ask at once."""
-        if not hears:
+    def stop(self, *, is_responsive: bool = True) -> None:
+        """Wait a moment for a process that was told to stop, then signal it, then kill it. One that still loads does
+        not read its messages (`is_responsive`): it is signalled at once."""
+        if not is_responsive:
             self._process.send_signal(STOP_SIGNAL)
-        for insist in (STOP_SIGNAL, signal.SIGKILL):
+        for number in (STOP_SIGNAL, signal.SIGKILL):
             try:
                 self._process.wait(timeout=EXIT_TIMEOUT_S)
                 break
             except subprocess.TimeoutExpired:
-                self._process.send_signal(insist)
+                self._process.send_signal(number)
         self._process.wait()
         self._folder.cleanup()
 
-    def discard(self) -> None:
-        """It was never told anything and has nothing to finish."""
+    def kill(self) -> None:
+        """End a process that was never told anything and has nothing to finish."""
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
 
 
 def own_python() -> list[str]:
-    """Python for parts of this package. It imports nothing from the folder that the user stands in, which may be that
-    of a model from anywhere, unless the package itself is found there."""
+    """The Python that runs parts of this package. It imports nothing from the current folder, which may hold a model
+    from anywhere, unless the package itself is found there."""
     root = os.path.realpath(__file__)
-    for _ in ("child.py", "engine", "tokenmill"):
+    for _ in ("core_process.py", "engine", "tokenmill"):
         root = os.path.dirname(root)
     try:
-        stands_there = os.getcwd() == root
+        is_here = os.getcwd() == root
     except OSError:  # the folder is gone
-        stands_there = False
-    return [sys.executable] if stands_there else [sys.executable, "-P"]
+        is_here = False
+    return [sys.executable] if is_here else [sys.executable, "-P"]
 
 
 def socket_path(usual: str) -> str:
-    """A socket's path has room for a hundred bytes; some machines keep what is temporary in deeper folders."""
+    """A socket's path has room for a hundred bytes; some machines keep temporary files in deeper folders."""
     return usual if len(os.fsencode(usual)) <= MAX_SOCKET_PATH else "/tmp"
+
+
+def to_core(folder: str) -> str:
+    """The address of messages to the core."""
+    return f"ipc://{folder}/to-core"
+
+
+def from_core(folder: str) -> str:
+    return f"ipc://{folder}/from-core"
 
 
 def describe_exit(code: int) -> str:

@@ -29,14 +29,8 @@ from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.progress import Report, no_report, progress_over
 from tokenmill.engine.results import EmbeddingOutput, EventFold, RequestOutput, request_output
-from tokenmill.engine.startup.cuda_preinit import cuda_preinit
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
-from tokenmill.engine.startup.torch_import import (
-    gc_paused,
-    import_meta_kernels,
-    preload_libraries,
-    without_meta_kernels,
-)
+from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
@@ -60,14 +54,17 @@ class LLM:
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
         """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
         self.config = engine_config(model, settings)
-        with preload_libraries():
+        fast_start = bool(self.config.ops.fast_start)  # this process is the program's: only where it asks
+        with preload_libraries(fast_start=fast_start):
             self._frontend: ModelFrontend = load_frontend(self.config)
-        with gc_paused(), without_meta_kernels(), cuda_preinit(self.config.ops.device):
+        with torch_import(fast_start=fast_start, device=self.config.ops.device):
             from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
         try:
-            self._core: EngineCore = build_core(self.config, self._frontend.model_path, import_meta_kernels)
+            self._core: EngineCore = build_core(
+                self.config, self._frontend.model_path, fast_start=fast_start, while_compiling=import_meta_kernels
+            )
         finally:
-            import_meta_kernels()
+            import_meta_kernels()  # what a fast import has left out
         self._core.run_idle_task()  # compilers that work beside the first requests
         self._input_processor = self._frontend.input_processor(self._core.info.max_context)
         self._lock = threading.RLock()  # held by the thread that steps the core

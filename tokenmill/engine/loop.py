@@ -8,11 +8,11 @@ it begins when nobody has asked for a while: not between two requests of one cli
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Shutdown, Submit, ToCore
-from tokenmill.engine.startup.garbage_collection import relaxed_gc
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +27,21 @@ class Mailbox(Protocol):
     def send(self, message: FromCore) -> None: ...
 
 
-def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
-    """Serve until told to stop. The one place where any failure of the engine ends up."""
+def run_loop(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None] = lambda: None) -> None:
+    """Serve until told to stop. The one place where any failure of the engine ends up. `when_prepared` is called once
+    when idle tasks have been done and none is left."""
     try:
-        core.run_idle_task()  # the first thing to prepare are compilers, which then work beside the first requests
+        # The first idle task starts compilers, which then work beside the first requests.
+        has_idle_tasks = core.run_idle_task()
         mailbox.send(Ready(core.info))
-        with relaxed_gc():
-            _serve(core, mailbox)
+        _serve(core, mailbox, when_prepared if has_idle_tasks else lambda: None)
     except Exception as error:
         log.exception("the engine stopped")
         mailbox.send(Failed(f"the engine stopped: {error}"))
 
 
-def _serve(core: EngineCore, mailbox: Mailbox) -> None:
-    was_busy = False
+def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]) -> None:
+    was_busy = is_prepared = False
     patience_s: float | None = QUIET_S
     while True:
         messages = mailbox.take(0.0 if core.has_work else patience_s)
@@ -50,6 +51,9 @@ def _serve(core: EngineCore, mailbox: Mailbox) -> None:
             _handle(core, message)
         busy = core.has_work
         patience_s = QUIET_S if busy or messages else 0.0 if core.run_idle_task() else None
+        if patience_s is None and not is_prepared:
+            is_prepared = True
+            when_prepared()
         outputs = core.step() if busy else []
         # An idle engine says so once: gauges must not keep the last busy moment.
         if outputs or busy != was_busy or not busy:

@@ -9,7 +9,6 @@ All but the graphs with one layer of each kind, which launch the same kernels an
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.models.representative_layers import representative_layers
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.triton.launch.kernel import Compiling, compile_beside
+from tokenmill.ops.triton.launch.kernel import CompileOnLaunch, Compiling, compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
@@ -41,7 +40,7 @@ class WarmUp:
         self._graphs = graphs
         self._max_rows = max_rows
         self._max_context = max_context
-        self._compiling: Compiling | None = None
+        self._compiling: Compiling | CompileOnLaunch | None = None
 
     @torch.inference_mode()
     def compile_first(self, token_budget: int, while_compiling: Callable[[], object]) -> None:
@@ -69,8 +68,6 @@ class WarmUp:
         yield partial(self._rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
         yield partial(self._rehearse, [(0, longest)])  # late: on a cold disk a second that nobody can interrupt
-        yield gc.collect
-        yield gc.freeze  # what lives as long as the engine need not be looked through again and again
 
     @torch.inference_mode()
     def _rehearse(self, chunks: list[Chunk]) -> None:

@@ -78,7 +78,7 @@ def run_server(
         return error.exit_code
     finally:
         for one in unused:  # the port was busy, or a setting wrong
-            one.discard()
+            one.kill()
 
 
 def log_plan(lines: list[str] | BaseException) -> None:

@@ -25,10 +25,21 @@ from typing import Any
 
 from triton.runtime.driver import driver
 
+_is_enabled = False  # forking a process that has threads and a CUDA context is for processes of our own
 MAX_WORKERS = 32
 WORKERS_A_CORE = 2  # half of a kernel's time is spent waiting: for ptxas, for the C compiler that makes its launcher
 PATIENCE_S = 60.0
 NUMBER_BYTES = 2
+
+
+def enable() -> None:
+    """Let kernels be compiled by copies of this process from now on. Called by `engine/startup` only."""
+    global _is_enabled
+    _is_enabled = True
+
+
+def is_enabled() -> bool:
+    return _is_enabled
 
 
 class Compilers:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import triton
 from triton.compiler import CompiledKernel
-from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
-from tokenmill.ops.triton.launch import preload
+from tokenmill.ops.triton.launch import compile_workers, preload
 from tokenmill.ops.triton.launch.compile_workers import Compilers
 
 USUAL_STAGES = 3  # where a launch does not say
@@ -139,6 +138,8 @@ class Compiling(Executor):
         preload.finish()
         self._kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._num_begun = 0
+        from triton.runtime._async_compile import AsyncCompileMode  # Triton's own, and not in all of its versions
+
         self._mode = AsyncCompileMode(self)
         self._context = copy_context()
         self._context.run(_asked.set, set())
@@ -197,8 +198,24 @@ def nothing_more() -> None:
     pass
 
 
-def compile_beside(*asks: Callable[[], object]) -> Compiling:
-    """By copies of this process, made while nobody is in the middle of an import."""
+class CompileOnLaunch:
+    """The ordinary way: a kernel is compiled when it is first launched, and nothing is asked for beforehand."""
+
+    def note(self, ask: Callable[[], object]) -> None:
+        pass
+
+    def make(self, *asks: Callable[[], object]) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+def compile_beside(*asks: Callable[[], object]) -> Compiling | CompileOnLaunch:
+    """Have kernels compiled by copies of this process, made while no import is running; where workers are not enabled
+    (`compile_workers`), kernels are compiled when they are launched."""
+    if not compile_workers.is_enabled():
+        return CompileOnLaunch()
     compiling = Compiling()
     compiling.make(*asks)
     return compiling

@@ -1,0 +1,117 @@
+"""The program of a core's process: `python -m tokenmill.engine.core_main FOLDER PARENT [--no-fast-start]`.
+
+It ends when its parent tells it to, or is gone; not on SIGTERM, which a service manager sends to all processes of a
+service: the front then finishes what runs, and needs its core for that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, from_core, to_core
+from tokenmill.engine.loop import run_loop
+from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
+from tokenmill.engine.startup.garbage_collection import freeze_live_objects, relaxed_gc
+from tokenmill.engine.startup.torch_import import torch_import
+from tokenmill.errors import TokenmillError
+
+ORPHAN_CHECK_MS = 1000
+
+_encoder = msgspec.msgpack.Encoder()
+_to_core = msgspec.msgpack.Decoder(ToCore)
+
+
+class SocketMailbox:
+    """The child's end of the pipes. While it waits it checks now and then whether its parent still lives."""
+
+    def __init__(self, folder: str, parent_pid: int) -> None:
+        self._inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        pipes: dict[str, zmq.Socket[bytes]] = {to_core(folder): self._inbox, from_core(folder): self._outbox}
+        for address, pipe in pipes.items():
+            pipe.set_hwm(0)
+            pipe.bind(address)
+        self._parent_pid = parent_pid
+
+    def take(self, patience_s: float | None) -> list[ToCore]:
+        ends_s = math.inf if patience_s is None else time.monotonic() + patience_s
+        while not self._inbox.poll(int(min(ORPHAN_CHECK_MS, max(0.0, (ends_s - time.monotonic()) * 1e3)))):
+            if os.getppid() != self._parent_pid:
+                return [Shutdown()]
+            if time.monotonic() >= ends_s:
+                return []
+        messages: list[ToCore] = []
+        while self._inbox.poll(0):
+            messages.append(_to_core.decode(self._inbox.recv()))
+        return messages
+
+    def send(self, message: FromCore) -> None:
+        """Send to the parent. A pipe that is not read would block for ever: without a parent the process ends."""
+        data = _encoder.encode(message)
+        while True:
+            try:
+                return self._outbox.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                if os.getppid() != self._parent_pid:
+                    sys.exit(0)
+                self._outbox.poll(ORPHAN_CHECK_MS, zmq.POLLOUT)
+
+    def close(self) -> None:
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=1000)
+        zmq.Context.instance().term()
+
+
+def main() -> int:
+    folder, parent_pid = sys.argv[1], int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(STOP_SIGNAL, lambda *_: sys.exit(0))
+    mailbox = SocketMailbox(folder, parent_pid)
+    try:
+        return _serve(mailbox, fast_start=is_fast_start())
+    finally:
+        mailbox.close()
+        if os.getppid() != parent_pid:  # it was killed, so it can't remove its folder
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_fast_start() -> bool:
+    return PLAIN_START not in sys.argv[3:]
+
+
+def _serve(mailbox: SocketMailbox, *, fast_start: bool) -> int:
+    with torch_import(fast_start=fast_start):
+        from tokenmill.engine.build import build_core  # torch is imported here, after the socket is open
+    from tokenmill.observe.log import configure_logging
+
+    configure_logging()
+    start = mailbox.take(None)[0]
+    if not isinstance(start, Start):  # the parent went away before it said anything
+        return 0
+    try:
+        core = build_core(start.config, Path(start.model_path), fast_start=fast_start)
+    except TokenmillError as error:
+        mailbox.send(Failed(error.message, error.hint, error.exit_code))
+        return error.exit_code
+    with relaxed_gc():
+        run_loop(core, mailbox, when_prepared=freeze_live_objects)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    if not is_fast_start():
+        sys.exit(exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # nothing is left to do, and torch would take half a second to take itself down

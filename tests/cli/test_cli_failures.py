@@ -6,13 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from test_cli_process import environment, one_line, real
 
-__all__ = ["environment"]
+from tests.support.cli_process import one_line, real, wait_for_no_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"half": 0.5, "header only": 0.03, "in the vocabulary": 0.005}
@@ -60,27 +58,6 @@ def test_an_open_address_leaves_no_engine_behind(environment: dict[str, str], sm
     arguments = ["serve", str(smollm2_path), "--host", "0.0.0.0", "--port", "0"]
     one_line(real(environment, *arguments), 2, "--allow-open")
     wait_for_no_engine(environment)
-
-
-def wait_for_no_engine(environment: dict[str, str]) -> None:
-    """No process is left that was started with this test's own store in its environment."""
-    deadline = time.monotonic() + 10
-    while engines_of(environment["TOKENMILL_HOME"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def engines_of(home: str) -> list[int]:
-    listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True).stdout.splitlines()
-    pids = [int(line.split()[0]) for line in listed if "tokenmill.engine.core_main" in line]
-    return [pid for pid in pids if f"TOKENMILL_HOME={home}".encode() in started_with(pid)]
-
-
-def started_with(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="small disks are mounted on Linux")

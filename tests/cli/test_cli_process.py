@@ -11,48 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.cli_process import SCRIPT, one_line, real, scripted
 from tests.support.timing import SOON_S
 from tokenmill.cli import doctor
 from tokenmill.ops.cpu import is_available
-
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "scripted_cli.py"
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
-    home = {"TOKENMILL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    return {**kept, **home, "COLUMNS": "100"}
-
-
-def scripted(
-    environment: dict[str, str], *arguments: str, stdin: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    source: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, **source)
-
-
-def real(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokenmill", *arguments]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
-    )
-
-
-def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    assert done.returncode == code, done
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("tokenmill: ")
-    for word in words:
-        assert word in done.stderr
-
 
 # ── help, version, wrong usage ─────────────────────────────────────────────────────────────────────────
 

@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli_failures import engines_of, wait_for_no_engine
-from test_cli_process import environment, one_line, real
 
+from tests.support.cli_process import engines_of, one_line, real, wait_for_no_engine
 from tokenmill.engine.startup.core_prestart import prestart_core, take_core
 from tokenmill.engine.startup.torch_import import gc_paused, preload_libraries
 from tokenmill.ops.cpu.availability import is_available, load_library
-
-__all__ = ["environment"]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 64,

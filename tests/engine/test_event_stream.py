@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_output_processor import output_processor_for
 
+from tests.support.scripted_engine import output_processor_for
 from tokenmill import SamplingParams
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.errors import RequestFailed

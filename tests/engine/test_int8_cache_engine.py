@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_same_tokens_always import make_asks, run_together
 
+from tests.support.mixed_requests import make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.kv.layout import CacheDtypes, KVLayout

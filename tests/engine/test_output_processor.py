@@ -6,17 +6,11 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.scripted_engine import byte_input_processor
+from tests.support.scripted_engine import output_processor_for
 from tokenmill import SamplingParams
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.text.bytes import EOS_ID, byte_tokenizer
-from tokenmill.types import Event, PromptRequest, SequenceOutput, TokenLogprobs
-
-
-def output_processor_for(params: SamplingParams) -> OutputProcessor:
-    request = byte_input_processor().process(PromptRequest(prompt="p", params=params, request_id="r"))
-    keep_best = params.n if params.best_of is not None else None
-    return OutputProcessor(request, byte_tokenizer(), keep_best=keep_best, wants_logprobs=params.logprobs is not None)
+from tokenmill.text.bytes import EOS_ID
+from tokenmill.types import Event, SequenceOutput, TokenLogprobs
 
 
 def output(ids: list[int], *, index: int = 0, finish: str | None = None, logprob: float = -1.0) -> SequenceOutput:

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_same_tokens_always import Answers, Ask, make_asks, run_together
 
+from tests.support.mixed_requests import Answers, Ask, make_asks, run_together
 from tests.support.scripted_engine import CONFIG, VOCAB, byte_input_processor, tokens_of
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.build import assemble

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -10,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights"))
-
-from test_gguf_weights import FAMILIES, SMALL, VOCABULARY
-from test_group_quantized import write_twins
-from test_large_shapes import SPEC, logits, relative_error
-
+from tests.support.gguf_families import FAMILIES, SMALL, VOCABULARY
+from tests.support.group_quantized import write_twins
+from tests.support.large_model import SPEC, logits, relative_error
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf

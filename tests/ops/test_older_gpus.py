@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
+from tests.support.compute_requests import WANTED
 from tokenmill.engine.backends import TRITON
 from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.launch import capabilities
@@ -204,8 +205,6 @@ def test_who_computes_with_fp8(
     monkeypatch: pytest.MonkeyPatch, hip: str | None, capability: tuple[int, int], has: bool
 ) -> None:
     """An MI300 calls itself 9.4, which is not Hopper: nothing that only NVIDIA has is asked of it."""
-    from test_triton_refusals import WANTED
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from tests.support.compute_requests import LAYER, SPEC, WANTED
+from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec
 from tokenmill.engine.backends import TRITON
-from tokenmill.ops.compute_request import ComputeRequest
 
 pytest.importorskip("triton")
 
-LAYER = LayerSpec(Gqa(4, 2, 64, 1.0, None), MlpSpec(8))
-SPEC = ModelSpec("test", 16, 16, (LAYER,), 1e-5, 64, tied_head=True)
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), True, shared=MlpSpec(8), has_shared_gate=True))
-WANTED = ComputeRequest(SPEC, "cuda", "bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8", "fp8"])

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_real_engine import real_server
 
 from tests.support.combination_pairs import PAIRS, Bench, Pair, Verdict, same_together, verdict
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, real_server
 from tests.support.write_combinations import TABLE, page
 
 VERDICTS: dict[Pair, Verdict] = {}

@@ -14,9 +14,8 @@ import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from test_real_engine import real_server
 
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, real_server
 
 SECRET = "heliotrope"
 

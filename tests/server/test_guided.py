@@ -10,9 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from test_real_engine import real_server
 
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import ServerProcess, real_server
 from tests.support.timing import SOON_S
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me."}], "max_tokens": 200}

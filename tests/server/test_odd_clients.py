@@ -9,11 +9,10 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
-from test_operation import eventually
 
 from tests.support.fake_engine import STORY
 from tests.support.loopback import RunningServer
-from tests.support.timing import SOON_S
+from tests.support.timing import SOON_S, eventually
 from tokenmill.server import body as request_body
 from tokenmill.server import http_protocol
 

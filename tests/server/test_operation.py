@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import orjson
@@ -14,19 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
+from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.registry import EngineGate
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "my secret question"}]}
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 1.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return condition()
 
 
 def half_open(server: RunningServer, body: dict[str, object], path: str = "/v1/chat/completions") -> socket.socket:

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_real_engine import real_server
 
-from tests.support.server_process import is_alive
+from tests.support.server_process import is_alive, real_server
 
 
 @pytest.mark.parametrize("is_answering", [True, False])

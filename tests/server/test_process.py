@@ -14,17 +14,12 @@ import pytest
 
 from tests.support import server_process
 from tests.support.fake_engine import STORY
-from tests.support.server_process import ServerProcess, running
+from tests.support.server_process import ServerProcess, free_port, running
 from tests.support.timing import SOON_S
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -15,19 +15,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from test_malformed import cases, require_error_body
-from test_process import free_port
 
-from tests.support.server_process import REAL, ServerProcess, is_alive, running
+from tests.support.malformed_requests import cases, require_error_body
+from tests.support.server_process import ServerProcess, is_alive, real_server
 from tests.support.timing import SOON_S
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 48}
 SMALLEST_MARGIN = 1e-3  # below, another order of additions may choose another token
-
-
-def real_server(model: Path, **asked: Any) -> Any:
-    port = free_port()
-    return running(["-c", REAL, json.dumps({"model": str(model), "port": port, **asked})], port)
 
 
 @pytest.fixture(scope="module")

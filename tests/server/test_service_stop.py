@@ -8,9 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from test_real_engine import real_server
-
-from tests.support.server_process import ServerProcess, is_alive
+from tests.support.server_process import ServerProcess, is_alive, real_server
 
 NUM_STREAMS = 4
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from tokenmill import SamplingParams
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import assemble
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.testing.scripted_models import ContextModel
@@ -51,3 +53,9 @@ def run(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[Sequence
 
 def tokens_of(outputs: list[SequenceOutput], index: int = 0) -> list[int]:
     return [token for output in outputs if output.index == index for token in output.token_ids]
+
+
+def output_processor_for(params: SamplingParams) -> OutputProcessor:
+    request = byte_input_processor().process(PromptRequest(prompt="p", params=params, request_id="r"))
+    keep_best = params.n if params.best_of is not None else None
+    return OutputProcessor(request, byte_tokenizer(), keep_best=keep_best, wants_logprobs=params.logprobs is not None)

@@ -6,8 +6,10 @@ Run as a script it serves a scripted engine; the words after the port choose how
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -135,6 +138,16 @@ def main(port: int, words: list[str]) -> int:
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def real_server(model: Path, **asked: Any) -> Any:
+    port = free_port()
+    return running(["-c", REAL, json.dumps({"model": str(model), "port": port, **asked})], port)
 
 
 if __name__ == "__main__":

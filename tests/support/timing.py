@@ -4,4 +4,16 @@ a limit only tells what is quick from what would never end; where a test counts 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 SOON_S = 20.0
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 1.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return condition()

@@ -8,7 +8,7 @@ of row counts with equal launches are one entry.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.resources import files
 from pathlib import Path
@@ -23,10 +23,12 @@ pytest.importorskip("triton", minversion="3.6")
 
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.interface import LinearWeight
+from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
 from tokenmill.ops.triton.gemm import epilogues, linear, select
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, int_form
 from tokenmill.ops.triton.launch import capabilities, pdl
 from tokenmill.ops.triton.launch.kernel import Kernel
+from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
 from tokenmill.ops.triton.quant import gemv_int4, quantized
 
 RECORDED = json.loads(Path(__file__).with_name("kernel_choices.json").read_text())
@@ -227,3 +229,65 @@ def test_a_row_that_was_measured_here_comes_first(tmp_path: Path) -> None:
     path.write_text("[[gpu]]\nname = 'H200'\n")
     with pytest.raises(InvalidConfig, match="no table of GPUs"):
         capabilities.measured_tunings(path)
+
+
+def runs_of(answer: Callable[[int], tuple[str, int]], first: int = 1) -> list[tuple[int, str, int]]:
+    """The numbers from which on another answer is given, and that answer"""
+    found: list[tuple[int, str, int]] = []
+    for number in (*range(first, 300), 512, 1000, 1023, 1024, 1025, 2048, 2049, 4096):
+        if not found or found[-1][1:] != answer(number):
+            found.append((number, *answer(number)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "context", "expected"),
+    [
+        (8, 4096, [(1, "fused_decode", 32), (3, "fused_decode", 16), (5, "decode", 8), (9, "decode", 4),
+                   (17, "decode", 2), (33, "decode", 1)]),
+        (8, 300, [(1, "decode", 4), (17, "decode", 2), (33, "decode", 1)]),
+        (4, 32768, [(1, "fused_decode", 32), (5, "fused_decode", 16), (9, "decode", 8), (17, "decode", 4),
+                    (33, "decode", 2), (65, "decode", 1)]),
+    ],
+)  # fmt: skip
+def test_how_an_h200_splits_contexts_has_not_changed(kv_heads: int, context: int, expected: Any) -> None:
+    def answer(num_rows: int) -> tuple[str, int]:
+        step = AttentionStep(num_rows, 1, context, kv_heads, 128, torch.bfloat16, False, H200)
+        return choose_attention(step).name, num_splits_for(num_rows, kv_heads, context, H200)
+
+    assert runs_of(answer) == expected
+
+
+def test_which_prompts_an_h200_takes_densely_has_not_changed() -> None:
+    def names(head_dim: int, dtype: torch.dtype, *, has_extras: bool) -> list[tuple[int, str, int]]:
+        def answer(length: int) -> tuple[str, int]:
+            step = AttentionStep(1, length, length, 8, head_dim, dtype, has_extras, H200)
+            return choose_attention(step).name, 0
+
+        return runs_of(answer, first=2)
+
+    dense = [(2, "prefill", 0), (1024, "dense_prefill", 0)]
+    assert names(128, torch.bfloat16, has_extras=False) == names(64, torch.float16, has_extras=False) == dense
+    for head_dim, dtype, has_extras in (
+        (128, torch.bfloat16, True),
+        (256, torch.bfloat16, False),
+        (64, torch.float32, False),
+    ):
+        assert names(head_dim, dtype, has_extras=has_extras) == [(2, "prefill", 0)]
+    chunk = AttentionStep(1, 2048, 4096, 8, 128, torch.bfloat16, False, H200)
+    assert choose_attention(chunk).name == "prefill", "its keys are not all of this step"
+
+
+def test_how_an_h200_computes_experts_has_not_changed() -> None:
+    """Those of Qwen3-30B-A3B: 128, of which a token has 8, [1536, 2048] and [2048, 768]"""
+
+    def names(kind: ExpertsKind, *, is_fused: bool = True) -> list[tuple[int, str, int]]:
+        def answer(num_tokens: int) -> tuple[str, int]:
+            return choose_experts(ExpertsProduct(num_tokens, 8, 128, kind, 1536 * 2048 * 2, is_fused, H200)).name, 0
+
+        return runs_of(answer)
+
+    assert names("plain") == names("plain", is_fused=False) == [(1, "moe_gemv", 0), (5, "grouped_gemm", 0)]
+    many = [(5, "grouped_gemm_int", 0), (2049, "expand_grouped_gemm", 0)]
+    assert names("int") == [(1, "moe_gemv", 0), *many]
+    assert names("int", is_fused=False) == names("mixed") == [(1, *many[0][1:]), many[1]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tokenmill.ops.interface import ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
 from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
 from tokenmill.ops.triton.quant import quantized
@@ -23,6 +26,12 @@ from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import random_blocks
 
 OPS = build_ops()
+
+
+def gpu_with(**numbers: int) -> Capabilities:
+    """The GPU that kernels in the interpreter are chosen for, with other numbers"""
+    found = capabilities_of(torch.device("cpu"))
+    return replace(found, tuning=msgspec.structs.replace(found.tuning, **numbers))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -118,7 +127,8 @@ def check_quantised_experts(
     ],
 )
 def test_quantised_experts_of_a_file(quants: tuple[str, ...], hidden: int, inter: int, k: int) -> None:
-    with patch.multiple(moe_gemv_int, PROGRAMS=8, LINES=32):
+    gpu = gpu_with(moe_gemv_programs=8)
+    with patch.multiple(moe_gemv_int, capabilities_of=lambda device: gpu, LINES=32):
         check_quantised_experts(quants, hidden, inter, k=k)
 
 
@@ -127,5 +137,9 @@ def test_experts_of_mixed_formats_are_not_fused() -> None:
 
 
 def test_experts_rounded_while_loading_and_expanded_two_at_a_time() -> None:
-    with patch.multiple(moe_grouped_gemm, EXPANDING_PAIRS=0, EXPANDED_BYTES=2 * 256 * 128 * 4):
+    gpu = gpu_with(moe_expand_min_pairs=0)
+    with (
+        patch.object(moe_grouped_gemm, "capabilities_of", lambda device: gpu),
+        patch("tokenmill.ops.triton.moe.select.EXPANDED_BYTES", 2 * 256 * 128 * 4),
+    ):
         check_quantised_experts((None, None, None), 128, 128, quantization="int4")

@@ -16,6 +16,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.kv_dtypes import as_factors, numbers_of
+from tokenmill.ops.triton.attention.select import TILE
 from tokenmill.ops.triton.elementwise.activation import tanh
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import (
@@ -25,14 +26,11 @@ from tokenmill.ops.triton.launch.pdl import (
     split_counters,
     wait_for_previous,
 )
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
+from tokenmill.ops.triton.launch.sizes import next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of two
-TILE = 64  # keys looked at together
 NO_WINDOW = 1 << 30
 LOWEST = tl.constexpr(-1e30)  # the highest score where no key was seen
-MAX_SPLITS = 32
-PROGRAMS_WANTED = 512  # enough to keep every multiprocessor busy; more cost more to join than they save
 
 
 @triton.jit
@@ -180,13 +178,6 @@ def _decode(
             highest, total, mixed, out, parts, lse, arrived, sinks, row, kv_head, split, used, d,
             NUM_HEADS, KV_HEADS, GROUP, DIM, NUM_SPLITS, HAS_SINKS,
         )  # fmt: skip
-
-
-def num_splits_for(num_rows: int, kv_heads: int, max_context: int, tile: int) -> int:
-    """So many that all programs together fill the device, but none without a tile of its own."""
-    wanted = PROGRAMS_WANTED // max(1, num_rows * kv_heads)
-    splits = max(1, min(wanted, MAX_SPLITS, cdiv(max_context, tile)))
-    return 1 << (splits.bit_length() - 1)  # few variants to compile
 
 
 def decode_attention(

@@ -16,17 +16,7 @@ from tokenmill.ops.triton.attention.kv_dtypes import as_factors, numbers_of
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 
-MIN_LENGTH = 1024  # below it the chunk kernel, which takes all rows in one launch, is as fast
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def is_whole_prompt(num_queries: int, context: int) -> bool:
-    return num_queries == context >= MIN_LENGTH
-
-
-def can_be_dense(queries: torch.Tensor, args: AttentionArgs) -> bool:
-    is_plain = args.window is None and args.softcap is None and args.sinks is None
-    return is_plain and queries.dtype != torch.float32 and queries.shape[2] in (64, 96, 128)
 
 
 @kernel_unspecialized("length", "table_stride", "num_rows", "tables")

@@ -19,10 +19,8 @@ from tokenmill.ops.triton.attention.decode import (
     LOG2E,
     LOWEST,
     NO_WINDOW,
-    TILE,
     add_tile,
     finish,
-    num_splits_for,
     parts_for,
     precision_of,
     share_of,
@@ -31,13 +29,14 @@ from tokenmill.ops.triton.attention.decode import (
 from tokenmill.ops.triton.attention.kv_dtypes import numbers_of
 from tokenmill.ops.triton.attention.norm_rope_cache import keep, placed
 from tokenmill.ops.triton.attention.plan import AttentionPlan
+from tokenmill.ops.triton.attention.select import TILE, num_splits_for
 from tokenmill.ops.triton.elementwise.activation import tanh
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import next_power_of_2
 
 WARPS = 8
-MIN_SPLITS = 16  # of so few rows that hops between kernels are what takes the time
 
 
 @kernel_unspecialized("table_stride")
@@ -126,8 +125,9 @@ def fused_decode_attention(
     each, that their contexts are split; None for others."""
     _, kv_heads, block_size, dim = cache.keys.shape
     num_rows = len(qkv)
-    num_splits = num_splits_for(num_rows, kv_heads, plan.max_context, TILE)
-    if num_splits < MIN_SPLITS or plan.num_single != num_rows:
+    gpu = capabilities_of(qkv.device)
+    num_splits = num_splits_for(num_rows, kv_heads, plan.max_context, gpu)
+    if num_splits < gpu.tuning.attention_fused_min_splits or plan.num_single != num_rows:
         return None
     qkv = qkv.contiguous()
     num_heads = qkv.shape[1] // dim - 2 * kv_heads

@@ -12,9 +12,11 @@ import torch
 
 from tokenmill.ops.batch import ForwardBatch, LayerCache
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.attention.decode import TILE, decode_attention, num_splits_for
-from tokenmill.ops.triton.attention.dense_prefill import can_be_dense, dense_prefill_attention, is_whole_prompt
+from tokenmill.ops.triton.attention.decode import decode_attention
+from tokenmill.ops.triton.attention.dense_prefill import dense_prefill_attention
 from tokenmill.ops.triton.attention.prefill import prefill_attention
+from tokenmill.ops.triton.attention.select import TILE, can_be_dense, is_whole_prompt, num_splits_for
+from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 
 SPLITS_BESIDE = 8  # of few rows' contexts beside chunks, or none: fewer kernels to compile
 
@@ -39,17 +41,17 @@ def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> Atten
         query_starts=batch.query_starts,
         contexts=batch.context_lens,
         num_single=num_rows if batch.max_query_len == 1 else batch.num_single,
-        prompts=_trailing_prompts(batch.lengths or ()),
+        prompts=_trailing_prompts(batch.lengths or (), capabilities_of(batch.context_lens.device)),
         max_queries=batch.max_query_len,
         max_context=visible,
         max_position=batch.max_context_len,
     )
 
 
-def _trailing_prompts(lengths: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def _trailing_prompts(lengths: tuple[tuple[int, int], ...], gpu: Capabilities) -> tuple[int, ...]:
     found: list[int] = []
     for queries, context in reversed(lengths):
-        if not is_whole_prompt(queries, context):
+        if not is_whole_prompt(queries, context, gpu):
             break
         found.insert(0, queries)
     return tuple(found)
@@ -59,7 +61,8 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
     """queries [T, heads, D] → [T, heads * D]"""
     queries = queries.contiguous()
     single, num_rows = plan.num_single, plan.contexts.shape[0]
-    prompts = plan.prompts if can_be_dense(queries, args) else ()
+    has_extras = args.window is not None or args.softcap is not None or args.sinks is not None
+    prompts = plan.prompts if can_be_dense(queries.dtype, queries.shape[2], has_extras=has_extras) else ()
     if len(prompts) == num_rows and len(set(prompts)) == 1:  # nothing to put together
         return (
             dense_prefill_attention(queries.unflatten(0, (num_rows, -1)), cache, plan.tables, args)
@@ -78,7 +81,7 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
         )
         end, last_row = tokens.start, rows.start
     if single:
-        splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, TILE)
+        splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, capabilities_of(queries.device))
         if single < num_rows:
             splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
         decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)

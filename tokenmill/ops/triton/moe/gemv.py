@@ -16,15 +16,15 @@ from tokenmill.arch.spec import Activation, MoeSpec
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight
 from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.moe.gemv_int import moe_gemv_int
+from tokenmill.ops.triton.moe.select import ExpertsKind, streams_experts
 from tokenmill.ops.triton.moe.topk_choice import choice_of, logit_of, next_choice, ordered_logits
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
-MAX_TOKENS = 4  # beyond, sorting the choices by expert pays
-PROGRAMS = 1056  # of gates and ups: eight for each multiprocessor of an H200
 LINES = 2  # of down that a program computes
 
 
@@ -115,7 +115,7 @@ def moe_gemv(
     (num_tokens, hidden), inter = x.shape, down.shape[2]
     block, pairs = next_power_of_2(packed.num_experts), num_tokens * num_active
     inner, out = x.new_empty(pairs, inter), torch.empty_like(x)
-    each = cdiv(inter, max(1, PROGRAMS // pairs))
+    each = cdiv(inter, max(1, capabilities_of(x.device).tuning.moe_gemv_programs // pairs))
     wide, wide_inner = next_power_of_2(hidden), next_power_of_2(inter)
     _moe_gemv_up[(pairs, cdiv(inter, each))](
         x, logits, gate_up, inner, hidden, inter, packed.num_experts, each, num_active, activation, wide, block,
@@ -128,6 +128,12 @@ def moe_gemv(
     return out
 
 
+def kind_of(packed: ExpertsWeight) -> ExpertsKind:
+    """The form of the experts' matrices"""
+    kinds = {type(matrix) for matrix in packed.packed}
+    return "plain" if kinds == {torch.Tensor} else "int" if kinds == {PackedIntMatrix} else "mixed"
+
+
 def add_norm_experts(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -138,8 +144,7 @@ def add_norm_experts(
     spec: MoeSpec,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """For a few tokens and matrices that are all plain or all words; None for others."""
-    kinds = {type(matrix) for matrix in packed.packed}
-    if not 0 < len(x) <= MAX_TOKENS or kinds not in ({torch.Tensor}, {PackedIntMatrix}):
+    if not streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=True):
         return None
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
     renormalize, activation = spec.renormalize, spec.expert.activation

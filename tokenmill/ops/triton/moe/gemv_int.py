@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.elementwise.activation import activate
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
@@ -20,7 +21,6 @@ from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
-PROGRAMS = 1056  # of gates and ups, at most: eight for each multiprocessor of an H200
 LINES_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
 LINES = 2  # of down that a program computes
 
@@ -182,7 +182,8 @@ def moe_gemv_int(
     (num_tokens, hidden), num_experts, inter = x.shape, logits.shape[1], down.num_columns
     block, pairs = next_power_of_2(num_experts), num_tokens * num_active
     inner, out = x.new_empty(pairs, inter, dtype=torch.float16), torch.empty_like(x)
-    each = cdiv(cdiv(inter, max(1, PROGRAMS // pairs)), LINES_TOGETHER) * LINES_TOGETHER
+    programs = capabilities_of(x.device).tuning.moe_gemv_programs
+    each = cdiv(cdiv(inter, max(1, programs // pairs)), LINES_TOGETHER) * LINES_TOGETHER
     _moe_gemv_int_up[(pairs, cdiv(inter, each))](
         x, logits, gate_up.words, gate_up.scales, inner, hidden, inter, num_experts, each, num_active, activation,
         *_layout(gate_up), down.interleave, down.bits, block, has_ptx(),

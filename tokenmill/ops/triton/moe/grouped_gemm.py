@@ -10,21 +10,21 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from tokenmill.arch.packed_formats import EXPANDED_BYTES
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.attention.decode import precision_of
 from tokenmill.ops.triton.elementwise.activation import act_mul, activate
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.moe.align import SortedPairs, Tile, expert_of_tile, sort_pairs
+from tokenmill.ops.triton.moe.gemv import kind_of
 from tokenmill.ops.triton.moe.grouped_gemm_int import moe_grouped_gemm_int
+from tokenmill.ops.triton.moe.select import num_expanded, streams_experts
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, dequantized_rows
 
-MAX_STREAMED_TOKENS = 4
 STRIP = 2  # matrix rows a program streams
-EXPANDING_PAIRS = 128  # an expert; beyond, words are better expanded once than in every tile
 
 
 @kernel
@@ -126,7 +126,7 @@ def experts(
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
-    if len(x) <= MAX_STREAMED_TOKENS and all(isinstance(matrix, torch.Tensor) for matrix in packed.packed):
+    if streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False):
         return _streamed(x.contiguous(), weights, ids, packed, activation)
     tile = _tile_for(ids.numel() / packed.num_experts, x.dtype)
     return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
@@ -177,18 +177,14 @@ def _multiply(
     if isinstance(matrices, tuple):
         return torch.cat([_multiply(x, one, pairs, tile, is_gathered=is_gathered) for one in matrices], dim=1)
     if isinstance(matrices, PackedIntMatrix):
-        if len(pairs.order) > EXPANDING_PAIRS * pairs.num_experts and (count := _num_expanded(matrices, pairs, x)):
+        num_out = len(matrices.words) // pairs.num_experts
+        expert_bytes = num_out * matrices.num_columns * x.element_size()
+        if count := num_expanded(len(pairs.order), pairs.num_experts, expert_bytes, capabilities_of(x.device)):
             return _multiply_expanded(x, matrices, pairs, tile, count, is_gathered=is_gathered)
         return moe_grouped_gemm_int(x, matrices, pairs, is_gathered=is_gathered)
     out = x.new_empty(len(pairs.order), matrices.shape[1])
     _launch(x, matrices, out, pairs, tile, is_gathered=is_gathered)
     return out
-
-
-def _num_expanded(matrix: PackedIntMatrix, pairs: SortedPairs, x: torch.Tensor) -> int:
-    """So many experts' matrices are expanded at a time, an even number; 0: not even two are small enough"""
-    expert_bytes = len(matrix.words) // pairs.num_experts * matrix.num_columns * x.element_size()
-    return min(pairs.num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
 
 
 def _multiply_expanded(

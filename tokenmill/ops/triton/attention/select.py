@@ -1,0 +1,91 @@
+"""Which kernel computes attention, for the rows of a step that are computed together: one ordered table.
+
+    one query a row      a few rows: cache write and attention in one kernel, each context split among many programs;
+                         more rows: the decode kernel, with fewer splits as rows become more
+    a chunk of a prompt  the prefill kernel, which reads the paged cache
+    a whole long prompt  torch's dense attention over keys gathered from the cache, where it has what the layer needs
+
+The kernels ask the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tokenmill.ops.triton.launch.capabilities import Capabilities
+
+TILE = 64  # keys that a program looks at together
+MAX_SPLITS = 32  # of a context
+DENSE_HEAD_DIMS = (64, 96, 128)
+
+
+class AttentionStep(NamedTuple):
+    """Rows that are computed together, as attention selection sees them."""
+
+    num_rows: int
+    num_queries: int  # of each row in this step
+    context: int  # of the longest row, its queries included
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of queries
+    has_extras: bool  # a window, a softcap or sinks
+    capabilities: Capabilities
+
+
+class AttentionRow(NamedTuple):
+    name: str
+    accepts: Callable[[AttentionStep], bool]
+    why: str
+
+
+def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabilities) -> int:
+    """The number of programs that share a context: so many that all programs together fill the GPU, but each with a
+    tile of its own. A power of two, so that few variants are compiled."""
+    wanted = gpu.tuning.attention_decode_programs // max(1, num_rows * kv_heads)
+    splits = max(1, min(wanted, MAX_SPLITS, -(-max_context // TILE)))
+    return 1 << (splits.bit_length() - 1)
+
+
+def takes_fused_decode(num_rows: int, kv_heads: int, max_context: int, gpu: Capabilities) -> bool:
+    """Whether rows of one query each are so few that the gaps between kernels are what takes the time"""
+    return num_splits_for(num_rows, kv_heads, max_context, gpu) >= gpu.tuning.attention_fused_min_splits
+
+
+def is_whole_prompt(num_queries: int, context: int, gpu: Capabilities) -> bool:
+    """Whether a row is a prompt that begins and ends in this step, long enough for dense attention"""
+    return num_queries == context >= gpu.tuning.attention_dense_min_tokens
+
+
+def can_be_dense(dtype: torch.dtype, head_dim: int, *, has_extras: bool) -> bool:
+    """Whether torch's attention computes what the layer needs"""
+    return not has_extras and dtype != torch.float32 and head_dim in DENSE_HEAD_DIMS
+
+
+ATTENTION: tuple[AttentionRow, ...] = (
+    AttentionRow(
+        "fused_decode",
+        lambda s: s.num_queries == 1 and takes_fused_decode(s.num_rows, s.kv_heads, s.context, s.capabilities),
+        "few rows decode: norm, rotation, cache write and attention are one kernel",
+    ),
+    AttentionRow(
+        "decode",
+        lambda s: s.num_queries == 1,
+        "one query a row: every cached key is read once for all heads that share it",
+    ),
+    AttentionRow(
+        "dense_prefill",
+        lambda s: (
+            is_whole_prompt(s.num_queries, s.context, s.capabilities)
+            and can_be_dense(s.dtype, s.head_dim, has_extras=s.has_extras)
+        ),
+        "whole long prompts: torch's attention (cuDNN) over gathered keys",
+    ),
+    AttentionRow("prefill", lambda s: True, "chunks of prompts, over the paged cache"),
+)
+
+
+def choose_attention(step: AttentionStep) -> AttentionRow:
+    return next(row for row in ATTENTION if row.accepts(step))

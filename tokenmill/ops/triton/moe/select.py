@@ -1,0 +1,80 @@
+"""Which kernels compute routed experts: one ordered table, by the number of tokens and the form of the matrices.
+
+    a few tokens   each (token, expert) pair streams its expert's matrices, as a GEMV does
+    more tokens    pairs are sorted by expert and multiplied in tiles: a grouped GEMM
+    very many      packed matrices are expanded, some experts at a time, before the grouped GEMM
+
+The kernels ask the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from tokenmill.arch.packed_formats import EXPANDED_BYTES
+from tokenmill.ops.triton.launch.capabilities import Capabilities
+
+ExpertsKind = Literal["plain", "int", "mixed"]
+"""All matrices plain, all packed integers, or some of either"""
+
+
+class ExpertsProduct(NamedTuple):
+    """The experts of a step, as their selection sees them."""
+
+    num_tokens: int
+    num_active: int  # experts of a token
+    num_experts: int
+    kind: ExpertsKind
+    expert_bytes: int  # of one expert's matrix, expanded
+    is_fused: bool  # with the norm and the router before them
+    capabilities: Capabilities
+
+
+class ExpertsRow(NamedTuple):
+    name: str
+    accepts: Callable[[ExpertsProduct], bool]
+    why: str
+
+
+def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is_fused: bool) -> bool:
+    """Whether each pair streams its expert's matrices. Packed ones only where norm and router are fused with them."""
+    has_kernel = kind == "plain" or (is_fused and kind == "int")
+    return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
+
+
+def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities) -> int:
+    """How many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied as they are"""
+    if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts:
+        return 0
+    return min(num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
+
+
+def _is_expanded(product: ExpertsProduct) -> bool:
+    num_pairs = product.num_tokens * product.num_active
+    count = num_expanded(num_pairs, product.num_experts, product.expert_bytes, product.capabilities)
+    return product.kind != "plain" and count > 0
+
+
+EXPERTS: tuple[ExpertsRow, ...] = (
+    ExpertsRow(
+        "moe_gemv",
+        lambda p: streams_experts(p.num_tokens, p.kind, p.capabilities, is_fused=p.is_fused),
+        "few tokens: each pair of token and expert streams its matrices",
+    ),
+    ExpertsRow(
+        "expand_grouped_gemm",
+        _is_expanded,
+        "very many tokens an expert: packed matrices are expanded, some experts at a time",
+    ),
+    ExpertsRow(
+        "grouped_gemm_int",
+        lambda p: p.kind != "plain",
+        "pairs sorted by expert, integers expanded in registers",
+    ),
+    ExpertsRow("grouped_gemm", lambda p: True, "pairs sorted by expert, multiplied in tiles"),
+)
+
+
+def choose_experts(product: ExpertsProduct) -> ExpertsRow:
+    return next(row for row in EXPERTS if row.accepts(product))

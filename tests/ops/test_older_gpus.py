@@ -139,7 +139,7 @@ def require_fits(one: Launch, name: int | str) -> None:
 
 def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
     """Ampere; what decodes one row, the dearest of them to be wrong about"""
-    forms = launches(80, LLAMA, kv_dtype="fp8")
+    forms = launches(80, LLAMA, kv_dtype=torch.float8_e4m3fn)
     found = {one.jitted.fn.__name__: one for one in forms}
     for kernel in ("_place", "_fused_decode_attention"):
         require_fits(found[kernel], 80)

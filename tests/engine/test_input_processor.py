@@ -12,8 +12,7 @@ from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.lengths import MAX_CHARACTERS_PER_TOKEN, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import SamplingParams
-from tokenmill.text.bytes import byte_tokenizer
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, Message, PromptRequest
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.scripted_engine import output_processor_for
 from tokenmill import SamplingParams
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.text.bytes import EOS_ID
+from tokenmill.text.tokenizer import EOS_ID
 from tokenmill.types import Event, SequenceOutput, TokenLogprobs
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill import LLM
 from tokenmill.guided.vocabulary import Vocabulary
-from tokenmill.text.bytes import EOS_ID, byte_tokenizer
+from tokenmill.text.tokenizer import EOS_ID, byte_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from tokenmill.guided.compile import compile_grammar
 from tokenmill.guided.matcher import Matcher
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
-from tokenmill.text.bytes import EOS_ID, byte_tokenizer
+from tokenmill.text.tokenizer import EOS_ID, byte_tokenizer
 
 BYTES = Vocabulary(byte_tokenizer(), 258, [EOS_ID])
 WORDS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=6)

@@ -12,7 +12,7 @@ from tokenmill.guided.masks import MaskTable
 from tokenmill.guided.row import RowGrammar
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
-from tokenmill.text.bytes import EOS_ID
+from tokenmill.text.tokenizer import EOS_ID
 
 CLOSED = {"additionalProperties": False}
 GRAMMARS = (

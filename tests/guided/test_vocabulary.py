@@ -12,8 +12,7 @@ from tokenmill.arch.read import read_spec
 from tokenmill.engine.frontend import tokenizer_of
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.vocabulary import Vocabulary, _Cutter
-from tokenmill.text.bytes import byte_tokenizer
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

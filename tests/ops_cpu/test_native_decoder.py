@@ -30,7 +30,7 @@ from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.text.gguf_vocab import tokenizer_from_gguf
+from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.source import open_weights
 

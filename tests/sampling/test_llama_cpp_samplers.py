@@ -20,7 +20,7 @@ from tokenmill.params import DRY_BREAKERS
 from tokenmill.sampling.fixed_point import weights
 from tokenmill.sampling.rows import SamplerRows
 from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
-from tokenmill.text.word_search import WordSearch
+from tokenmill.text.token_search import TokenSearch
 
 RECORDING = json.loads((Path(__file__).parents[1] / "goldens" / "llama_samplers.json").read_text())
 VOCAB = RECORDING["vocab"]
@@ -57,7 +57,7 @@ def test_dry_with_its_breakers(case: dict[str, Any], smollm2_path: Path) -> None
     assert tokenizer is not None
     assert tokenizer.encode(case["text"], add_special_tokens=False) == case["history"]
     breakers = case["params"].get("dry_sequence_breakers", DRY_BREAKERS)
-    single, longer = WordSearch(tokenizer, tokenizer.vocab_size).breakers(breakers)
+    single, longer = TokenSearch(tokenizer, tokenizer.vocab_size).breakers(breakers)
     logits = torch.zeros(1, tokenizer.vocab_size)
     shaped, _ = after_steps(logits, prompt=case["history"], dry_break_ids=single, dry_breakers=longer, **case["params"])
     losses = {token: -shaped[int(token)].item() for token in case["losses"]}

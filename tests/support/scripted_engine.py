@@ -15,7 +15,7 @@ from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.testing.scripted_models import ContextModel
-from tokenmill.text.bytes import byte_tokenizer
+from tokenmill.text.tokenizer import byte_tokenizer
 from tokenmill.types import PromptRequest, SequenceOutput
 
 VOCAB = 258

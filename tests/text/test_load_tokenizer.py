@@ -12,10 +12,10 @@ import pytest
 from tests.support.real_models import fetched_model
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.errors import DamagedFile, ModelError
-from tokenmill.text.gguf_vocab import tokenizer_from_gguf
+from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
-from tokenmill.text.pieces import BYTE_LEVEL, byte_alphabet, byte_level_bytes, sentencepiece_bytes, wordpiece_bytes
 from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.tokenizer import BYTE_LEVEL, byte_alphabet, byte_level_bytes, sentencepiece_bytes, wordpiece_bytes
 
 TEXTS = ["word né 🦙 " * 1000, "", "Hello world", " two  spaces ", "né 🦙 你好", "<s>in text</s>", "a\nb\tc"]
 

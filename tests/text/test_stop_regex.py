@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.stop_chain import Stops
-from tokenmill.text.stop_regex import MAX_MATCH, StopRegexes, stop_patterns
+from tokenmill.text.stops import MAX_MATCH, StopRegexes, Stops, stop_patterns
 
 PATTERNS = [
     "ab",

@@ -16,7 +16,7 @@ from tokenmill.engine.lengths import Shifting
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.status import ModelInfo
 from tokenmill.store import resolve_model
-from tokenmill.text.gguf_vocab import tokenizer_from_gguf
+from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request

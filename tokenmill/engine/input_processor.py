@@ -19,12 +19,10 @@ from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.params.checks import require_unicode
-from tokenmill.text.messages import messages_for_template
-from tokenmill.text.stop_regex import stop_patterns
-from tokenmill.text.template import CHATML, ChatTemplate
-from tokenmill.text.think_sections import is_open_at_end, markers_in
+from tokenmill.text.stops import stop_patterns
+from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template
+from tokenmill.text.token_search import TokenSearch, is_open_at_end, markers_in
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.text.word_search import WordSearch
 from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, TokenizedParams
 
 log = logging.getLogger(__name__)
@@ -76,8 +74,8 @@ class InputProcessor:
         return ChatTemplate(self._tokenizer.chat_template or CHATML, self._tokenizer.special_tokens)
 
     @cached_property
-    def _words(self) -> WordSearch:
-        return WordSearch(self.tokenizer, self._vocab_size)
+    def _words(self) -> TokenSearch:
+        return TokenSearch(self.tokenizer, self._vocab_size)
 
     def prepare(self, asked: ClientRequest) -> PreparedRequest:
         return PreparedRequest(asked, self.process(asked))

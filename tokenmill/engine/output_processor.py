@@ -16,7 +16,7 @@ import msgspec
 
 from tokenmill.engine.results import EventFold
 from tokenmill.text.detokenize import IncrementalDetokenizer
-from tokenmill.text.stop_chain import Stops
+from tokenmill.text.stops import Stops
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import Event, Request, SequenceOutput, TokenInfo, TokenLogprobs, Usage
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 
-from tokenmill.text.pieces import Spelling
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import Spelling, Tokenizer
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the most tokens that one can be spread over
 _CONTEXT = 6  # tokens that a neighbour-sensitive decoder sees before new ones

@@ -6,7 +6,7 @@
     chat_template.jinja       the chat template, in newer models; more in additional_chat_templates/
     generation_config.json    every id that ends a generation (config.json in older models)
 
-For GGUF files see `gguf_vocab`, which takes metadata that the caller has read.
+For GGUF files see `gguf_tokenizer`, which takes metadata that the caller has read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from tokenmill.errors import DamagedFile, ModelError
-from tokenmill.text.pieces import spelling_of_decoder
-from tokenmill.text.tokenizer import Tokenizer, Traits
+from tokenmill.text.tokenizer import Tokenizer, Traits, spelling_of_decoder
 
 _MAX_FILE_BYTES = 256 << 20  # the largest real tokenizer.json is under 40 MB
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

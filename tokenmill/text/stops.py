@@ -1,19 +1,31 @@
-"""Stop strings in a stream: text comes in pieces cut anywhere, and goes out as soon as it can't belong to a stop.
+"""Stop strings and stop regexes in a stream: text is sent as soon as it can't belong to a stop.
 
     arrived   "... the end" + " of"        stop "end of story"
     sent      "... the "                   held back: "end of"
 
-What is held back is the longest end of the text that begins a stop string. One automaton (Aho and Corasick's)
-tracks that for all stop strings at once: each character moves it one step, nothing is read twice. Of several stop
-strings the one that begins first wins; of those that begin together, the shortest, as it is complete first.
+Stop strings. What is held back is the longest suffix of the text that begins a stop string. One automaton (Aho and
+Corasick's) tracks that for all stop strings at once: each character moves it one step, nothing is read twice. Of
+several stop strings the one that begins first wins; of those that begin together, the shortest: it is complete first.
+
+Stop regexes. All patterns are one automaton (Thompson's), and all its states are followed at once, each with the
+position where its match began: a character costs at most one look at every state, whatever the pattern. Transitions
+are cached, so that ordinary text costs one look-up a character.
+
+    text      ... 4 2 \\n              pattern  \\d+\\n
+    threads   began at "4", at "2"     complete at "\\n": the one that began first wins
+
+`Stops` runs both: stop strings first, then stop regexes on what they let pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tokenmill.errors import InvalidRequest
+from tokenmill.text.regex_parse import MAX_SIZE, Chars, Either, InOrder, Node, Parser, Repeat, Test
 
 
 class StopStrings:
@@ -110,3 +122,204 @@ class StopStrings:
             return ""
         sent, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return sent
+
+
+MAX_MATCH = 1024  # characters: a match that grows longer is given up, and what it held back goes out
+MAX_REMEMBERED = 20_000
+
+
+@dataclass
+class Automaton:
+    """States are numbers: one reads a character (`tests`), any number of others are reached without one (`free`)."""
+
+    tests: list[Test | None] = field(default_factory=list)
+    then: list[int] = field(default_factory=list)  # where a read character leads
+    free: list[list[int]] = field(default_factory=list)
+    whole: dict[int, int] = field(default_factory=dict)  # state that completes a match -> which pattern's
+
+    def add(self, test: Test | None = None, then: int = -1, free: Sequence[int] = ()) -> int:
+        self.tests.append(test)
+        self.then.append(then)
+        self.free.append(list(free))
+        return len(self.tests) - 1
+
+    def build(self, node: Node, then: int) -> int:
+        """The state from which `node`, and then state `then`, is matched."""
+        if isinstance(node, Chars):
+            return self.add(node.test, then)
+        if isinstance(node, InOrder):
+            for part in reversed(node.parts):
+                then = self.build(part, then)
+            return then
+        if isinstance(node, Either):
+            return self.add(free=[self.build(part, then) for part in node.parts])
+        return self._repeat(node, then)
+
+    def _repeat(self, node: Repeat, then: int) -> int:
+        if node.high is None:
+            loop = self.add(free=[then])
+            self.free[loop].append(self.build(node.part, loop))
+            then = loop
+        for _ in range((node.high or 0) - node.low):
+            then = self.add(free=[then, self.build(node.part, then)])
+        for _ in range(node.low):
+            then = self.build(node.part, then)
+        return then
+
+    def reach(self, state: int, seen: set[int]) -> list[int]:
+        """States not `seen` yet that `state` leads to without a character, and that read one or complete a match."""
+        waiting, found = [state], []
+        while waiting:
+            state = waiting.pop()
+            if state in seen:
+                continue
+            seen.add(state)
+            if self.tests[state] is not None or state in self.whole:
+                found.append(state)
+            waiting.extend(self.free[state])
+        return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a character makes of threads: their new states, from which thread each comes (-1: begins anew), and
+    the thread that completed a match, with the pattern's number."""
+
+    states: tuple[int, ...]
+    sources: tuple[int, ...]
+    match: tuple[int, int] | None
+
+
+class StopPatterns:
+    """Compiled patterns; shared by all streams that look for them."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self.patterns = patterns
+        trees = [Parser(pattern).parse() for pattern in patterns]
+        if sum(tree.size for tree in trees) > MAX_SIZE:
+            raise InvalidRequest(f"the stop_regex patterns together are larger than {MAX_SIZE}", param="stop_regex")
+        automaton = Automaton()
+        begins = []
+        for number, tree in enumerate(trees):
+            end = automaton.add()
+            automaton.whole[end] = number
+            begins.append(automaton.build(tree, end))
+        self._automaton = automaton
+        seen: set[int] = set()
+        self.beginning = tuple(state for begin in begins for state in automaton.reach(begin, seen))
+        for state in self.beginning:
+            if state in automaton.whole:
+                empty = patterns[automaton.whole[state]]
+                raise InvalidRequest(f"stop_regex {empty[:60]!r} matches the empty text", param="stop_regex")
+        self._moves: dict[tuple[tuple[int, ...], str], Move] = {}
+
+    def move(self, states: tuple[int, ...], char: str) -> Move:
+        known = self._moves.get((states, char))
+        if known is None:
+            if len(self._moves) >= MAX_REMEMBERED:
+                self._moves.clear()
+            known = self._moves[states, char] = self._moved(states, char)
+        return known
+
+    def _moved(self, states: tuple[int, ...], char: str) -> Move:
+        automaton, seen = self._automaton, set[int]()
+        found: list[tuple[int, int]] = []  # (state, thread); the first thread to reach a state began first
+        for thread, state in enumerate(states):
+            test = automaton.tests[state]
+            if test is not None and test(char):
+                found += [(reached, thread) for reached in automaton.reach(automaton.then[state], seen)]
+        complete = [(thread, automaton.whole[state]) for state, thread in found if state in automaton.whole]
+        found += [(state, -1) for state in self.beginning if state not in seen]
+        return Move(tuple(s for s, _ in found), tuple(t for _, t in found), min(complete, default=None))
+
+
+@lru_cache(maxsize=64)
+def stop_patterns(patterns: tuple[str, ...]) -> StopPatterns:
+    """Raises InvalidRequest where one of them can't be followed."""
+    return StopPatterns(patterns)
+
+
+class StopRegexes:
+    """One stream. The same three words as `StopStrings`: push, flush, matched."""
+
+    def __init__(self, patterns: StopPatterns, include_stop: bool = False) -> None:
+        self._patterns = patterns
+        self._include_stop = include_stop
+        self._held = ""
+        self._states = patterns.beginning
+        self._begun = [0] * len(patterns.beginning)  # thread → the place in `_held` where it began
+        self.matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What of the text may be sent now, and the pattern that was met, if any. After a match all is dropped."""
+        if self.matched is not None:
+            return "", self.matched
+        place = len(self._held)
+        self._held += text
+        while place < len(self._held):
+            move = self._patterns.move(self._states, self._held[place])
+            place += 1
+            if move.match is not None:
+                return self._end(self._begun[move.match[0]], place, move.match[1]), self.matched
+            self._states = move.states
+            self._begun = [place if source < 0 else self._begun[source] for source in move.sources]
+            if self._begun[0] < place - MAX_MATCH:  # threads stand in the order in which they began
+                self._give_up_before(place - MAX_MATCH, place)
+        return self._release(), None
+
+    def flush(self) -> str:
+        """The text is over: what was held back."""
+        held, self._held = self._held, ""
+        self._states = self._patterns.beginning
+        self._begun = [0] * len(self._states)
+        return "" if self.matched is not None else held
+
+    def _end(self, begun: int, end: int, pattern: int) -> str:
+        self.matched = self._patterns.patterns[pattern]
+        sent = self._held[: end if self._include_stop else begun]
+        self._held = ""
+        return sent
+
+    def _give_up_before(self, oldest: int, place: int) -> None:
+        """What such threads stood in front of, a match that begins here, gets its turn."""
+        old = sum(begun < oldest for begun in self._begun)
+        young = self._states[old:]
+        anew = tuple(state for state in self._patterns.beginning if state not in young)
+        self._states, self._begun = young + anew, self._begun[old:] + [place] * len(anew)
+
+    def _release(self) -> str:
+        keep = min(self._begun)
+        sent, self._held = self._held[:keep], self._held[keep:]
+        self._begun = [begun - keep for begun in self._begun]
+        return sent
+
+
+class Stops:
+    def __init__(self, strings: Sequence[str], regexes: Sequence[str], include_stop: bool = False) -> None:
+        self._strings = StopStrings(strings, include_stop)
+        self._regexes = StopRegexes(stop_patterns(tuple(regexes)), include_stop) if regexes else None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string or the pattern that was met; of both, what stands first in the text."""
+        return (self._regexes.matched if self._regexes else None) or self._strings.matched
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What of the text may be sent now, and what was met, if anything. After a match all is dropped."""
+        if self.matched is not None:
+            return "", self.matched
+        sent, matched = self._strings.push(text)
+        if self._regexes is None:
+            return sent, matched
+        sent, found = self._regexes.push(sent)
+        if matched is not None and found is None:  # the text ends here: nothing can complete a pattern any more
+            sent += self._regexes.flush()
+        return sent, self.matched
+
+    def flush(self) -> str:
+        """The text is over: what was held back, unless a stop was met in it."""
+        rest = self._strings.flush()
+        if self._regexes is None:
+            return rest
+        sent, _ = self._regexes.push(rest)
+        return sent + self._regexes.flush()

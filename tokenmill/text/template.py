@@ -1,13 +1,16 @@
-"""Chat templates: a conversation becomes the text its model was trained on.
+"""Chat templates: messages in the shape that templates read, rendered in a sandbox with bounds.
 
-Each model brings its own layout as a Jinja template. It is compiled once, run in a sandbox within bounds, and its
-faults are told apart: what it refuses (`raise_exception`) or can't do with this conversation is the caller's
-error; a template that can't even render "hi", does not compile or runs out of bounds is the model's.
+Templates of different model families expect different shapes (content as text or as parts, tool call arguments as an
+object or as text, a missing value as None or absent), so a template that fails with one shape is tried with the next.
+A conversation is refused as the caller's error where its template refuses it (`raise_exception`) or can't render it; a
+template that can't even render "hi", does not compile or exceeds its bounds is the model's error. The template runs in
+a Jinja sandbox (`template_sandbox.py`) that counts its work, so that no template can hang or fill the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any
@@ -15,9 +18,74 @@ from typing import Any
 import jinja2
 
 from tokenmill.errors import InvalidRequest, ModelError
-from tokenmill.text.messages import has_null, renditions, without_null
 from tokenmill.text.template_bounds import Bounds, Budget, OutOfBounds, current_budget
 from tokenmill.text.template_sandbox import ChatSandbox, Refusal
+from tokenmill.types import Message
+
+
+def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    # `content` stays even where it is None: templates tell a turn that only calls tools by that.
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        plain |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    if message.tool_calls:
+        plain["tool_calls"] = [_parsed_call(call) for call in message.tool_calls]
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return plain | {key: value for key, value in optional.items() if value is not None}
+
+
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    return call | {"function": function | {"arguments": _parsed(function.get("arguments"))}}
+
+
+def _parsed(arguments: Any) -> Any:
+    """The object that JSON text stands for; anything else as it is (a model may have written no JSON)."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def renditions(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """As given; with arguments as text; with "" for null contents; with both. What changes nothing is left out."""
+    given = list(messages)
+    with_text = [_with_written_calls(message) for message in given]
+    seen: list[list[Mapping[str, Any]]] = []
+    for one in (given, with_text, without_null(given), without_null(with_text)):
+        if one not in seen:
+            seen.append(one)
+            yield one
+
+
+def has_null(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message.get("content", "") is None for message in messages)
+
+
+def without_null(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [message if message.get("content", "") is not None else {**message, "content": ""} for message in messages]
+
+
+def _with_written_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_written_call(call) for call in calls]} if calls else message
+
+
+def _written_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
 
 # The layout to fall back on for a model without a template; whether to use it is the caller's decision.
 CHATML = (

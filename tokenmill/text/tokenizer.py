@@ -1,22 +1,117 @@
-"""Text to token ids and back. One class over the `tokenizers` library, whatever file the vocabulary came from.
+"""The tokenizer: text to token ids and back, and the exact bytes of every token.
 
-Encoding is the library's. Decoding is ours wherever a token is a fixed run of bytes (`Spelling`): the bytes are
-joined and read as UTF-8, so whole texts, streams and single tokens always agree. Vocabularies whose decoder
-looks at neighbours have no spelling and are decoded by the library.
+`Spelling` says how a vocabulary writes bytes as text (byte-level BPE, SentencePiece, WordPiece); with it every token
+has exact bytes, which streaming, logprobs and grammars need. A vocabulary stores bytes in disguise:
 
-Files are read elsewhere (`load`, `gguf_vocab`); chat templates are rendered in `template`.
+    byte-level BPE   "Ġcafé" is written with 256 printable stand-ins, one per byte  → b" caf\\xc3\\xa9"
+    SentencePiece    "▁caf" marks a space with U+2581, "<0xC3>" is one raw byte      → b" caf", b"\\xc3"
+    WordPiece        "cafe" opens a word, "##s" continues it                         → b" cafe", b"s"
+
+Tokens are joined as bytes and read as UTF-8, so whole texts, streams and single tokens always agree; vocabularies whose
+decoder looks at neighbours have no spelling and are decoded by the library.
+
+`Tokenizer` wraps the `tokenizers` library with what a checkpoint says beside it: special tokens, end tokens, chat
+templates. `byte_tokenizer` is a vocabulary of 256 bytes for tests and models without one.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from tokenmill.text.pieces import Spelling
+SPACE_MARK = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[int, str]:
+    """The printable stand-in of each byte, as GPT-2 chose them: printable Latin-1 stays, the rest moves to U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(moved)}
+
+
+# From stand-in to a Latin-1 character of the byte's value. Latin-1 characters that stand for nothing are
+# mapped out of Latin-1, so that encoding such a token fails instead of passing for a byte.
+_STAND_INS = {code: "\ufffe" for code in range(256)} | {ord(char): chr(byte) for byte, char in byte_alphabet().items()}
+
+
+def byte_level_bytes(piece: str) -> bytes:
+    try:
+        return piece.translate(_STAND_INS).encode("latin-1")
+    except UnicodeEncodeError:  # not written in the alphabet at all: it is plain text
+        return piece.encode("utf-8", "surrogatepass")
+
+
+def sentencepiece_bytes(piece: str) -> bytes:
+    if piece.startswith("<0x") and (byte := _BYTE_TOKEN.fullmatch(piece)):
+        return bytes([int(byte.group(1), 16)])
+    return piece.replace(SPACE_MARK, " ").encode("utf-8", "surrogatepass")
+
+
+def wordpiece_bytes(piece: str) -> bytes:
+    return (piece[2:] if piece.startswith("##") else " " + piece).encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How pieces become bytes. `drops_first_space`: the first space of a whole text is not part of it."""
+
+    piece_bytes: Callable[[str], bytes]
+    drops_first_space: bool = False
+
+
+BYTE_LEVEL = Spelling(byte_level_bytes)
+WORDPIECE = Spelling(wordpiece_bytes, drops_first_space=True)
+
+
+def sentencepiece(drops_first_space: bool) -> Spelling:
+    return Spelling(sentencepiece_bytes, drops_first_space)
+
+
+def spelling_of_decoder(decoder: dict[str, Any] | None) -> Spelling | None:
+    """The spelling that a tokenizer.json decoder describes; None where it is not a matter of bytes per token."""
+    steps = _flattened(decoder)
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return BYTE_LEVEL
+    if kinds == ["Metaspace"] and steps[0].get("replacement", SPACE_MARK) == SPACE_MARK:
+        return sentencepiece(_metaspace_prepends(steps[0]))
+    if kinds == ["WordPiece"] and steps[0].get("prefix") == "##" and not steps[0].get("cleanup"):
+        return WORDPIECE
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and _replaces_space_mark(steps[0]):
+        return _sentencepiece_with_strip(steps[3:])
+    return None
+
+
+def _flattened(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [step for inner in decoder.get("decoders", []) for step in _flattened(inner)]
+    return [decoder]
+
+
+def _metaspace_prepends(step: dict[str, Any]) -> bool:
+    return bool(step.get("add_prefix_space", True)) and step.get("prepend_scheme", "always") != "never"
+
+
+def _replaces_space_mark(step: dict[str, Any]) -> bool:
+    return step.get("pattern") == {"String": SPACE_MARK} and step.get("content") == " "
+
+
+def _sentencepiece_with_strip(rest: list[dict[str, Any]]) -> Spelling | None:
+    if not rest:
+        return sentencepiece(drops_first_space=False)
+    strip_one = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return sentencepiece(drops_first_space=True) if rest == [strip_one] else None
+
 
 _LONG_TEXT = 4096  # characters: tokenised without the GIL
 
@@ -160,3 +255,21 @@ def _sound(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+BOS_ID, EOS_ID = 256, 257
+
+
+def byte_tokenizer() -> Tokenizer:
+    vocab = {char: byte for byte, char in byte_alphabet().items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    traits = Traits(
+        bos_token_id=BOS_ID,
+        eos_token_ids=(EOS_ID,),
+        prefix_ids=(BOS_ID,),
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+    )
+    return Tokenizer(backend, BYTE_LEVEL, traits)

@@ -1,19 +1,21 @@
-"""Search for the tokens that a text may be spelled with: for parameters that are text to users and ids to the core.
+"""Search for the tokens that spell a text, for parameters that are text to users and token ids to the engine.
 
-DRY's sequence breakers (llama.cpp's rules): a breaker occurs where one token holds it, or where a token ends with its
-beginning and the tokens of its rest follow. The rest is cut as the tokenizer cuts it when it stands alone.
+DRY's sequence breakers (llama.cpp's rules): a breaker occurs where one token contains it, or where a token ends with
+its beginning and the tokens of its rest follow. The rest is cut as the tokenizer cuts it when it stands alone.
 
-    breaker "\\n\\n"      tokens that hold it: "\\n\\n", "}\\n\\n" ...      "...\\n" followed by "\\n"
+    breaker "\\n\\n"      tokens that contain it: "\\n\\n", "}\\n\\n" ...      "...\\n" followed by "\\n"
 
-Stop strings of beams: every token that holds one, is part of one, ends with the beginning of one or begins with its
-end, with its bytes; any other token parts what stands before it from what follows.
+Stop strings of beams: every token that contains one, is part of one, ends with the beginning of one or begins with its
+end, with its bytes; any other token separates what stands before it from what follows.
 
-Every token is looked at once per text, so what was found is kept.
+Think sections: the texts that open and close a model's reasoning, as its chat template writes them.
+
+Every token is looked at once per text, so results are cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from tokenmill.text.tokenizer import Tokenizer
@@ -24,7 +26,7 @@ MAX_TAIL_TOKENS = 20
 Found = tuple[list[int], list[list[int]]]  # tokens that hold a breaker; sequences that spell it together
 
 
-class WordSearch:
+class TokenSearch:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._words = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
@@ -71,3 +73,28 @@ class WordSearch:
             for token_id, word in enumerate(self._words)
             if word and (wanted in word or word in wanted or word.endswith(beginnings) or word.startswith(ends))
         }
+
+
+MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<thinking>", "</thinking>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+_LOOK_TOKENS = 4096  # of a prompt's end: an open section begins near it
+
+
+def markers_in(template: str) -> tuple[str, str] | None:
+    """The pair that a template uses; None: it knows no think sections."""
+    return next((pair for pair in MARKERS if all(marker in template for marker in pair)), None)
+
+
+def is_open_at_end(tokenizer: Tokenizer, prompt_ids: Sequence[int], start: str, end: str) -> bool:
+    """A prompt may open a section for the model. Told by the text: tokens may join a marker and what follows it."""
+    text = tokenizer.decode(prompt_ids[-_LOOK_TOKENS:], skip_special_tokens=False)
+    return text.rfind(start) > text.rfind(end)

@@ -12,9 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.errors import ModelError, UnsupportedModel
-from tokenmill.text.gguf_vocab import tokenizer_from_gguf
-from tokenmill.text.pieces import byte_alphabet
+from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.pretokenizers import PRE_TOKENIZERS
+from tokenmill.text.tokenizer import byte_alphabet
 
 REFERENCED = [
     *("bert-bge", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-spm", "mpt", "phi-3", "refact"),

@@ -21,7 +21,7 @@ from tokenmill.arch.rules import TensorSource, sources_of
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import ModelError, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
-from tokenmill.text.gguf_fields import TokenType
+from tokenmill.text.gguf_tokenizer import TokenType
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.gguf_metadata import architecture_metadata
 from tokenmill.weights.source import WeightSource, row_order

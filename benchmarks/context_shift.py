@@ -7,9 +7,9 @@ shifted         the engine with `--context-shift`: first tokens and a window, po
 shifted-0       the same with nothing kept: a window computed anew grows sinks of its own, so this should be flat too
 plain           the same weights with a sliding window in every layer, no shift: the first tokens leave the cache, and
                 with them what attention rests on
-turned          first tokens and a window whose keys are turned to their new positions in place and not computed again,
-turned-0        with nothing kept; both in the torch reference with a float16 cache (see `turned_keys.py`)
-turned-float32  with a float32 cache: what rounding again and again costs
+rotated         first tokens and a window whose keys are rotated to their new positions in place and not computed again,
+rotated-0       with nothing kept; both in the torch reference with a float16 cache (see `rotated_keys.py`)
+rotated-float32 with a float32 cache: what rounding again and again costs
 
 The text is the language reference that comes with Python (`--text FILE` for another), paragraphs that repeat left out.
 Prints a table and one JSON object as the last line.
@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from turned_keys import turned_logprobs
+from rotated_keys import rotated_logprobs
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
@@ -138,9 +138,9 @@ def main() -> int:
         "shifted": lambda: shifted_logprobs(asked.model, context, keep, tokens),
         "shifted-0": lambda: shifted_logprobs(asked.model, context, 0, tokens),
         "plain": lambda: plain_logprobs(path, context, tokens),
-        "turned": lambda: turned_logprobs(path, context, keep, tokens),
-        "turned-0": lambda: turned_logprobs(path, context, 0, tokens),
-        "turned-float32": lambda: turned_logprobs(path, context, keep, tokens, torch.float32),
+        "rotated": lambda: rotated_logprobs(path, context, keep, tokens),
+        "rotated-0": lambda: rotated_logprobs(path, context, 0, tokens),
+        "rotated-float32": lambda: rotated_logprobs(path, context, keep, tokens, torch.float32),
     }
     curves: dict[str, list[float]] = {}
     for name in asked.ways.split(","):

@@ -1,4 +1,4 @@
-"""The other way to shift a context: drop the oldest keys in place and turn the remaining ones to their new positions.
+"""The other way to shift a context: drop the oldest keys in place and rotate the remaining ones to their new positions.
 
 Rotations compose, so a key at position p becomes one at p - d by turning it back by d. It is what llama.cpp does and
 what the StreamingLLM paper describes; cheap, but a key then depends on everything that was ever in the context. Here it
@@ -59,7 +59,7 @@ class TurnedCache:
 
 
 @torch.inference_mode()
-def turned_logprobs(
+def rotated_logprobs(
     path: Path, context: int, keep: int, tokens: list[int], kv_dtype: torch.dtype = torch.float16
 ) -> list[float]:
     spec = read_spec(path)

@@ -87,8 +87,9 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
 
 def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     """Of those tensors of a checkpoint that may be kept, under our names"""
-    if path.is_dir() and (path / "config.json").is_file():
-        config = read_json(path / "config.json").get("quantization_config")
+    described = path if path.suffix == ".json" else path / "config.json"
+    if described.is_file():
+        config = read_json(described).get("quantization_config")
         return grouped_formats(spec, config) if isinstance(config, dict) else {}
     if path.suffix != ".gguf":
         path = next(iter(sorted(path.glob("*.gguf"))), path)

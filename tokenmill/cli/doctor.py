@@ -5,21 +5,30 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import tokenmill
+from tokenmill.arch.packed_formats import stored_formats
+from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_spec
 from tokenmill.cli.screen import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.resolve import explain_choices, unused_gpu
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import InvalidConfig, TokenmillError
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import Machine, probe_machine
 from tokenmill.hardware.nvidia import driver_version
 from tokenmill.hardware.peaks import find_device
 from tokenmill.ops.cpu import is_available
-from tokenmill.store import DEFAULT_MODEL, Manifest, Store
+from tokenmill.store import DEFAULT_MODEL, Manifest, Store, resolve_model
 from tokenmill.store.fetched import nearest_existing
+
+if TYPE_CHECKING:
+    from tokenmill.ops.triton.describe import Range
+    from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 PACKAGES = (
     "torch",
@@ -38,8 +47,30 @@ LOW_DISK_BYTES = 2 << 30
 Row = tuple[str, str]
 
 
-def command() -> int:
-    """What this machine has, what is chosen and why, what to fix."""
+def command(
+    *,
+    kernels: str | None = None,
+    device: str | None = None,
+    quantization: Literal["none", "fp8", "int4", "int8"] = "none",
+    context: int = 4096,
+) -> int:
+    """What this machine has, what is chosen and why, what to fix.
+
+    Parameters
+    ----------
+    kernels
+        A model: print which GPU kernel would multiply each of its matrices, for 1 to 4,096 rows, and why.
+    device
+        GPU that --kernels is asked about, by name (H200, A100, L4, RTX4090, ...); it need not be here.
+    quantization
+        How --kernels takes plain weights to be rounded while they are loaded.
+    context
+        Tokens of a row's context, for --kernels.
+    """
+    if kernels is not None:
+        return print_kernels(kernels, device, quantization, context)
+    if device is not None or quantization != "none":
+        raise InvalidConfig("--device and --quantization are for doctor --kernels MODEL")
     machine, store = probe_machine(), Store()
     manifests = store.manifests()
     print_facts([("tokenmill", f"{tokenmill.__version__}, Python {machine.python}, {machine.system}")])
@@ -52,6 +83,47 @@ def command() -> int:
     must += [refusal] if refusal else []
     _section("To fix", [("!", line) for line in must] + [("-", line) for line in should] or [("", "nothing")])
     return 1 if must else 0
+
+
+def print_kernels(model: str, device: str | None, quantization: str, context: int) -> int:
+    """Which GPU kernel would compute each part of a model, and why; needs no GPU."""
+    import torch
+
+    from tokenmill.ops.triton.describe import PlannedWeights, describe_kernels
+
+    path = Path(model).expanduser()
+    if not (path.is_file() and path.suffix == ".json"):  # a bare config.json is enough
+        path = resolve_model(model, allow_pull=False).path
+    spec, gpu = read_spec(path), _gpu_for(device)
+    dtype = gpu_dtype(spec)
+    weights = PlannedWeights(getattr(torch, dtype), quantization, stored_formats(path, spec))
+    print_facts([("model", f"{model}, computed in {dtype}"), ("gpu", gpu.device), ("tuning", gpu.origin)])
+    for section in describe_kernels(spec, weights, min(context, spec.max_context), gpu):
+        _section(section.title, [(f"{section.unit} {_span(one)}", _kernels(one)) for one in section.ranges])
+    return 0
+
+
+def _gpu_for(device: str | None) -> Capabilities:
+    """The GPU that is asked about, or else the first one here, or else an H200."""
+    from tokenmill.ops.triton.launch.capabilities import TUNED, describe_gpu, known_tunings, named_gpu
+
+    if device is not None:
+        return named_gpu(device)
+    gpu = next((gpu for gpu in probe_machine().gpus if gpu.vendor == "nvidia"), None)
+    if gpu is None:
+        found = named_gpu(TUNED)
+        return replace(found, device=f"none here: shown for an {found.device} (--device names another)")
+    digits = gpu.architecture.removeprefix("sm_").rstrip("af")
+    return describe_gpu(gpu.name, (int(digits[:-1]), int(digits[-1])), known_tunings())
+
+
+def _span(one: Range) -> str:
+    return f"{one.first:,}" if one.first == one.last else f"{one.first:,} to {one.last:,}"
+
+
+def _kernels(one: Range) -> str:
+    names = one.eager if one.eager == one.captured else f"{one.captured} in graphs, {one.eager} otherwise"
+    return f"{names} ({one.why})"
 
 
 def hardware_rows(machine: Machine) -> list[Row]:

@@ -218,12 +218,13 @@ def choices(
     capabilities: Capabilities,
     mode: Mode,
     epilogue: Epilogue = "none",
+    has_bias: bool = False,
     max_rows: int = 4096,
 ) -> Iterator[tuple[int, Choice | None]]:
     """The rows from which on another kernel is chosen, from 1 to `max_rows`, and that kernel"""
     before: str | None = ""
     for m in range(1, max_rows + 1):
-        choice = choose(m, n, k, form, capabilities, mode, epilogue)
+        choice = choose(m, n, k, form, capabilities, mode, epilogue, has_bias)
         name = None if choice is None else choice.name
         if name != before:
             yield m, choice

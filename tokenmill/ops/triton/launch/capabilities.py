@@ -26,6 +26,11 @@ from tokenmill.errors import InvalidConfig
 GLUON_SINCE = (3, 6)  # Triton's version in which Gluon has what our Hopper kernels use
 HOPPER = 9  # major compute capability
 TUNED = "H200"  # the row for devices that are no GPU: kernels in Triton's interpreter
+COMPUTE_CAPABILITIES = {
+    "V100": (7, 0), "T4": (7, 5), "A10": (8, 6), "A40": (8, 6), "RTX 3090": (8, 6), "L40S": (8, 9), "H100": (9, 0),
+    "H20": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0),
+}  # fmt: skip
+"""GPUs without a row of their own that can be asked about by name"""
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,12 +130,12 @@ def describe_gpu(
 
 
 def named_gpu(name: str) -> Capabilities:
-    """The capabilities of a GPU that has a row, by its name."""
-    for row in built_in_tunings():
-        if _plain(row.name) == _plain(name):
-            return describe_gpu(row.name, row.compute_capability)
-    known = ", ".join(row.name for row in built_in_tunings())
-    raise InvalidConfig(f"there is no tuning row for {name!r}", hint=f"known GPUs: {known}")
+    """The capabilities of a GPU by its name: one that has a row, or whose compute capability is known."""
+    known = {row.name: row.compute_capability for row in built_in_tunings()} | COMPUTE_CAPABILITIES
+    for own, capability in known.items():
+        if _plain(own) == _plain(name):
+            return describe_gpu(own, capability)
+    raise InvalidConfig(f"there is no GPU called {name!r} here", hint=f"known GPUs: {', '.join(known)}")
 
 
 @cache
@@ -141,10 +146,15 @@ def capabilities_of(device: torch.device) -> Capabilities:
         row = next(row for row in built_in_tunings() if row.name == TUNED)
         return Capabilities(str(device), row.compute_capability, False, False, row, f"{row.name}: interpreted")
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    found = describe_gpu(name, capability, (*measured_tunings(tuning_path()), *built_in_tunings()))
+    found = describe_gpu(name, capability, known_tunings())
     if torch.version.hip is not None:  # AMD numbers its generations in the same way and means others
         return replace(found, is_hopper=False, has_gluon=False)
     return found
+
+
+def known_tunings() -> tuple[Tuning, ...]:
+    """All rows, those that were measured on this machine first"""
+    return *measured_tunings(tuning_path()), *built_in_tunings()
 
 
 def tuning_path() -> Path:

@@ -1,0 +1,219 @@
+"""The kernels that would compute a model on a GPU, for `tokenmill doctor --kernels`: for each kind of matrix, attention
+and experts, with 1 to 4,096 rows.
+
+The answers come from the tables that the kernels' callers ask (`gemm/select.py`, `attention/select.py`,
+`moe/select.py`). Neither a GPU nor Triton is needed, and no weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, Stored, packed_int_format
+from tokenmill.arch.spec import Gqa, ModelSpec, MoeSpec
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.ops.batch import Mode
+from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
+from tokenmill.ops.triton.gemm.product import FP8, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
+from tokenmill.ops.triton.gemm.select import choose
+from tokenmill.ops.triton.launch.capabilities import Capabilities
+from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
+
+MAX_ROWS = 4096
+STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+EPILOGUES: dict[str, Epilogue] = {"gate_up": "gated", "o": "add", "down": "add", "conv_out": "add"}
+Answer = TypeVar("Answer")
+
+
+class PlannedWeights(NamedTuple):
+    """How a model's weights are stored and computed with."""
+
+    dtype: torch.dtype  # of activations
+    quantization: str = "none"  # of plain weights, while they are loaded
+    stored: Mapping[str, Stored] = {}  # what a checkpoint has quantised itself
+
+
+class Kind(NamedTuple):
+    """Matrices of a model that are multiplied by the same kernels."""
+
+    name: str  # as tensors are called, without their layer
+    num_rows: int
+    num_columns: int
+    form: WeightForm
+    has_bias: bool
+    has_post_norm: bool  # which stands between the product and the residual stream
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers of rows that the same kernels compute."""
+
+    first: int
+    last: int
+    eager: str
+    captured: str  # of steps that are recorded as a graph
+    why: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is chosen for one part of a model."""
+
+    title: str
+    unit: str  # what is counted: rows, tokens
+    ranges: tuple[Range, ...]
+
+
+def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> WeightForm:
+    """The form that a matrix is kept in on a GPU, as loading packs it"""
+    dtype, stored = weights.dtype, weights.stored.get(name)
+    if stored is not None and (dtype != torch.float32 or weights.quantization != "none"):
+        found = packed_int_format(name, shape, stored)
+        if found is not None:
+            return int_form(dtype, found.bits, found.span)
+    is_expert = len(shape) == 3
+    if weights.quantization == "none" or shape[-1] % INT4_GROUP or (name.endswith(UNQUANTIZED) and not is_expert):
+        return PLAIN[dtype]
+    if weights.quantization == "int4":
+        return int_form(dtype, 4, INTERLEAVE if shape[-1] % (8 * INTERLEAVE) == 0 else INTERLEAVE // 2)
+    return int_form(dtype, 8, INTERLEAVE) if weights.quantization == "int8" or is_expert else FP8[dtype]
+
+
+def matrix_kinds(spec: ModelSpec, weights: PlannedWeights) -> list[Kind]:
+    """The kinds of matrices of a model, in the order in which a step meets them. Matrices with the same input are
+    stacked; where one is stored otherwise than its neighbour they are multiplied one by one."""
+    tensors = tensors_of(spec)
+    found: dict[Kind, None] = {}
+    rows: dict[tuple[str, str], dict[WeightForm, int]] = {}
+    for name, tensor in tensors.items():
+        if tensor.kind != "linear" or len(tensor.shape) != 2 or not name.endswith(".weight"):
+            continue
+        owner, own = _split_name(name)
+        stack = rows.setdefault((owner, own), {})
+        form = planned_form(name, tensor.shape, weights)
+        stack[form] = stack.get(form, 0) + tensor.shape[0]
+    for (owner, own), stack in rows.items():
+        parts = [part for part in tensors if _split_name(part) == (owner, own)] if owner else []
+        columns = next((tensors[part].shape[1] for part in parts), spec.hidden_size)
+        has_bias = any(f"{part.removesuffix('.weight')}.bias" in tensors for part in parts)
+        has_post_norm = own in EPILOGUES and _has_post_norms(spec, owner)
+        for form, num_rows in stack.items():
+            found[Kind(own, num_rows, columns, form, has_bias, has_post_norm)] = None
+    if spec.tied_head:
+        form = planned_form("embed.weight", (spec.vocab_size, spec.hidden_size), weights._replace(quantization="none"))
+        found[Kind("head", spec.vocab_size, spec.hidden_size, form, False, False)] = None
+    return list(found)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """layers.3.shared.gate.weight → (layers.3, shared.gate_up)"""
+    parts = name.removesuffix(".weight").split(".")
+    if parts[0] != "layers":
+        return "", parts[0]
+    *folder, last = parts[2:]
+    return ".".join(parts[:2]), ".".join((*folder, STACKED.get(last, last)))
+
+
+def _has_post_norms(spec: ModelSpec, owner: str) -> bool:
+    return spec.layers[int(owner.split(".")[1])].post_norms
+
+
+def product_section(kind: Kind, gpu: Capabilities) -> Section:
+    shown = f"{kind.name} [{kind.num_rows}, {kind.num_columns}] {kind.form}"
+    return Section(shown, "rows", tuple(_ranges(lambda m: _products(kind, m, gpu))))
+
+
+def _products(kind: Kind, m: int, gpu: Capabilities) -> tuple[str, str, str]:
+    eager, _ = _product(kind, m, gpu, "eager")
+    captured, why = _product(kind, m, gpu, "captured")
+    return eager, captured, why
+
+
+def _product(kind: Kind, m: int, gpu: Capabilities, mode: Mode) -> tuple[str, str]:
+    shape, epilogue = (m, kind.num_rows, kind.num_columns, kind.form, gpu, mode), EPILOGUES.get(_last(kind.name))
+    if epilogue is not None and not (epilogue == "add" and kind.has_post_norm):
+        fused = choose(*shape, epilogue, kind.has_bias)
+        if fused is not None:
+            return fused.name if epilogue == "add" else f"{fused.name} with its gate", fused.why
+    plain = choose(*shape)
+    assert plain is not None
+    return f"{plain.name}, then its gate" if epilogue == "gated" else plain.name, plain.why
+
+
+def _last(name: str) -> str:
+    return name.split(".")[-1]
+
+
+def experts_section(moe: MoeSpec, hidden: int, name: str, weights: PlannedWeights, gpu: Capabilities) -> Section:
+    experts, inter = moe.num_experts, moe.expert.intermediate_size
+    shapes = {"gate": (experts, inter, hidden), "up": (experts, inter, hidden), "down": (experts, hidden, inter)}
+    forms = [planned_form(f"{name}.experts.{part}.weight", shape, weights) for part, shape in shapes.items()]
+    kinds = {form.kind for form in forms}
+    is_apart = forms[0] != forms[1]  # gates and ups of different forms are multiplied one by one
+    kind: ExpertsKind = "mixed" if len(kinds) > 1 or is_apart else "plain" if kinds == {"plain"} else "int"
+    expert_bytes = 2 * inter * hidden * weights.dtype.itemsize
+
+    def answer(num_tokens: int) -> tuple[str, str, str]:
+        is_fused = moe.shared is None
+        row = choose_experts(ExpertsProduct(num_tokens, moe.num_active, experts, kind, expert_bytes, is_fused, gpu))
+        return row.name, row.name, row.why
+
+    title = f"experts {experts} × [{2 * inter}, {hidden}] {forms[0]}, {moe.num_active} a token"
+    return Section(title, "tokens", tuple(_ranges(answer)))
+
+
+def attention_sections(mixer: Gqa, weights: PlannedWeights, context: int, gpu: Capabilities) -> Iterator[Section]:
+    has_extras = mixer.window is not None or mixer.softcap is not None or mixer.has_sinks
+    seen = context if mixer.window is None else min(context, mixer.window)
+    shown = f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
+
+    def step(num_rows: int, num_queries: int, visible: int) -> AttentionStep:
+        heads, dim = mixer.num_kv_heads, mixer.head_dim
+        return AttentionStep(num_rows, num_queries, visible, heads, dim, weights.dtype, has_extras, gpu)
+
+    def decode(num_rows: int) -> tuple[str, str, str]:
+        row = choose_attention(step(num_rows, 1, seen))
+        splits = num_splits_for(num_rows, mixer.num_kv_heads, seen, gpu)
+        name = f"{row.name}, {splits} splits" if splits > 1 else row.name
+        return name, name, row.why
+
+    def prompt(length: int) -> tuple[str, str, str]:
+        row = choose_attention(step(1, max(2, length), max(2, length)))
+        return row.name, row.name, row.why
+
+    yield Section(f"attention of decoding rows ({shown}, context {seen})", "rows", tuple(_ranges(decode)))
+    yield Section(f"attention of a whole prompt ({shown})", "tokens", tuple(_ranges(prompt)))
+
+
+def _ranges(answer: Callable[[int], tuple[str, str, str]]) -> Iterator[Range]:
+    """The answers for 1 to MAX_ROWS, neighbours with equal ones as one range"""
+    for first, last, (eager, captured, why) in _runs((number, answer(number)) for number in range(1, MAX_ROWS + 1)):
+        yield Range(first, last, eager, captured, why)
+
+
+def _runs(answers: Iterable[tuple[int, Answer]]) -> Iterator[tuple[int, int, Answer]]:
+    numbers = iter(answers)
+    first, current = next(numbers)
+    last = first
+    for number, found in numbers:
+        if found != current:
+            yield first, last, current
+            first, current = number, found
+        last = number
+    yield first, last, current
+
+
+def describe_kernels(spec: ModelSpec, weights: PlannedWeights, context: int, gpu: Capabilities) -> list[Section]:
+    """What would compute a model, part by part; layers that are alike are described once."""
+    sections = [product_section(kind, gpu) for kind in matrix_kinds(spec, weights)]
+    for mixer in dict.fromkeys(spec.attentions):
+        sections += attention_sections(mixer, weights, context, gpu)
+    moes = {layer.mlp: number for number, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoeSpec)}
+    sections += [
+        experts_section(moe, spec.hidden_size, f"layers.{number}", weights, gpu) for moe, number in moes.items()
+    ]
+    return list({section.title: section for section in sections}.values())

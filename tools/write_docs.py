@@ -27,10 +27,9 @@ from tokenmill.arch import families, outlines
 from tokenmill.arch.family import Family
 from tokenmill.arch.gguf_types import GGML_TYPES, GGMLType
 from tokenmill.arch.packed_formats import Stored, packed_int_format
-from tokenmill.cli import MODULES, VERBS
-from tokenmill.cli.dispatch import build_app
+from tokenmill.cli import VERBS
+from tokenmill.cli.dispatch import SECTIONS, build_app
 from tokenmill.cli.flags import flag_name
-from tokenmill.cli.settings import SECTIONS
 from tokenmill.observe import metrics
 from tokenmill.ops.cpu.packing import PACKED_QUANTS
 from tokenmill.store.catalog import load_catalog
@@ -119,7 +118,7 @@ def reference() -> str:
 def command_apps() -> Iterator[tuple[str, App]]:
     """Every command with its parser: `serve`, `bench offline`, …"""
     for verb in VERBS:
-        app = build_app(verb, f"tokenmill.cli.{MODULES.get(verb, verb)}", None)[verb]
+        app = build_app(verb, None)[verb]
         names = [name for name in app if not name.startswith("-")]
         if names:
             yield from ((f"{verb} {name}", app[name]) for name in names)

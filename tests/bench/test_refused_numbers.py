@@ -12,7 +12,7 @@ from tokenmill.bench import compare
 from tokenmill.bench import startup as starts
 from tokenmill.bench.peers import ours
 from tokenmill.cli import main
-from tokenmill.cli.bench_offline import tell
+from tokenmill.cli.bench_engine import tell
 
 STAGES = (*starts.STAGES, *starts.RUN_STAGES, *starts.SERVER_STAGES)
 SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
@@ -57,9 +57,9 @@ SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
         (["search", *SERVER, "--waves", "9" * 20], ["--waves"]),
         (["search", *SERVER, "--most", "inf"], ["--most"]),
         (["serve", *SERVER, "--warmup", "9" * 20], ["--warmup"]),
-        (["serve", *SERVER, "--turns", "1.5"], ["--turns takes a whole number, not 1.5"]),
+        (["serve", *SERVER, "--turns", "1.5"], ["--turns takes an integer, not 1.5"]),
         (["search", *SERVER, "--start", "10", "--most", "2"], ["10", "above the highest, 2"]),
-        (["search", *SERVER, "--start", "1.5"], ["1.5", "whole number"]),
+        (["search", *SERVER, "--start", "1.5"], ["1.5", "integer"]),
         (["search", *SERVER, "--over", "rate", "--trial-s", "0"], ["--trial-s"]),
     ],
 )

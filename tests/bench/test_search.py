@@ -191,7 +191,7 @@ def test_limits_and_failures_are_named() -> None:
         judge(2, one_piece, parse_limits("ttft_p95=1s,tpot_p95=100ms"), rates)
     with pytest.raises(InvalidConfig, match=r"no request came.*--trial-s"):
         judge(0.01, [], parse_limits("ttft_p95=1s"), rates)
-    with pytest.raises(InvalidConfig, match=r"10\.5; it is a whole number"):
+    with pytest.raises(InvalidConfig, match=r"10\.5; it is an integer"):
         SearchSettings(most=10.5)
 
 

@@ -57,7 +57,7 @@ def test_every_verb_in_the_table_has_help(environment: dict[str, str]) -> None:
         (["run", "--threads", "many", "hi"], ["--threads", "many"]),
         (["run", "--temperature", "-1", "hi"], ["temperature", "between"]),
         (["run", "--device", "gpu", "hi"], ["--device"]),
-        (["run", "--max-tokens", "1.5", "hi"], ["--max-tokens takes a whole number, not 1.5"]),
+        (["run", "--max-tokens", "1.5", "hi"], ["--max-tokens takes an integer, not 1.5"]),
         (["serve", "--host", "no..where", "--allow-open"], ["no..where", "--host"]),
         (["serve", "--api-key", "", "--port", "0"], ["API key is empty"]),
         (["run", "smollm2", "hi", "there"], ["'there'", "quotes"]),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
+from tokenmill.cli.dispatch import SECTIONS, environment_settings
 from tokenmill.cli.flags import flag_name
-from tokenmill.cli.screen import PullScreen, count, size
-from tokenmill.cli.settings import SECTIONS, environment_settings
+from tokenmill.cli.output import PullScreen, count, size
 from tokenmill.cli.show import command
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.params import SamplingParams, Watermark

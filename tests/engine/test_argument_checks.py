@@ -29,8 +29,8 @@ def test_settings_find_their_part() -> None:
     [
         (None, {}, "a name, a path or an EngineConfig, got None"),
         ("m", {"max_contxt": 1}, "did you mean max_context"),
-        ("m", {"threads": "two"}, "threads must be a whole number or None, got 'two'"),
-        ("m", {"threads": True}, "threads must be a whole number"),
+        ("m", {"threads": "two"}, "threads must be an integer or None, got 'two'"),
+        ("m", {"threads": True}, "threads must be an integer"),
         ("m", {"device": "gpu"}, "device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),
         ("m", {"prefix_caching": "no"}, "prefix_caching must be True or False"),
         ("m", {"activation_bits": 8}, "'8', 'mixed', '16', got 8"),

@@ -14,6 +14,7 @@ from tokenmill.bench.lengths import Lengths
 from tokenmill.cli.doctor import gpu_advice, hardware_rows
 from tokenmill.config import EngineConfig, OpsConfig
 from tokenmill.config.engine import GPU_LIMITS
+from tokenmill.engine import resolve
 from tokenmill.hardware.amd import architecture_name, probe_amd
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
@@ -94,8 +95,9 @@ def test_a_gpu_that_torch_can_t_use_does_not_set_the_limits_of_a_benchmark() -> 
     on_cpu = EngineConfig(ops=OpsConfig(device="cpu"))
     for config, can_use, rows in ((EngineConfig(), True, None), (EngineConfig(), False, 300), (on_cpu, True, 300)):
         with (
-            patch.object(offline, "probe_machine", return_value=machine),
+            patch.object(resolve, "probe_machine", return_value=machine),
             patch.object(torch.cuda, "is_available", return_value=can_use),
+            patch.object(torch.cuda, "mem_get_info", return_value=(INSTINCT.free_bytes, INSTINCT.memory_bytes)),
         ):
             assert offline.config_for(config, workload).scheduler.max_running == rows
     assert GPU_LIMITS[0] >= 300

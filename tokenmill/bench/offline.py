@@ -82,7 +82,7 @@ def rows_by_default(config: EngineConfig) -> int:
 
 def open_measured(config: EngineConfig) -> Measured:
     llm = LLM(config)
-    while llm.core.run_idle_task():  # a GPU's graphs of every size: a server has them by the time anybody looks
+    while llm.core.run_idle_task():  # a GPU's graphs of every size: a server has captured them soon after its start
         pass
     runner: Any = llm.core.runner
     parts, dtype = stored_weights(llm)

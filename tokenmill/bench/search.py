@@ -60,9 +60,9 @@ class SearchSettings:
     most: float = 4096
     confidence: float = 0.9  # the search ends when it is that sure of the edge
     most_trials: int = 60  # or after so many trials
-    is_whole: bool = True  # levels are whole numbers
+    is_whole: bool = True  # levels are integers
     noisy_s: float = 0.0  # where trials contradict each other it lasts as long as this, however sure it is
-    resolution: float = 0.05  # an edge this share off is the same; so are neighbouring whole numbers
+    resolution: float = 0.05  # an edge this share off is the same; so are neighbouring integers
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
@@ -72,9 +72,9 @@ class SearchSettings:
         if self.start > self.most:
             raise InvalidConfig(f"the first level, {self.start:g}, lies above the highest, {self.most:g}", param="most")
         if self.is_whole and not (self.start >= 1 and self.start == int(self.start)):
-            raise InvalidConfig(f"a concurrency of {self.start:g}; it is a whole number", param="start")
+            raise InvalidConfig(f"a concurrency of {self.start:g}; it is an integer", param="start")
         if self.is_whole and self.most != int(self.most):
-            raise InvalidConfig(f"a concurrency of {self.most:g}; it is a whole number", param="most")
+            raise InvalidConfig(f"a concurrency of {self.most:g}; it is an integer", param="most")
 
     @property
     def lowest(self) -> float:
@@ -219,7 +219,7 @@ class _Log:
 
     def level_in_doubt(self, believed: Belief) -> float:
         """Where another trial tells most: at an edge drawn from what is believed, so close by where trials agree and
-        further away where they do not; of whole numbers the one below or the one above it. No further up than twice
+        further away where they do not; of integers the one below or the one above it. No further up than twice
         what passed: a server far beyond its edge takes long to show it."""
         settings = self._settings
         level = settings.level(believed.drawn(self._drawing))

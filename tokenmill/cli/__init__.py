@@ -1,6 +1,6 @@
 """The command line. This file knows the verbs by name only: `tokenmill --help` and `--version` import little else.
 
-    main ─► cli/dispatch: flags, TOML file, environment ─► `command` of the verb's module ─► cli/endings: exit code
+    main ─► cli/dispatch: flags, TOML file, environment ─► the verb's function ─► cli/exit_codes
 
 Exit codes: 0 done, 1 failed (one clear line on stderr), 2 wrong usage (one line), 130 stopped by Ctrl-C.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from tokenmill.cli.exit_codes import ending
+from tokenmill.cli.exit_codes import exit_code_of
 
-# A verb is a file here with a function `command`; its line is what `--help` shows.
+# A verb's line is what `--help` shows; where its function is, `dispatch.ENTRY_POINTS` says.
 VERBS = {
     "run": "Answer one prompt on stdout, streamed; reads stdin when piped",
     "chat": "Talk with a model in the terminal",
@@ -26,15 +26,13 @@ VERBS = {
     "doctor": "What this machine has, what is chosen and why, what to fix",
 }
 
-MODULES = {"list": "listing", "rm": "remove"}  # where the verb would hide a built-in or say too little
-
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    return ending(lambda: _obey(arguments))
+    return exit_code_of(lambda: _run_verb(arguments))
 
 
-def _obey(arguments: list[str]) -> int:
+def _run_verb(arguments: list[str]) -> int:
     if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in VERBS:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -54,7 +52,7 @@ def _obey(arguments: list[str]) -> int:
     with prestart_core(verb, arguments[1:]):
         from tokenmill.cli.dispatch import dispatch
 
-        return dispatch(verb, f"tokenmill.cli.{MODULES.get(verb, verb)}", arguments[1:])
+        return dispatch(verb, arguments[1:])
 
 
 def _overview() -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from cyclopts import App
 
-from tokenmill.cli.bench_engine import compare, latency, startup
-from tokenmill.cli.bench_offline import offline
-from tokenmill.cli.bench_search import search
-from tokenmill.cli.bench_serve import report, serve
+from tokenmill.cli.bench_engine import compare, latency, offline, startup
+from tokenmill.cli.bench_serve import report, search, serve
 
 command = App(
     help="Measure: the engine alone (offline, latency, startup), a server (serve, search), peers (compare).",

@@ -1,22 +1,116 @@
-"""`tokenmill chat`: a conversation in the terminal.
+r'''`tokenmill chat`: a conversation in the terminal.
 
-The loop reads a turn (`turns.py`), answers it or obeys a /command, and remembers what was said. Ctrl-C stops the
-answer and keeps what was written; Ctrl-D or /exit leaves.
-"""
+    a line                    is a turn
+    a line that ends with \   goes on in the next line
+    """ ... """               a block of lines is one turn
+    /command                  changes the conversation or its settings; /help lists them
+
+On a terminal, lines can be edited and recalled (readline; the history is kept in the store's directory, readable by its
+owner only), and Ctrl-C at the prompt drops the turn being typed. From a pipe, lines are read as they are. Ctrl-C during
+an answer stops it and keeps what was written; Ctrl-D or /exit leaves.
+'''
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any, get_origin, get_type_hints
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, TextIO, get_origin, get_type_hints
 
 import msgspec
 
 from tokenmill.cli import flags, session
-from tokenmill.cli.prompt_input import PromptInput
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.store.layout import store_root
+
+BLOCK = '"""'
+MAX_HISTORY_LINES = 1000
+
+
+# ── reading turns ────────────────────────────────────────────────────────────────────────────────────
+
+
+class PromptInput:
+    def __init__(self, source: TextIO) -> None:
+        self._source = source
+        self.is_terminal = source.isatty()
+        self._readline: ModuleType | None = None
+
+    def __enter__(self) -> PromptInput:
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):  # some Pythons are built without it
+                import readline
+
+                self._readline = readline
+                readline.set_history_length(MAX_HISTORY_LINES)
+                with contextlib.suppress(OSError):
+                    readline.read_history_file(_history_file())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._readline is not None:
+            with contextlib.suppress(OSError):
+                _history_file().parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(_history_file(), os.O_CREAT | os.O_WRONLY, 0o600))
+                self._readline.write_history_file(_history_file())
+
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            try:
+                turn = self._turn()
+            except KeyboardInterrupt:
+                if not self.is_terminal:
+                    raise
+                print("\n(Ctrl-D or /exit leaves)")
+                continue
+            if turn is None:
+                return
+            yield turn
+
+    def _turn(self) -> str | None:
+        line = self._line(">>> ")
+        if line is None:
+            return None
+        if line.lstrip().startswith(BLOCK):
+            return self._block(line.lstrip().removeprefix(BLOCK))
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._line("... ") or "")
+        return "\n".join(lines)
+
+    def _block(self, line: str) -> str:
+        lines: list[str] = []
+        following: str | None = line
+        while following is not None and not following.rstrip().endswith(BLOCK):
+            lines.append(following)
+            following = self._line("... ")
+        if following is not None:
+            lines.append(following.rstrip().removesuffix(BLOCK))
+        return "\n".join(lines).strip("\n")
+
+    def _line(self, prompt: str) -> str | None:
+        if self.is_terminal:
+            try:
+                return input(prompt)
+            except EOFError:
+                print()
+                return None
+        line = self._source.readline()
+        return line.rstrip("\r\n") if line else None
+
+
+def _history_file() -> Path:
+    return store_root() / "chat_history"
+
 
 HELP = '''\
 /clear            forget the conversation
@@ -28,6 +122,9 @@ HELP = '''\
 
 A line that ends with \\ goes on in the next one; """ opens a block of lines and """ closes it.
 Ctrl-C stops an answer.'''
+
+
+# ── the conversation ─────────────────────────────────────────────────────────────────────────────────
 
 
 def command(
@@ -72,7 +169,7 @@ class Conversation:
             try:
                 if not text.startswith("/"):
                     self.answer(text)
-                elif not self.obey(text):
+                elif not self.run_command(text):
                     return
             except TokenmillError as problem:  # too long, wrong value: the conversation goes on
                 print(f"! {' '.join(str(problem).split())}", file=sys.stderr)
@@ -88,7 +185,7 @@ class Conversation:
                 return
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
-    def obey(self, line: str) -> bool:
+    def run_command(self, line: str) -> bool:
         """Do what a /command says; False when it says to leave."""
         name, _, rest = line[1:].strip().partition(" ")
         match name:

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from tokenmill.cli.screen import print_facts
+from tokenmill.cli.output import print_facts
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import Watermark
 from tokenmill.sampling.watermark import Reading, read_watermark

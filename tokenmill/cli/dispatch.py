@@ -1,33 +1,55 @@
-"""From a verb and its arguments to an exit code: flags are parsed by cyclopts, what they get wrong becomes one line."""
+"""From a verb and its arguments to an exit code: settings are collected, flags parsed, errors told in one line.
+
+    flags  >  environment  >  file  >  defaults
+
+    [model]                          TOKENMILL_MAX_CONTEXT=4096      --max-context 4096
+    max_context = 4096
+
+A section of the TOML file is a config dataclass, a key is one of its fields. Values are converted by the same code as
+flags. One file serves all verbs: a verb takes the keys it has flags for. An unknown name is refused, with the nearest
+known one.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 from cyclopts.config import Dict
 
-from tokenmill.cli.amounts import whole_numbers_only
 from tokenmill.cli.exit_codes import fail
-from tokenmill.cli.settings import environment_settings, file_settings, is_setting
+from tokenmill.cli.flags import flag_name, whole_numbers_only
+from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.sampling import SamplingConfig
+from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig, TokenmillError
 
+# Where a verb's function is, if not `command` in a module of the verb's name.
+ENTRY_POINTS = {
+    "pull": ("store_verbs", "pull_models"),
+    "list": ("store_verbs", "list_models"),
+    "rm": ("store_verbs", "remove_models"),
+}
 CONFIGURED = ("run", "chat", "serve")
 EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
 
 
-def dispatch(verb: str, module: str, arguments: list[str]) -> int:
+def dispatch(verb: str, arguments: list[str]) -> int:
     """Run a verb; wrong usage, and what it refuses or fails at by name, is one line on stderr and an exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         arguments, config_file = take_config_file(arguments)
-        app = build_app(verb, module, config_file)
+        app = build_app(verb, config_file)
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
         return fail(_left_over(verb, problem.unused_tokens or []), 2)
@@ -57,7 +79,7 @@ def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     return rest, Path(chosen).expanduser() if chosen else None
 
 
-def build_app(verb: str, module: str, config_file: Path | None) -> App:
+def build_app(verb: str, config_file: Path | None) -> App:
     sources = [_source(environment_settings(os.environ), "the environment")]
     if config_file is not None:
         sources.append(_source(file_settings(config_file), str(config_file)))
@@ -72,7 +94,8 @@ def build_app(verb: str, module: str, config_file: Path | None) -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    app.command(import_module(module).command, name=verb)
+    module, function = ENTRY_POINTS.get(verb, (verb, "command"))
+    app.command(getattr(import_module(f"tokenmill.cli.{module}"), function), name=verb)
     return app
 
 
@@ -99,3 +122,93 @@ def _not_here(verb: str, problem: UnknownOptionError) -> str:
     given = (problem.token.keyword or problem.token.value).partition("=")[0]
     option = given.removeprefix("--no-").removeprefix("--")
     return f"--{option} does nothing in {verb}: it is for other verbs" if is_setting(option) else str(problem)
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "ops": OpsConfig,
+    "sampling": SamplingConfig,
+    "server": ServerConfig,
+}
+PREFIX = "TOKENMILL_"
+MAX_FILE_BYTES = 1 << 20
+
+
+# ── settings from a file and the environment ─────────────────────────────────────────────────────────
+
+
+def file_settings(path: Path) -> dict[str, Any]:
+    """Flag name → value from a TOML file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidConfig(f"{path} is too large for a settings file")
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise InvalidConfig(f"{path} can't be read: {problem.strerror}") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise InvalidConfig(f"{path} is not valid TOML: {problem}") from problem
+    found: dict[str, Any] = {}
+    for section, table in tables.items():
+        found |= _section(path, section, table)
+    return found
+
+
+def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Flag name → value from TOKENMILL_… variables; several values are separated by commas, none is empty."""
+    known = {_variable(flag_name(section, name)): (section, name) for section in SECTIONS for name in _names(section)}
+    found: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if variable in known:
+            section, name = known[variable]
+            values = [part for part in value.split(",") if part] if name in _several(section) else value
+            found |= {flag_name(section, name): values} if values != [] else {}
+        elif variable.startswith(PREFIX):
+            _refuse_near_miss(variable, list(known))
+    return found
+
+
+def is_setting(flag: str) -> bool:
+    """Return whether some verb has this flag, given without its dashes."""
+    return any(flag == flag_name(section, name) for section in SECTIONS for name in _names(section))
+
+
+def _section(path: Path, section: str, table: Any) -> dict[str, Any]:
+    if section not in SECTIONS:
+        raise InvalidConfig(f"{path}: there is no section [{section}]{_did_you_mean(section, list(SECTIONS))}")
+    if not isinstance(table, dict):
+        raise InvalidConfig(f"{path}: {section} must be a section: write [{section}] and its keys below")
+    names = _names(section)
+    for key, value in table.items():
+        if key not in names:
+            raise InvalidConfig(f"{path}: [{section}] has no key {key!r}{_did_you_mean(key, names)}", param=key)
+        if isinstance(value, dict) or (isinstance(value, list) and key not in _several(section)):
+            raise InvalidConfig(f"{path}: [{section}] {key} takes one value", param=key)
+    return {flag_name(section, key): value for key, value in table.items()}
+
+
+def _refuse_near_miss(variable: str, known: list[str]) -> None:
+    """Other programs may own TOKENMILL_ variables too; one that nearly names a setting is a mistake."""
+    near = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)
+    if near:
+        raise InvalidConfig(f"the environment variable {variable} is no setting; did you mean {near[0]}?")
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}"
+
+
+def _names(section: str) -> list[str]:
+    return [field.name for field in fields(SECTIONS[section])]
+
+
+def _several(section: str) -> set[str]:
+    """Fields that take several values."""
+    hints = get_type_hints(SECTIONS[section])
+    return {name for name, hint in hints.items() if get_origin(hint) in (tuple, list)}
+
+
+def _variable(flag: str) -> str:
+    return PREFIX + flag.replace("-", "_").upper()

@@ -14,7 +14,7 @@ import tokenmill
 from tokenmill.arch.packed_formats import stored_formats
 from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_spec
-from tokenmill.cli.screen import print_facts, size
+from tokenmill.cli.output import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.resolve import explain_choices, unused_gpu
 from tokenmill.errors import InvalidConfig, TokenmillError

@@ -14,15 +14,15 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
-def ending(command: Callable[[], int]) -> int:
-    """The command's exit code, or that of what stopped it."""
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Run a command; its exit code, or that of what stopped it."""
     try:
         code = command()
         _flush()  # here it can be told what is wrong with the output, when the interpreter ends it can't
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `tokenmill run … | head -1`: nobody reads on, which is no error of ours
+    except BrokenPipeError:  # `tokenmill run … | head -1`: the reader has left, which is no error
         _forget_output()
         return BROKEN_PIPE
     except OSError as problem:
@@ -43,7 +43,7 @@ def fail(text: str, code: int) -> int:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # closed by whoever started us
+    if sys.stdout is not None:  # the parent may have closed it
         sys.stdout.flush()
 
 

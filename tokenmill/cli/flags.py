@@ -1,22 +1,69 @@
-"""The groups of flags that verbs share: a config dataclass each; its fields are the flags, their docstrings the help.
+"""The flags that verbs share: bounded numbers, checks, and groups of flags.
 
-Two dataclasses may share a field name (`seed` of the weights, `seed` of an answer): `RENAMED` keeps the flags apart.
-A verb has flags for what acts there: what only several clients, or several sequences, would notice is not elsewhere.
+A group is a config dataclass: its fields are the flags, their docstrings the help. Two dataclasses may share a field
+name (`seed` of the weights, `seed` of an answer): `RENAMED` keeps the flags apart. A verb has flags for what acts
+there: a setting that only several clients, or several sequences, would notice is not offered elsewhere. An option that
+would do nothing, and a result that could not be written, are refused before anything runs.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import App, ArgumentCollection, Parameter
+from cyclopts.validators import Number
 
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidConfig
+
+FRACTION = re.compile(r"[+-]?\d*\.\d*[1-9]\d*")
+MOST = 10**9  # seconds, tokens, requests: more than anyone needs, and small enough not to overflow later
+
+Count = Annotated[int, Parameter(validator=Number(gte=1, lte=MOST))]
+CountOrZero = Annotated[int, Parameter(validator=Number(gte=0, lte=MOST))]
+Amount = Annotated[float, Parameter(validator=Number(gt=0, lte=MOST))]
+AmountOrZero = Annotated[float, Parameter(validator=Number(gte=0, lte=MOST))]
+Share = Annotated[float, Parameter(validator=Number(gt=0, lte=1))]
+
+
+def whole_numbers_only(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 where an integer is wanted; left to itself the parser would round it."""
+    for argument in arguments:
+        if argument.hint in (int, int | None):
+            for token in argument.tokens:
+                if FRACTION.fullmatch(token.value):
+                    raise InvalidConfig(f"{argument.name} takes an integer, not {token.value}")
+
+
+Needs = dict[str, tuple[bool, str]]  # field → (whether it has an effect, what it needs for one)
+
+
+# ── checks ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refuse_idle(settings: Any, needs: Needs) -> None:
+    """Refuse an option that would do nothing, before anything is sent."""
+    for option in fields(settings):
+        acts, wanted = needs.get(option.name, (True, ""))
+        if not acts and getattr(settings, option.name) != option.default:
+            raise InvalidConfig(f"--{option.name.replace('_', '-')} needs {wanted}", param=option.name)
+
+
+def require_folder(file: Path | None, option: str) -> None:
+    """Refuse a file that could not be written, before the run whose results it is for."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        raise InvalidConfig(f"--{option} {file} is no file that can be written: there is no such folder", param=option)
+
 
 RENAMED = {("model", "seed"): "weights-seed"}
+
+
+# ── groups of flags ──────────────────────────────────────────────────────────────────────────────────
 
 
 def flag_name(section: str, field: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
-from tokenmill.cli.screen import PullScreen
+from tokenmill.cli.output import PullScreen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
@@ -22,19 +22,19 @@ from tokenmill.types import ChatRequest, Event, Message, PromptRequest
 
 
 class Events(Protocol):
-    """An answer as it comes."""
+    """The events of an answer, as they come."""
 
     def __iter__(self) -> Iterator[Event]: ...
     def __next__(self) -> Event: ...
 
     def stop(self) -> None:
-        """No more is wanted: whoever waits for the next event finds the end. A signal handler may call it."""
+        """End the answer early: the next event is the end. May be called by a signal handler."""
 
     def close(self) -> None: ...
 
 
 class ChatModel(Protocol):
-    """What is asked of an open model."""
+    """An open model, as `run` and `chat` use it."""
 
     def stream(self, prompt: str, params: SamplingParams) -> Events: ...
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Events: ...
@@ -48,7 +48,7 @@ def open_model(config: EngineConfig) -> ChatModel:
 
 
 def fetch(name: str) -> ResolvedModel:
-    """Make sure that the model is on this machine; where it is."""
+    """Make sure that the model is on this machine, and find its files."""
     with PullScreen() as screen:
         return resolve_model(name, progress=screen)
 
@@ -79,7 +79,7 @@ class ServedModel:
 
 
 class ServedEvents(Iterator[Event]):
-    """The loop runs while the next event is waited for, and not otherwise."""
+    """Events of one request. The event loop runs only while the next event is waited for."""
 
     def __init__(self, runner: asyncio.Runner, stream: EventStream) -> None:
         self._runner, self._stream = runner, stream
@@ -118,7 +118,7 @@ class Stop:
 
 @contextmanager
 def stoppable(events: Events) -> Generator[Stop, None, None]:
-    """Inside, Ctrl-C ends the answer, also while a long prompt is read and nothing has come of it; the engine stays."""
+    """Inside, Ctrl-C ends the answer, also while a long prompt is computed and no token has come; the engine stays."""
     stop = Stop(events)
     before = signal.signal(signal.SIGINT, stop.ask)
     try:
@@ -128,7 +128,7 @@ def stoppable(events: Events) -> Generator[Stop, None, None]:
 
 
 class Answer:
-    """The text so far and how it ended."""
+    """The text of an answer so far, and how it ended."""
 
     def __init__(self) -> None:
         self.text = ""

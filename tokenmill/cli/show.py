@@ -14,7 +14,7 @@ from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv
-from tokenmill.cli.screen import count, print_facts, size
+from tokenmill.cli.output import count, print_facts, size
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.planner.plan import CPU_KV_DTYPE
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model

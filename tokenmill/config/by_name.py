@@ -1,7 +1,7 @@
 """An engine's config as Python programs write it: `LLM("smollm2:135m", max_context=2048)`.
 
-Each setting is found by its name in whichever part has it. No parser stood before it, as on the command line, so its
-value is held against the field's type here.
+Each setting is found by its name in the part that has it. Unlike on the command line no parser has checked its value,
+so it is held against the field's type here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "ops": OpsConfig,
 }
-WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
 
 
 def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:

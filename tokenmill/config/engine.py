@@ -86,7 +86,7 @@ class SchedulerConfig:
 
     @property
     def num_rows(self) -> int:
-        """`max_running`, or what it is where nobody has said anything of the device."""
+        """`max_running`, or a CPU's default while the device is not chosen yet."""
         return CPU_LIMITS[0] if self.max_running is None else self.max_running
 
     @property

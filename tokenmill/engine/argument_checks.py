@@ -17,7 +17,7 @@ Conversation = Sequence[Message | dict[str, Any]]
 
 
 def prompts_from(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several; a list of whole numbers is one."""
+    """One prompt or several; a list of token ids is one."""
     if isinstance(given, str) or (_is_list(given) and given and all(isinstance(part, int) for part in given)):
         return [prompt_from(given)]
     if not _is_list(given):

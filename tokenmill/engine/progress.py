@@ -1,4 +1,4 @@
-"""A progress bar for offline work that takes over a second; silent when it does not, or when nobody watches."""
+"""A progress bar for offline work that takes over a second; none when it does not, or without a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def progress_over(total: int, *, enabled: bool, patience_s: float = 1.0) -> Iter
 
 
 class LateBar:
-    """Appears only once the work has taken `patience_s`."""
+    """A bar that appears only once the work has taken `patience_s`."""
 
     def __init__(self, total: int, patience_s: float) -> None:
         self._total = total

@@ -28,7 +28,7 @@ from tokenmill.planner.reading import readers_kept_up_with
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
 
 TERA = 1e12
-CPU_KV_DTYPE = "float16"  # what the engine takes where nobody asks; on a GPU, what it computes in
+CPU_KV_DTYPE = "float16"  # the engine's default on a CPU; on a GPU it is the compute dtype
 
 
 @dataclass(frozen=True)

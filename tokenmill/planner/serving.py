@@ -48,8 +48,8 @@ def _weight_dtype(config: EngineConfig, model: PlannedModel, device: Device) -> 
 
 
 def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:
-    """A few lines for the log of a start. That not all who may run fit at full length is normal with the limits that
-    nobody chose, and a warning with those that somebody did; what can't run at all is always one."""
+    """A few lines for the log of a start. That not all requests that may run fit at full length is normal with default
+    limits, and a warning with limits that were set; a model that can't run at all is always a warning."""
     plan = serving_plan(config, path, name)
     memory = plan.memory
     lines = [

@@ -118,7 +118,7 @@ def _slices(raw: RawTensor) -> list[RawTensor]:
 
 @cache
 def layout_digest() -> str:
-    """A digest of how the kernels lay out every kind: whoever keeps packed bytes learns from it when that changes."""
+    """A digest of how the kernels lay out every kind; a cache of packed bytes is valid for one digest only."""
     rows, cols = 40, 512  # panels that are full and one that is not, super-blocks and blocks
     digest = hashlib.sha256()
     for kind in (*sorted(PACKED_QUANTS), *_PLAIN_KINDS.values()):

@@ -1,15 +1,23 @@
-"""What people see besides answers: the progress of a pull (on stderr), sizes in words, aligned columns."""
+"""What people and programs see besides answers: progress of a pull, tables, sizes in words, one JSON line."""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+
 NUMBERS_WIDTH = 48  # characters of a terminal for how much, how fast, how long, and some of a bar
+
+
+# ── the progress of a pull ───────────────────────────────────────────────────────────────────────────
 
 
 class PullScreen:
@@ -70,6 +78,9 @@ def shortened(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[: width // 2]}…{name[len(name) - (width - width // 2 - 1) :]}"
 
 
+# ── words and columns ────────────────────────────────────────────────────────────────────────────────
+
+
 def size(num_bytes: float) -> str:
     """Bytes for people: 98.4 MB."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -100,3 +111,43 @@ def print_table(titles: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
     for row in cells:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+# ── tables and the JSON line ─────────────────────────────────────────────────────────────────────────
+
+
+def print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+def print_json_line(facts: dict[str, Any]) -> None:
+    """One object on one line; NaN and infinities, which are no JSON, become null."""
+    print(msgspec.json.encode(finite(facts)).decode(), flush=True)
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """For a table cell: thousands separated, a dash where nothing is known."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value * 100:.0f} %"

@@ -1,0 +1,112 @@
+"""`tokenmill pull`, `list` and `rm`: the models in the store.
+
+A pull fetches each file once and continues where an earlier pull broke off.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from tokenmill.cli.output import PullScreen, print_table, size
+from tokenmill.errors import InvalidRequest
+from tokenmill.store import DEFAULT_MODEL, LocalModel, Store, load_catalog, parse_name, pull
+
+
+def pull_models(*models: str) -> int:
+    """Fetch models into the store; the default model without a name.
+
+    Parameters
+    ----------
+    models
+        Short names (`tokenmill list --catalog`) or Hugging Face ids: owner/name, owner/name:Q4_K_M.
+    """
+    store = Store()
+    for name in models or (DEFAULT_MODEL,):
+        model = parse_name(name)
+        if isinstance(model, LocalModel):
+            raise InvalidRequest(f"{name} is on this machine already", hint=f"tokenmill run {name}")
+        with PullScreen() as screen:
+            manifest = pull(model, store, screen)
+        print(f"{manifest.name}  {size(manifest.size_bytes)}  from {manifest.source}")
+    return 0
+
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+# ── list ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def list_models(*, catalog: Flag = False, json: Flag = False) -> int:
+    """List the models in the store.
+
+    Parameters
+    ----------
+    catalog
+        List the short names that can be pulled instead.
+    json
+        One JSON array for programs.
+    """
+    rows = _catalog_rows() if catalog else _store_rows()
+    if json:
+        print(msgspec.json.encode(rows).decode())
+    elif catalog:
+        print_table(("NAME", "LICENCE", "HERE", "ABOUT"), [_offered_in_words(row) for row in rows])
+    elif rows:
+        print_table(("NAME", "SIZE", "PULLED", "FROM"), [_stored_in_words(row) for row in rows])
+    else:
+        print("the store is empty; `tokenmill pull` fetches the default model")
+    return 0
+
+
+def _store_rows() -> list[dict[str, Any]]:
+    return [
+        {"name": m.name, "size_bytes": m.size_bytes, "pulled_at_s": m.pulled_at_s, "source": m.source}
+        for m in Store().manifests()
+    ]
+
+
+def _catalog_rows() -> list[dict[str, Any]]:
+    here = set(Store().names())
+    return [
+        {"name": e.name, "about": e.about, "license": e.license, "repo": e.repo, "file": e.file, "here": e.name in here}
+        for e in load_catalog().values()
+    ]
+
+
+def _offered_in_words(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["name"], row["license"], "yes" if row["here"] else "", row["about"]
+
+
+def _stored_in_words(row: dict[str, Any]) -> tuple[str, ...]:
+    pulled = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["pulled_at_s"]))
+    return row["name"], size(row["size_bytes"]), pulled, row["source"]
+
+
+# ── rm ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def remove_models(model: str, /, *more: str) -> int:
+    """Remove models from the store. Content that another model uses stays.
+
+    Parameters
+    ----------
+    model
+        Name as `tokenmill list` shows it.
+    more
+        More of them.
+    """
+    from tokenmill.weights.packed_cache import prune
+
+    store = Store()
+    for name in (model, *more):
+        named = parse_name(name)
+        if isinstance(named, LocalModel):
+            raise InvalidRequest(f"{name} is a path, not a model in the store", hint="delete the file yourself")
+        freed = store.remove(named.name) + prune()  # what was packed from it goes with it
+        print(f"removed {named.name}, {size(freed)} freed")
+    return 0

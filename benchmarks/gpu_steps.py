@@ -18,7 +18,7 @@ from tokenmill.arch.read import read_spec
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs

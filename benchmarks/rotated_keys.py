@@ -15,7 +15,7 @@ from tokenmill.arch.read import read_spec
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.reference.rotate import rotate
 from tokenmill.runner.inputs import build_batch

@@ -43,7 +43,11 @@ def caches_of(num_blocks: int, kv_heads: int, dtype: torch.dtype) -> list[LayerC
 def test_placing_and_attending_at_once(
     contexts: list[int], kv_heads: int, dtype: torch.dtype, window: int | None
 ) -> None:
+    from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
+    from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
+    from tokenmill.ops.triton.attention.select import takes_fused_decode
     from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.launch.capabilities import capabilities_of
 
     torch.manual_seed(0)
     ops, num_rows, width = build_ops(), len(contexts), max(contexts) // BLOCK + 1
@@ -60,13 +64,12 @@ def test_placing_and_attending_at_once(
         newest, newest, starts, lengths, (GroupTables(tables, slots),), newest, BLOCK, 1, 8192, num_rows
     )
     plan, args = ops.plan_attention(batch, 0, None), AttentionArgs(DIM**-0.5, window)
-    assert ops.fused_decode_attention is not None and ops.norm_rope_write_kv is not None
+    assert takes_fused_decode(num_rows, kv_heads, plan.max_context, capabilities_of(qkv.device))
     for _ in range(2):  # counters are set back
-        found = ops.fused_decode_attention(qkv, ours, norms, 1e-6, angles, plan, args)
-    assert found is not None
+        found = fused_decode_attention(qkv, ours, norms, 1e-6, angles, plan, args)
     is_row = lengths > 0
     assert not found[~is_row].any()
-    queries = ops.norm_rope_write_kv(qkv, theirs, torch.where(is_row, slots, 0), norms, 1e-6, angles)
+    queries = norm_rope_write_kv(qkv, theirs, torch.where(is_row, slots, 0), norms, 1e-6, angles)
     expected = ops.attention(queries, theirs, plan, args)
     near(found[is_row], expected[is_row], 0.005 if dtype == torch.bfloat16 else 0.02)
     near(ours.keys[1:].float(), theirs.keys[1:].float(), 1e-3)
@@ -80,6 +83,7 @@ def test_placing_and_attending_at_once(
 def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, inter: int, k: int) -> None:
     from tokenmill.ops.triton.build import build_ops
     from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
+    from tokenmill.ops.triton.moe.gemv import add_norm_experts
 
     def drawn(*shape: int, scale: float = 0.02) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
@@ -89,9 +93,7 @@ def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, i
     norm, router = torch.rand(hidden, device="cuda") + 0.5, drawn(num_experts, hidden, scale=0.05)
     packed = ExpertsWeight(num_experts, (drawn(num_experts, 2 * inter, hidden), drawn(num_experts, hidden, inter)))
     spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=k > 2)
-    assert ops.add_norm_experts is not None
-    done = ops.add_norm_experts(x, residual, norm, 1e-6, LinearWeight(num_experts, hidden, router), packed, spec)
-    assert done is not None
+    done = add_norm_experts(x, residual, norm, 1e-6, LinearWeight(num_experts, hidden, router), packed, spec)
     logits, normed, total = norm_and_multiply(x, residual, norm, 1e-6, router)
     chosen = ops.route(logits, k, spec.renormalize)  # of equal logits the first, as here
     exact = ExpertsWeight(num_experts, tuple(part.float() for part in packed.packed))

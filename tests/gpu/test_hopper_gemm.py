@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tokenmill.models.linear import Projection
 from tokenmill.ops.batch import Mode
+from tokenmill.ops.compose import BatchClasses, PlainStream
+from tokenmill.ops.interface import GatedMlpWeights, LayerWeights, LinearWeight, Norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,12 +83,13 @@ def test_wide_products_in_every_cut(dtype: torch.dtype, activation: str | None) 
 def test_who_multiplies_dozens_of_rows(quantization: str, mode: Mode) -> None:
     """The ops' products, gated and not, are the same with 32 rows, 33, 128 and 129, in graphs and outside of them:
     whoever computes them."""
-    from tokenmill.ops.interface import LinearWeight
     from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.gemm.linear import gated_linear
     from tokenmill.ops.triton.quant.quantized import to_fp8
 
     torch.manual_seed(0)
     ops = build_ops(quantization)
+    classes = BatchClasses(ops.row_borders(torch.device("cuda")))
     x = torch.randn(129, 1024, device="cuda").bfloat16()
     matrix = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
     weight = LinearWeight(2048, 1024, to_fp8(matrix) if quantization == "fp8" else matrix)
@@ -96,13 +100,14 @@ def test_who_multiplies_dozens_of_rows(quantization: str, mode: Mode) -> None:
         near = 0.06 if quantization == "fp8" else 0.006
         assert off_by(ops.linear(x[:num_rows], weight, mode), wanted[:num_rows]) < near
         if quantization == "none":
-            assert ops.gated_linear is not None
-            assert off_by(ops.gated_linear(x[:num_rows], weight, "silu", mode), gated[:num_rows]) < near
+            assert off_by(gated_linear(x[:num_rows], weight, "silu", mode), gated[:num_rows]) < near
         else:
-            stream = ops.stream.join(x[:num_rows], None, torch.ones(1024, device="cuda").bfloat16(), 1e-6)
             norms = x[:num_rows].float().square().mean(1, keepdim=True).rsqrt()
             gate, up = (wanted[:num_rows] * norms).chunk(2, dim=1)
-            inner = ops.stream.gated_linear(stream, weight, "silu", mode)
-            back = to_fp8(torch.eye(1024, device="cuda").bfloat16())
-            found = ops.stream.any_linear(inner, LinearWeight(1024, 1024, back), mode)
+            back = Projection(ops, LinearWeight(1024, 1024, to_fp8(torch.eye(1024, device="cuda").bfloat16())))
+            norm = Norm(torch.ones(1024, device="cuda"), 1e-6)
+            feed = GatedMlpWeights(norm, Projection(ops, weight), back, "silu")
+            layer = LayerWeights(norm, back, back, None, feed)
+            (regions,) = ops.choose_regions(ops, [layer], classes.of(num_rows, mode))
+            found = regions.gated_mlp(PlainStream(x[:num_rows]), feed).delta
             assert off_by(found, functional.silu(gate) * up) < near

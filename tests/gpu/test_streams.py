@@ -1,4 +1,4 @@
-"""Layers as what happens to the residual stream, on a real GPU and on the shapes of an 8B model."""
+"""Regions of quantised layers, on a real GPU and on the shapes of an 8B model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmill.ops.interface import LinearWeight
+from tokenmill.models.linear import Projection
+from tokenmill.ops.compose import BatchClasses, PlainStream
+from tokenmill.ops.interface import GatedMlpWeights, LayerWeights, LinearWeight, Norm
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 
 pytestmark = [
@@ -28,28 +30,36 @@ def near(ours: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_a_layer_s_products_are_what_the_ops_they_are_made_of_are(kind: str) -> None:
+def test_fused_regions_equal_the_ops_they_are_made_of(kind: str) -> None:
+    from tokenmill.ops.triton.build import build_ops
     from tokenmill.ops.triton.quant import quantized
-    from tokenmill.ops.triton.quant.fused_norm_quant import STREAMS
+    from tokenmill.ops.triton.quant.fused_norm_quant import QuantizedRegions
 
+    ops = build_ops(kind)
+    classes = BatchClasses(ops.row_borders(torch.device("cuda")))
     pack: Any = {"fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind]
-    ops = STREAMS[kind]
     x, delta = normal(200, HIDDEN) * 3, normal(200, HIDDEN)
-    norm = torch.rand(HIDDEN, device="cuda") + 0.5
+    norm = Norm(torch.rand(HIDDEN, device="cuda") + 0.5, EPS)
     gate_up, down = pack(normal(2 * INTER, HIDDEN) * 0.02), pack(normal(HIDDEN, INTER) * 0.02)
-    weights = [LinearWeight(2 * INTER, HIDDEN, gate_up, normal(2 * INTER)), LinearWeight(HIDDEN, INTER, down)]
+    bias = normal(2 * INTER)
+    first = Projection(ops, LinearWeight(2 * INTER, HIDDEN, gate_up, bias))
+    second = Projection(ops, LinearWeight(HIDDEN, INTER, down))
+    layer = LayerWeights(norm, first, second, None, GatedMlpWeights(norm, first, second, "silu"))
     total = (x.float() + delta.float()).bfloat16().float()
-    inner = PLAIN.rms_norm(total, norm, EPS) @ quantized.expanded(gate_up).float().T + weights[0].bias
+    inner = PLAIN.rms_norm(total, *norm) @ quantized.expanded(gate_up).float().T + bias
     gated = PLAIN.act_mul(inner, "silu")
     expected = gated @ quantized.expanded(down).float().T
     for count in (1, 2, 8, 17, 32, 200):
-        assert ops.takes(count) or (kind == "int4" and count > 1)
-        if not ops.takes(count):
+        (regions,) = ops.choose_regions(ops, [layer], classes.of(count, "eager"))
+        is_fused = isinstance(getattr(regions.gated_mlp, "__self__", None), QuantizedRegions)
+        assert is_fused == (kind == "fp8" or count == 1)
+        if not is_fused:
             continue
         tolerance = 0.05 if count > 32 else 0.006  # where the rows are rounded to fp8 too
         rows = slice(200 - count, 200)
-        stream = ops.join(delta[rows], ops.join(x[rows], None, norm, EPS), norm, EPS)
-        assert torch.equal(stream.total.float(), total[rows])
-        near(ops.normed_linear(stream, weights[0]), inner[rows], tolerance)
-        near(ops.any_linear(ops.gated_linear(stream, weights[0], "silu"), weights[1]), expected[rows], 2 * tolerance)
-        near(ops.any_linear(gated[rows].bfloat16(), weights[1]), expected[rows], tolerance)
+        projected, stream = regions.norm_project(PlainStream(x[rows], delta[rows]), norm, first)
+        assert torch.equal(stream.residual.float(), total[rows]) and stream.delta is None
+        near(projected, inner[rows], tolerance)
+        near(regions.gated_mlp(PlainStream(x[rows], delta[rows]), layer.feed).delta, expected[rows], 2 * tolerance)
+        added = regions.project_add(gated[rows].bfloat16(), second, stream, None)
+        near(added.delta, expected[rows], tolerance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tests.support.tiny_models import load_ours, make_reference
-from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.regions import layer_regions
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
 from tokenmill.errors import UnsupportedModel
-from tokenmill.models.loading import Loader
-from tokenmill.models.moe import Moe
+from tokenmill.models.layer import load_feed
+from tokenmill.models.linear import Loader
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 
@@ -62,6 +62,8 @@ class NoWeights:
 
 def test_experts_that_are_not_implemented_are_refused() -> None:
     load = Loader(NoWeights(), REFERENCE_OPS, torch.float32, CPU)
-    spec = MoeSpec(num_experts=4, num_active=2, expert=MlpSpec(8), renormalize=True)
+    moe = MoeSpec(num_experts=4, num_active=2, expert=MlpSpec(8, bias=True), renormalize=True)
+    attention = Gqa(num_heads=2, num_kv_heads=1, head_dim=4, scale=0.5, rope=None)
+    *_, feed = layer_regions(LayerSpec(attention, moe), 0)
     with pytest.raises(UnsupportedModel, match="biases"):
-        Moe(replace(spec, expert=MlpSpec(8, bias=True)), 0, load)
+        load_feed(feed, 1e-6, load)

@@ -12,7 +12,7 @@ import torch
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tokenmill.arch.read import read_spec
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.source import open_weights
 

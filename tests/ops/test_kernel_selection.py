@@ -125,7 +125,9 @@ def run(x: torch.Tensor, weight: LinearWeight, mode: Any, epilogue: str, recorde
         linear.linear(x, weight, mode)
     elif epilogue == "gated":
         linear.gated_linear(x, weight, "silu", mode)
-    elif linear.add_linear(x, weight, x.new_empty(len(x), weight.rows)) is None:
+    elif linear.can_add(weight, len(x), mode):
+        linear.add_linear(x, weight, x.new_empty(len(x), weight.rows), mode)
+    else:
         recorder.note("none")
 
 

@@ -19,7 +19,7 @@ from tokenmill.engine.backends import NATIVE
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.models.protocol import WeightReader
 from tokenmill.models.rope import make_rope_table
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, GroupTables

@@ -19,7 +19,7 @@ from tokenmill.arch.tensors import TensorSpec, tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch.kernel import Kernel

@@ -9,7 +9,7 @@ from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.inputs import build_batch

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def compute_dtype(model: Decoder) -> str:
     """Of activations, as the head's input has it."""
-    embedded = model.ops.embed(torch.zeros(1, dtype=torch.int64), model.embedding)
+    embedded = model.embedding.rows(torch.zeros(1, dtype=torch.int64))
     return str(embedded.dtype).removeprefix("torch.")
 
 

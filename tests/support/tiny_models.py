@@ -11,7 +11,7 @@ import transformers
 
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.source import open_weights
 

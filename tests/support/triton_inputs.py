@@ -9,9 +9,11 @@ import random
 import torch
 
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference.kv_rounding import rounded
+from tokenmill.ops.triton.quant import quantized
 from tokenmill.weights.dummy import random_blocks
 
 
@@ -72,3 +74,11 @@ def before_unreadable_page(tensor: torch.Tensor) -> torch.Tensor:
     assert ctypes.CDLL(None).mprotect(page, mmap.PAGESIZE, 0) == 0
     copy = torch.frombuffer(region, dtype=tensor.dtype, count=tensor.numel(), offset=size - tensor.nbytes)
     return copy.view(tensor.shape).copy_(tensor)
+
+
+def pack_as_file(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantized.PackedIntMatrix:
+    """A random matrix [num_out, num_in] as a file has it quantised, packed without rounding it again"""
+    raw = random_raw(quant, num_in, same_scales, num_out)
+    form = packed_int_format(raw.name, raw.shape, Stored(quant, same_scales))
+    assert form is not None
+    return quantized.packed_from_blocks(raw.data, quant, form)

@@ -18,6 +18,8 @@ from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.triton.attention.dense_prefill import dense_prefill_attention
+from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
+from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
 from tokenmill.ops.triton.build import build_ops
 
 OPS = build_ops()
@@ -44,8 +46,7 @@ def test_norm_rope_and_cache_write(heads: int, kv_heads: int, dim: int, rotary: 
     norms = (torch.randn(dim), torch.randn(dim)) if has_norm else None
     slots = torch.tensor([9, 4, 11])
     caches = [LayerCache(torch.zeros(3, kv_heads, block, dim), torch.zeros(3, kv_heads, block, dim)) for _ in range(2)]
-    assert OPS.norm_rope_write_kv is not None
-    queries = OPS.norm_rope_write_kv(qkv, caches[0], slots, norms, 1e-6, angles)
+    queries = norm_rope_write_kv(qkv, caches[0], slots, norms, 1e-6, angles)
     q, k, v = (part.view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
     if norms:
         q, k = PLAIN.rms_norm(q, norms[0], 1e-6), PLAIN.rms_norm(k, norms[1], 1e-6)
@@ -64,8 +65,7 @@ def test_one_byte_cache_write_keeps_what_the_reference_keeps(dtype: torch.dtype)
     slots = torch.tensor([9, 4, 11])
     shape = (3, kv_heads, block)
     caches = [LayerCache(*torch.zeros(2, *shape, dim).to(dtype), *torch.zeros(2, *shape)) for _ in range(2)]
-    assert OPS.norm_rope_write_kv is not None
-    OPS.norm_rope_write_kv(qkv, caches[0], slots, None, 1e-6, None)
+    norm_rope_write_kv(qkv, caches[0], slots, None, 1e-6, None)
     _, k, v = (part.view(tokens, -1, dim) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
     PLAIN.write_kv(caches[1], k, v, slots)
     for part in ("keys", "values"):
@@ -145,13 +145,12 @@ def check_fused_decode(
     qkv = torch.randn(len(contexts), (heads + 2 * kv_heads) * dim)
     angles = (torch.randn(5, rotary // 2), torch.randn(5, rotary // 2)) if rotary else None
     norms = (torch.randn(dim), torch.randn(dim)) if rotary else None
-    assert OPS.fused_decode_attention is not None and OPS.norm_rope_write_kv is not None
     plan = replace(OPS.plan_attention(batch, 0, args.window), max_context=1200)  # so that it is split often
-    found = OPS.fused_decode_attention(qkv, caches[0], norms, 1e-6, angles, plan, args)
-    queries = OPS.norm_rope_write_kv(qkv, caches[1], slots, norms, 1e-6, angles)
+    found = fused_decode_attention(qkv, caches[0], norms, 1e-6, angles, plan, args)
+    queries = norm_rope_write_kv(qkv, caches[1], slots, norms, 1e-6, angles)
     filled = replace(batch, context_lens=batch.context_lens.clamp(min=1))
     expected = PLAIN.attention(queries, caches[1], PLAIN.plan_attention(filled, 0, args.window), args)
-    assert found is not None and not found[1].any()
+    assert not found[1].any()
     is_row = batch.context_lens > 0
     # The fused kernel attends to the newest key before it is rounded for the cache.
     assert_near(found[is_row], expected[is_row], tolerance=CACHE_ERROR.get(dtype, 1e-4))
@@ -176,8 +175,7 @@ class TestDevicesWithoutFp8:
         vectors = torch.nn.functional.pad(values, (1, 0), value=448.0)  # so that the scale is 1
         numbers = torch.zeros(2, len(values), 1, 1, 64).to(torch.float8_e4m3fn)
         cache = LayerCache(*numbers, *torch.zeros(2, len(values), 1, 1))
-        assert OPS.norm_rope_write_kv is not None
-        OPS.norm_rope_write_kv(vectors.repeat(1, 3), cache, torch.arange(len(values)), None, 1e-6, None)
+        norm_rope_write_kv(vectors.repeat(1, 3), cache, torch.arange(len(values)), None, 1e-6, None)
         assert torch.equal(cache.keys.float().view(-1, 64), vectors.to(torch.float8_e4m3fn).float())
 
     @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])

@@ -18,6 +18,7 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
+from tokenmill.ops.triton.moe import gemv as moe_gemv
 from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
 from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
 from tokenmill.ops.triton.quant import quantized
@@ -59,9 +60,9 @@ def test_norm_router_and_experts_in_one_op(num_tokens: int, num_experts: int, re
         num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
     )
     spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=renormalize)
-    assert OPS.add_norm_experts is not None
-    done = OPS.add_norm_experts(x, residual, norm, 1e-5, LinearWeight(num_experts, hidden, router), packed, spec)
-    assert done is not None
+    assert moe_gemv.kind_of(packed) == "plain"
+    weight = LinearWeight(num_experts, hidden, router)
+    done = moe_gemv.add_norm_experts(x, residual, norm, 1e-5, weight, packed, spec)
     normed, total = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
     logits = normed @ router.T
     logits[:, 3] = logits[:, 1]  # a matrix library may add these two in different orders
@@ -110,11 +111,10 @@ def check_quantised_experts(
         assert_near(ops.experts(normed, *chosen, packed, "silu"), expected, tolerance=2e-3)
         if quantization != "none":
             continue  # the same kernels, and the interpreter is slow
-        assert ops.add_norm_experts is not None
-        weight = LinearWeight(num_experts, hidden, router)
-        done = ops.add_norm_experts(x, residual, norm, 1e-5, weight, packed, spec)
-        assert (done is not None) == (is_fused and tokens == 1)
-        if done is not None:
+        assert (moe_gemv.kind_of(packed) != "mixed") == is_fused
+        if is_fused and tokens == 1:
+            weight = LinearWeight(num_experts, hidden, router)
+            done = moe_gemv.add_norm_experts(x, residual, norm, 1e-5, weight, packed, spec)
             assert_near(done[0], expected, tolerance=2e-3)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.triton_inputs import assert_near, before_unreadable_page, random_raw
+from tests.support.triton_inputs import assert_near, before_unreadable_page, pack_as_file, random_raw
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import LinearWeight
@@ -19,13 +19,13 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.gemm import epilogues, gemv, splitk
+from tokenmill.ops.triton.gemm.linear import add_linear, gated_linear
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig
-from tokenmill.ops.triton.quant import fused_norm_quant, gemm_fp8_split, gemv_int4, packed_int, quantized
+from tokenmill.ops.triton.quant import gemm_fp8_split, gemv_int4, packed_int, quantized
 from tokenmill.weights.dequantize import dequantize
 
 OPS = build_ops()
 SHAPES = [(48, 256), (72, 384)]
-EPS = 1e-5
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
@@ -119,21 +119,12 @@ def test_fused_epilogues_of_many_rows() -> None:
     rows, inter, hidden = 128, 128, 64
     x, matrix = torch.randn(rows, hidden), torch.randn(2 * inter, hidden)
     weight = LinearWeight(2 * inter, hidden, matrix)
-    assert OPS.gated_linear is not None and OPS.add_linear is not None
-    assert_near(OPS.gated_linear(x, weight, "silu"), PLAIN.act_mul(x @ matrix.T, "silu"))
-    assert OPS.add_linear(x, weight, torch.zeros(rows, 2 * inter)) is None, "these are few rows"
+    assert_near(gated_linear(x, weight, "silu"), PLAIN.act_mul(x @ matrix.T, "silu"))
     x, total = torch.randn(1024, hidden).bfloat16(), torch.randn(1024, 2 * inter).bfloat16()
     expected = total.float() + x.float() @ matrix.bfloat16().float().T
-    added = OPS.add_linear(x, LinearWeight(2 * inter, hidden, matrix.bfloat16()), total)
+    added = add_linear(x, LinearWeight(2 * inter, hidden, matrix.bfloat16()), total)
     assert added is total
     assert_near(added, expected.bfloat16(), tolerance=1e-3)
-
-
-def pack_as_file(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantized.PackedIntMatrix:
-    raw = random_raw(quant, num_in, same_scales, num_out)
-    form = packed_int_format(raw.name, raw.shape, Stored(quant, same_scales))
-    assert form is not None
-    return quantized.packed_from_blocks(raw.data, quant, form)
 
 
 @pytest.mark.parametrize(
@@ -170,25 +161,3 @@ def test_fp8_product_with_rows_split_in_two(num_out: int, num_in: int, rows: int
     config = SplitKConfig(64, 256, splits, 2)
     found = gemm_fp8_split.gemm_fp8_split(rounded, packed, bias, config, torch.float32)
     assert_near(found, x @ quantized.expanded(packed).T + bias, tolerance=0.01)
-
-
-@pytest.mark.parametrize(("kind", "num_rows", "tolerance"), [("int4", 1, 1e-3), ("Q4_K", 1, 1e-3), ("fp8", 2, 0.01)])
-def test_norm_and_gated_mlp_fused_with_quantisation(kind: str, num_rows: int, tolerance: float) -> None:
-    hidden, inter = 256, 1280
-    ops = fused_norm_quant.STREAMS.get(kind, fused_norm_quant.IN_HALVES)
-    assert ops.takes(num_rows)
-    x, delta, norm = torch.randn(num_rows, hidden), torch.randn(num_rows, hidden), torch.rand(hidden) + 0.5
-    if kind in ("fp8", "int4"):
-        pack = {"fp8": quantized.to_fp8, "int4": quantized.to_int4}[kind]
-        gate_up, down = pack(torch.randn(2 * inter, hidden)), pack(torch.randn(hidden, inter))
-    else:
-        gate_up, down = pack_as_file(kind, 2 * inter, hidden), pack_as_file(kind, hidden, inter)
-    weights = [LinearWeight(2 * inter, hidden, gate_up), LinearWeight(hidden, inter, down)]
-    assert all(map(ops.can_multiply, weights))
-    stream = ops.join(delta, ops.join(x, None, norm, EPS), norm, EPS)
-    assert_near(stream.total, x + delta)
-    expected = PLAIN.act_mul(PLAIN.rms_norm(x + delta, norm, EPS) @ quantized.expanded(gate_up).float().T, "silu")
-    gated = ops.gated_linear(stream, weights[0], "silu")
-    matrix = quantized.expanded(down).float()
-    assert_near(ops.any_linear(gated, weights[1]), expected @ matrix.T, tolerance)
-    assert_near(ops.any_linear(expected, weights[1]), expected @ matrix.T, tolerance)

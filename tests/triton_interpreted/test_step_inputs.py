@@ -11,7 +11,7 @@ from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.batch.decode_inputs import NO_ROW, RING_SIZE, change_tables, gather_inputs, publish_tokens
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch import compile_workers

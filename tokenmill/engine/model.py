@@ -16,7 +16,7 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder, rope_tables
-from tokenmill.models.loading import Loader
+from tokenmill.models.linear import Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import Ops

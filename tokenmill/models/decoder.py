@@ -5,17 +5,21 @@ The head is kept apart from `forward`: only rows whose logits are wanted go thro
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
+from tokenmill.arch.regions import Matrices, layer_regions
 from tokenmill.arch.spec import ModelSpec, RopeSpec
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.forward_context import ForwardContext, plan_forward
-from tokenmill.models.layer import Layer
-from tokenmill.models.loading import Loader
-from tokenmill.models.protocol import BestLogits
+from tokenmill.models.forward_context import plan_forward
+from tokenmill.models.layer import Layer, Mixer, load_mixer, load_weights, one_of_each
+from tokenmill.models.linear import Loader
+from tokenmill.models.protocol import BestLogits, Model
 from tokenmill.models.rope import RopeTable, make_rope_table
 from tokenmill.ops.batch import ForwardBatch, Mode
-from tokenmill.ops.interface import FusedNormOps
+from tokenmill.ops.compose import BatchClasses, choose_regions
+from tokenmill.ops.interface import LayerWeights
 
 
 class Decoder:
@@ -25,15 +29,23 @@ class Decoder:
         """`max_context`: the longest context that will be served, the model's own by default."""
         self.spec = spec
         self.ops = load.ops
-        self.embedding = load.ops.pack_embedding(load.source.get("embed.weight"), load.dense)
-        self.layers = load.each(
-            lambda number: Layer(spec.layers[number], number, spec.norm_eps, load), len(spec.layers)
-        )
-        self.final_norm = load.vector("final_norm.weight")
-        self.head = self.embedding if spec.tied_head else load.linear(["head"])
-        stream = load.ops.stream
-        self.stream_ops = stream if stream and all(layer.uses_stream(stream) for layer in self.layers) else None
+        self.classes = BatchClasses(load.ops.row_borders(load.device))
+        self.embedding = load.embedding("embed")
+        self.layers = self._load_layers(load)
+        self.final_norm = load.norm("final_norm", spec.norm_eps)
+        self.head = self.embedding if spec.tied_head else load.projection(Matrices(("head",)))
         self.ropes = rope_tables(spec, max_context or spec.max_context, load.device)
+
+    def _load_layers(self, load: Loader) -> list[Layer]:
+        def load_parts(number: int) -> tuple[Mixer, LayerWeights]:
+            regions = layer_regions(spec.layers[number], number)
+            weights = load_weights(regions, spec.norm_eps, load)
+            return load_mixer(regions, spec.norm_eps, load), weights
+
+        spec = self.spec
+        parts = load.each(load_parts, spec.num_layers)
+        chosen = choose_regions(load.ops, [weights for _, weights in parts], self.classes)
+        return [Layer(*each) for each in zip(spec.layers, *zip(*parts, strict=True), chosen, strict=True)]
 
     @property
     def vocab_size(self) -> int:
@@ -41,33 +53,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        step = plan_forward(self.ops, self.ropes, batch, storage)
-        residual = self._embed(batch.token_ids)
-        delta: torch.Tensor | None = None
-        if self.stream_ops is not None and self.stream_ops.takes(len(residual)):
-            residual = self._along(self.stream_ops, residual, step)
-            if len(batch.logit_rows) == len(residual):
-                return self.ops.rms_norm(residual, self.final_norm, self.spec.norm_eps)
-        else:
-            for layer in self.layers[:-1]:
-                delta, residual = layer(delta, residual, step)
+        step = plan_forward(self.ops, self.ropes, self.classes, batch, storage)
+        ends = self.layers[0].regions[step.batch_class]
+        stream = ends.begin(self._embed(batch.token_ids))
+        for layer in self.layers[:-1]:
+            stream = layer(stream, step)
         # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
-        wanted = None if len(batch.logit_rows) == len(residual) else batch.logit_rows
-        delta, residual = self.layers[-1](delta, residual, step, wanted)
-        if delta is None:
-            return self.ops.rms_norm(residual, self.final_norm, self.spec.norm_eps)
-        normed, _ = self.ops.add_rms_norm(delta, residual, self.final_norm, self.spec.norm_eps)
-        return normed
-
-    def _along(self, ops: FusedNormOps, embedded: torch.Tensor, step: ForwardContext) -> torch.Tensor:
-        """The residual stream [T, H] behind all layers; behind all but the last where few tokens are looked at."""
-        is_whole = len(step.batch.logit_rows) == len(embedded)
-        norms = [*(layer.attn_norm for layer in self.layers), self.final_norm]
-        stream = ops.join(embedded, None, norms[0], self.spec.norm_eps)
-        for layer, norm in zip(self.layers if is_whole else self.layers[:-1], norms[1:], strict=False):
-            stream = layer.along(ops, stream, step, norm)
-        total: torch.Tensor = stream.total
-        return total
+        is_whole = len(batch.logit_rows) == len(batch.token_ids)
+        stream = self.layers[-1](stream, step, None if is_whole else batch.logit_rows)
+        return ends.finish(stream, self.final_norm)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
@@ -84,13 +78,23 @@ class Decoder:
 
     def _logits(self, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
         """In the head's own precision, unless there is more to compute"""
-        logits = self.ops.linear(hidden, self.head, mode)
+        logits = self.head(hidden, mode)
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits.float(), cap)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        embedded = self.ops.embed(token_ids, self.embedding)
+        embedded = self.embedding.rows(token_ids)
         return embedded if self.spec.embedding_scale == 1.0 else embedded * self.spec.embedding_scale
+
+
+def representative_layers(model: Model) -> Model:
+    """The model with one layer of each kind, for steps whose launches and memory matter and not what comes out. Its
+    layers have the same weights and write into the same cache. Models of other makes are taken whole."""
+    if not isinstance(model, Decoder):
+        return model
+    shorter = copy(model)
+    shorter.layers = one_of_each(model.layers)
+    return shorter
 
 
 def rope_tables(spec: ModelSpec, max_context: int, device: torch.device) -> dict[RopeSpec, RopeTable]:

@@ -12,21 +12,30 @@ from tokenmill.arch.spec import RopeSpec
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.rope import RopeTable
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.interface import Ops
+from tokenmill.ops.compose import BatchClasses
+from tokenmill.ops.interface import BatchClass, Ops
 
 
 @dataclass(frozen=True)
 class ForwardContext:
     batch: ForwardBatch
     storage: KVStorage
-    angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # cos and sin of this step's tokens
+    cos_sin: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # of this step's positions
     attention_plans: tuple[Any, ...]  # one per KV group
+    batch_class: BatchClass  # of layers that compute all tokens
+    gathering: tuple[BatchClass, BatchClass]  # of one that goes on with `batch.logit_rows`: before and behind its mixer
 
 
 def plan_forward(
-    ops: Ops, tables: dict[RopeSpec, RopeTable], batch: ForwardBatch, storage: KVStorage
+    ops: Ops, ropes: dict[RopeSpec, RopeTable], classes: BatchClasses, batch: ForwardBatch, storage: KVStorage
 ) -> ForwardContext:
-    angles = {rope: table.at(batch.positions, ops) for rope, table in tables.items()}
     windows: Iterable[int | None] = storage.layout.windows
-    plans = tuple(ops.plan_attention(batch, group, window) for group, window in enumerate(windows))
-    return ForwardContext(batch, storage, angles, plans)
+    num_tokens, num_outputs, mode = len(batch.token_ids), len(batch.logit_rows), batch.mode
+    return ForwardContext(
+        batch,
+        storage,
+        cos_sin={rope: table.at(batch.positions, ops) for rope, table in ropes.items()},
+        attention_plans=tuple(ops.plan_attention(batch, group, window) for group, window in enumerate(windows)),
+        batch_class=classes.of(num_tokens, mode),
+        gathering=(classes.of(num_tokens, mode, gathers=True), classes.of(num_outputs, mode, gathers=True)),
+    )

@@ -1,103 +1,151 @@
-"""One decoder layer. The residual stream and what is to be added to it travel apart, so that each addition is fused
-with the norm that follows it:
+"""One decoder layer: a short list of regions over the residual stream.
 
-    delta, residual ─► residual += delta; norm ─► attention ─► (post norm) ─► residual += it; norm ─► MLP ─► (post norm)
+    stream ─► norm_project ─► mixer ─► project_add ─► gated_mlp or experts ─► stream
 
-Where a backend's products can add to the residual stream themselves, nothing is left to be added: delta is None.
-Where a backend wants norms in a form of its own, a layer is what happens to the stream (`along`, see `FusedNormOps`).
+The list is data (`arch/regions.py`); what a region does is one function of the backend's (`Regions` in
+`ops/interface.py`), chosen for this layer's weights and each class of batches when the model was loaded. Only regions
+look inside the stream. What happens between tokens is a mixer's: attention, or others that keep what they need of
+earlier tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
+from tokenmill.arch.regions import Experts, Feed, LayerRegions
+from tokenmill.arch.spec import Gqa, LayerSpec
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
-from tokenmill.models.loading import Loader
-from tokenmill.models.mlp import Mlp
-from tokenmill.models.moe import Moe
-from tokenmill.ops.batch import Mode
-from tokenmill.ops.interface import FusedNormOps, LinearWeight
+from tokenmill.models.linear import Loader, form_of
+from tokenmill.ops.interface import (
+    BatchClass,
+    FeedWeights,
+    GatedMlpWeights,
+    LayerWeights,
+    MoeWeights,
+    Norm,
+    Regions,
+    SharedExpert,
+    Stream,
+)
 
 
+class Mixer(Protocol):
+    """Mixes each token's activations with those of the tokens before it, and keeps what later tokens need."""
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for two mixers that launch the same kernels."""
+        ...
+
+    def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
+        """[T, rows of the layer's `project_in`] → [T, columns of its `project_out`]"""
+        ...
+
+
+@dataclass(frozen=True)
 class Layer:
-    def __init__(self, spec: LayerSpec, number: int, norm_eps: float, load: Loader) -> None:
-        name = f"layers.{number}"
-        self.ops = load.ops
-        self.eps = norm_eps
-        self.attn_norm = load.vector(f"{name}.attn_norm.weight")
-        self.mlp_norm = load.vector(f"{name}.mlp_norm.weight")
-        self.attn_post_norm = load.vector(f"{name}.attn_post_norm.weight") if spec.post_norms else None
-        self.mlp_post_norm = load.vector(f"{name}.mlp_post_norm.weight") if spec.post_norms else None
-        if not isinstance(spec.mixer, Gqa):
-            raise UnsupportedModel(f"layers of {type(spec.mixer).__name__} are not implemented")
-        self.attention = Attention(spec.mixer, number, norm_eps, load)
-        self.mlp = _make_mlp(spec.mlp, name, load)
+    spec: LayerSpec
+    mixer: Mixer
+    weights: LayerWeights
+    regions: Mapping[BatchClass, Regions]
 
-    def __call__(
-        self,
-        delta: torch.Tensor | None,
-        residual: torch.Tensor,
-        step: ForwardContext,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`wanted` [L]: which tokens' results are returned, all by default. The residual may be overwritten."""
-        normed, residual = self._add_norm(delta, residual, self.attn_norm)
-        if wanted is not None:
-            residual = residual[wanted]
-        mixed = self.attention.attend_for(normed, step, wanted)
-        mode = step.batch.mode
-        delta, residual = self._project(mixed, self.attention.out, residual, self.attn_post_norm, mode)
-        if isinstance(self.mlp, Mlp):
-            normed, residual = self._add_norm(delta, residual, self.mlp_norm)
-            return self._project(self.mlp.inner(normed, mode), self.mlp.down, residual, self.mlp_post_norm, mode)
-        done = None if delta is None else self.mlp.after_adding(delta, residual, self.mlp_norm, self.eps)
-        if done is None:
-            normed, residual = self._add_norm(delta, residual, self.mlp_norm)
-            done = self.mlp(normed, mode), residual
-        return self._post(done[0], self.mlp_post_norm), done[1]
+    def __call__(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None = None) -> Stream:
+        """`output_rows` [L]: the tokens whose results are wanted; behind the mixer the stream has only those."""
+        weights = self.weights
+        before, after = (step.batch_class,) * 2 if output_rows is None else step.gathering
+        regions = self.regions[before]
+        projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
+        mixed = self.mixer.attend(projected, step, regions)
+        if output_rows is not None:
+            mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
+            regions = self.regions[after]
+        stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm)
+        if isinstance(weights.feed, GatedMlpWeights):
+            return regions.gated_mlp(stream, weights.feed)
+        return regions.experts(stream, weights.feed)
 
-    def _project(
-        self, x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor, post_norm: torch.Tensor | None, mode: Mode
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Back to [L, H]: what is to be added to the residual stream, and the stream"""
-        if self.ops.add_linear is not None and post_norm is None:
-            total = self.ops.add_linear(x, weight, residual)
-            if total is not None:
-                return None, total
-        return self._post(self.ops.linear(x, weight, mode), post_norm), residual
-
-    def uses_stream(self, ops: FusedNormOps) -> bool:
-        """Whether `along` can be computed with these."""
-        if not isinstance(self.mlp, Mlp):
-            return False
-        return all(map(ops.can_multiply, (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)))
-
-    def along(self, ops: FusedNormOps, stream: Any, step: ForwardContext, next_norm: torch.Tensor) -> Any:
-        """The stream behind this layer"""
-        assert isinstance(self.mlp, Mlp), "see `uses_stream`"
-        mode = step.batch.mode
-        mixed = self.attention.mixed(ops.normed_linear(stream, self.attention.qkv, mode), step)
-        delta = self._post(ops.any_linear(mixed, self.attention.out, mode), self.attn_post_norm)
-        stream = ops.join(delta, stream, self.mlp_norm, self.eps)
-        gated = ops.gated_linear(stream, self.mlp.gate_up, self.mlp.activation, mode)
-        delta = ops.any_linear(gated, self.mlp.down, mode)
-        return ops.join(self._post(delta, self.mlp_post_norm), stream, next_norm, self.eps)
-
-    def _add_norm(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if delta is None:  # in the first layer too: the embedding is the residual
-            return self.ops.rms_norm(residual, weight, self.eps), residual
-        return self.ops.add_rms_norm(delta, residual, weight, self.eps)
-
-    def _post(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return x if weight is None else self.ops.rms_norm(x, weight, self.eps)
+    @property
+    def kind(self) -> Hashable:
+        """The same for two layers that differ in numbers only, and in where their keys and values lie."""
+        return self.spec, self.mixer.kind, form_of(self.weights)
 
 
-def _make_mlp(spec: MlpSpec | MoeSpec, name: str, load: Loader) -> Mlp | Moe:
-    return Mlp(spec, name, load) if isinstance(spec, MlpSpec) else Moe(spec, name, load)
+def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
+    _, attend, _, _ = regions
+    match attend.mixer:
+        case Gqa() as spec:
+            return Attention(spec, attend.name, attend.layer, norm_eps, load)
+        case spec:
+            raise UnsupportedModel(f"layers of {type(spec).__name__} are not implemented")
+
+
+def load_weights(regions: LayerRegions, norm_eps: float, load: Loader) -> LayerWeights:
+    project, _, add, feed = regions
+    return LayerWeights(
+        load.norm(project.norm, norm_eps),
+        load.projection(project.projection),
+        load.projection(add.projection),
+        _post_norm(add.post_norm, norm_eps, load),
+        load_feed(feed, norm_eps, load),
+    )
+
+
+def load_feed(feed: Feed, norm_eps: float, load: Loader) -> FeedWeights:
+    if isinstance(feed, Experts):
+        return _load_experts(feed, norm_eps, load)
+    return GatedMlpWeights(
+        load.norm(feed.norm, norm_eps),
+        load.projection(feed.gate_up),
+        load.projection(feed.down),
+        feed.spec.activation,
+        _post_norm(feed.post_norm, norm_eps, load),
+    )
+
+
+def _load_experts(feed: Experts, norm_eps: float, load: Loader) -> MoeWeights:
+    if feed.spec.expert.bias:
+        raise UnsupportedModel("routed experts with biases are not implemented")
+    gate, up, down = (load.source.get(f"{name}.weight") for name in (feed.gates, feed.ups, feed.downs))
+    return MoeWeights(
+        load.norm(feed.norm, norm_eps),
+        load.projection(feed.router),
+        load.ops.pack_experts(gate, up, down, load.dense),
+        feed.spec,
+        _load_shared(feed, load),
+        _post_norm(feed.post_norm, norm_eps, load),
+    )
+
+
+def _load_shared(feed: Experts, load: Loader) -> SharedExpert | None:
+    if feed.shared is None or feed.spec.shared is None:
+        return None
+    gate_up, down = map(load.projection, feed.shared)
+    gate = None if feed.shared_gate is None else load.vector(f"{feed.shared_gate}.weight").view(-1)
+    return SharedExpert(gate_up, down, feed.spec.shared.activation, gate)
+
+
+def _post_norm(name: str | None, norm_eps: float, load: Loader) -> Norm | None:
+    return None if name is None else load.norm(name, norm_eps)
+
+
+def one_of_each(layers: Sequence[Layer]) -> list[Layer]:
+    """One layer of each kind, for a step that shall launch what all layers launch and take the memory they take.
+
+    What a layer meets depends on the one before it too (whether anything is left to be added to the stream), and the
+    first and the last one have tasks of their own. So every pair of neighbouring kinds is there once; of equal pairs
+    the last, so that the model's last layer is there:
+
+        local  local  local  global  local  local  local  global  local  local         a model
+        local                                      local  global  local  local         one of each
+    """
+    kinds = [layer.kind for layer in layers]
+    seconds = {pair: number for number, pair in enumerate(pairwise(kinds), start=1)}
+    taken = {0, *(number - 1 for number in seconds.values()), *seconds.values()}
+    return [layers[number] for number in sorted(taken)]

@@ -28,18 +28,18 @@ from tokenmill.ops.interface import Ops
 
 @dataclass(frozen=True)
 class RopeTable:
-    turns: torch.Tensor  # cos and sin, float32 [2, max_context, rotary_dim / 2]
+    cos_sin: torch.Tensor  # float32 [2, max_context, rotary_dim / 2]
 
     @property
     def cos(self) -> torch.Tensor:
-        return self.turns[0]
+        return self.cos_sin[0]
 
     @property
     def sin(self) -> torch.Tensor:
-        return self.turns[1]
+        return self.cos_sin[1]
 
     def at(self, positions: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = ops.gather_rows(self.turns, positions)
+        cos, sin = ops.gather_rows(self.cos_sin, positions)
         return cos, sin
 
 

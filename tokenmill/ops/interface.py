@@ -1,7 +1,11 @@
-"""The arithmetic a model is made of, as a table of plain functions that every backend fills in the same way.
+"""The arithmetic a model is made of, as tables of plain functions that every backend fills in the same way.
+
+`Ops` has the small operations: one product, one norm, one attention. `Regions` has what a layer is computed with: a few
+of those at a time, over the residual stream. `ops/compose.py` builds every region from small ops; a backend replaces
+those that it has fused kernels for. The choice is made when a model is loaded, for each layer and class of batches.
 
 Shapes: T tokens of a step, H hidden size, heads * D query size, kv_heads * D key size. A function returns new tensors
-unless it says otherwise. Weights reach a function in the form that the same backend's `pack_*` made of them; nobody
+unless it says otherwise. Weights reach a function in the form that the same backend's `pack_*` made of them; nothing
 else looks inside. What a step has in common for all layers of a KV group is worked out once, by `plan_attention`.
 """
 
@@ -9,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,6 +53,137 @@ class AttentionArgs:
     sinks: torch.Tensor | None = None  # float32 [heads]
 
 
+class Norm(NamedTuple):
+    """An RMSNorm"""
+
+    weight: torch.Tensor  # float32 [H]
+    eps: float
+
+
+class ProjectionWeights(Protocol):
+    """What a region sees of a `Projection` of models."""
+
+    @property
+    def weight(self) -> LinearWeight: ...
+
+    @property
+    def is_self_contained(self) -> bool:
+        """Whether the product with `weight` is the whole result: no other rank has a part of it, no adapter adds to
+        it. Fused regions take only such projections."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatedMlpWeights:
+    """down(act(gate(x)) * up(x)), gate and up as one matrix"""
+
+    norm: Norm
+    gate_up: ProjectionWeights
+    down: ProjectionWeights
+    activation: Activation
+    post_norm: Norm | None = None  # of the result, before it is added to the stream
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token goes through, weighted by the sigmoid of a gate of its own or by 1"""
+
+    gate_up: ProjectionWeights
+    down: ProjectionWeights
+    activation: Activation
+    gate: torch.Tensor | None  # float32 [H]
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """A router, the experts it chooses from, and perhaps one for every token"""
+
+    norm: Norm
+    router: ProjectionWeights
+    experts: ExpertsWeight
+    spec: MoeSpec
+    shared: SharedExpert | None = None
+    post_norm: Norm | None = None
+
+
+FeedWeights = GatedMlpWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """All weights of a layer but those that its mixer has for itself, in the order in which they are used"""
+
+    norm: Norm
+    project_in: ProjectionWeights  # the mixer's inputs: queries, keys and values as one matrix
+    project_out: ProjectionWeights
+    post_norm: Norm | None
+    feed: FeedWeights
+
+
+class BatchClass(NamedTuple):
+    """Batches that are computed in the same way, which is chosen when the model is loaded."""
+
+    min_rows: int
+    max_rows: int
+    mode: Mode
+    gathers: bool  # in the layer that goes on with the rows alone whose results are looked at
+
+
+class AttendRegion(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+        plan: Any,
+        args: AttentionArgs,
+    ) -> torch.Tensor:
+        """qkv [T, (heads + 2 kv_heads) * D], slots [T], norms of q and k [D] each, cos and sin [T, rotary / 2] each: q
+        and k are normed and rotated, keys and values written into the cache; queries over the context → [T, heads * D]
+        """
+        ...
+
+
+Stream = Any
+"""The residual stream between two regions, in a form that all regions of one backend share and nothing else reads."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """How one layer computes batches of one class. A stream given to a region is used up by it."""
+
+    begin: Callable[[torch.Tensor], Stream]
+    """[T, H] → the stream that begins with it"""
+    norm_project: Callable[[Stream, Norm, ProjectionWeights], tuple[torch.Tensor, Stream]]
+    """→ norm(stream) times the matrix [T, rows]; the stream"""
+    attend: AttendRegion
+    """The op of grouped-query attention; mixers of other kinds bring their own."""
+    gather: Callable[[Stream, torch.Tensor], Stream]
+    """(stream of T rows, indices [L]) → the stream of those rows"""
+    project_add: Callable[[torch.Tensor, ProjectionWeights, Stream, Norm | None], Stream]
+    """x [T, columns] times the matrix, normed if there is a norm, added to the stream"""
+    gated_mlp: Callable[[Stream, GatedMlpWeights], Stream]
+    """The MLP of the normed stream, added to it"""
+    experts: Callable[[Stream, MoeWeights], Stream]
+    """The chosen experts of the normed stream, added to it"""
+    finish: Callable[[Stream, Norm], torch.Tensor]
+    """→ norm(stream) [T, H]"""
+
+
+class ChooseRegions(Protocol):
+    def __call__(self, ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
+        """One for each layer. Called when a model is loaded, for every class of batches."""
+        ...
+
+
+def no_row_borders(_device: torch.device) -> tuple[int, ...]:
+    """Regions are the same for any number of rows."""
+    return ()
+
+
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
         """x [T, columns] → [T, rows]; `mode` may change which kernel multiplies, never what is multiplied."""
@@ -61,73 +196,6 @@ class GatedLinear(Protocol):
     ) -> torch.Tensor:
         """act_mul(linear(x))"""
         ...
-
-
-class NormRopeWriteKv(Protocol):
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        cache: LayerCache,
-        slots: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        angles: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """qkv [T, (heads + 2 kv_heads) * D], norms of q and k [D] each, (cos, sin): q and k are normed and rotated,
-        keys and values written into the cache; returns queries [T, heads, D]."""
-        ...
-
-
-class FusedDecodeAttention(Protocol):
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        cache: LayerCache,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        angles: tuple[torch.Tensor, torch.Tensor] | None,
-        plan: Any,
-        args: AttentionArgs,
-    ) -> torch.Tensor | None:
-        """attention(place_qkv(qkv, ...), ...); None where nothing is won by it"""
-        ...
-
-
-class AddNormExperts(Protocol):
-    def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        router: LinearWeight,
-        packed: ExpertsWeight,
-        spec: MoeSpec,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(experts(y, *route(linear(y, router))), x + residual) with y = rms_norm(x + residual); None where nothing is
-        won by it"""
-        ...
-
-
-@dataclass(frozen=True)
-class FusedNormOps:
-    """A layer told as what happens to the residual stream, where norms and gates can do something for the products
-    behind them. A stream has the residual stream as `total` [T, H], and its norm in the form that products like best;
-    that, and what a gated product returns, are a backend's own affair.
-    """
-
-    can_multiply: Callable[[LinearWeight], bool]
-    """Asked once of every matrix that the stream meets."""
-    takes: Callable[[int], bool]
-    """Asked once a step, with its number of tokens."""
-    join: Callable[[torch.Tensor, Any, torch.Tensor, float], Any]
-    """(x [T, H], stream or None, weight, eps) → the stream with x added, and its norm"""
-    normed_linear: Callable[[Any, LinearWeight, Mode], torch.Tensor]
-    """linear(norm)"""
-    gated_linear: Callable[[Any, LinearWeight, Activation, Mode], Any]
-    """act_mul(linear(norm))"""
-    any_linear: Callable[[Any, LinearWeight, Mode], torch.Tensor]
-    """linear(x), of a tensor or of a gated product"""
 
 
 @dataclass(frozen=True)
@@ -167,13 +235,10 @@ class Ops:
     """(x [T, H], weights, ids, packed, activation) → weighted sum of the chosen experts [T, H]"""
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
     """cap * tanh(x / cap)"""
-    # ── several of the above in one pass, where a backend can ──
-    norm_rope_write_kv: NormRopeWriteKv | None = None
-    fused_decode_attention: FusedDecodeAttention | None = None
-    gated_linear: GatedLinear | None = None
-    add_linear: Callable[[torch.Tensor, LinearWeight, torch.Tensor], torch.Tensor | None] | None = None
-    """(x, weight, residual) → residual + linear(x), written over the residual; None where nothing is won by it"""
-    add_norm_experts: AddNormExperts | None = None
+    # ── layers, once at load ──
+    choose_regions: ChooseRegions
+    row_borders: Callable[[torch.device], tuple[int, ...]] = no_row_borders
+    """Numbers of rows from which on regions may be chosen otherwise on a device, ascending"""
+    # ── where a backend has it ──
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """Logits of any precision [L, vocab] → see `BestLogits` of models"""
-    stream: FusedNormOps | None = None

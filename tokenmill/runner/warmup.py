@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import representative_layers
 from tokenmill.models.protocol import Model
-from tokenmill.models.representative_layers import representative_layers
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.triton.launch.kernel import CompileOnLaunch, Compiling, compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens

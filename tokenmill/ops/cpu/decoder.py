@@ -1,4 +1,5 @@
-"""A model computed by the native kernels: packs the weights a ModelSpec names, then every step is one call.
+"""A model computed by the native kernels: packs the weights that the regions of its layers name, then every step is one
+call.
 
 The cache is the shared paged storage, but within a block the native kernels keep keys 16 tokens to a row
 ([block, head, group of 16 tokens, head_dim, 16]) and int8 numbers in fours (csrc/kernels/attention_int8.h): whole
@@ -8,12 +9,23 @@ blocks may be copied and moved, single tokens may not be read by other backends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, assert_never
 
 import torch
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from tokenmill.arch.regions import (
+    Attend,
+    Experts,
+    GatedMlp,
+    LayerRegions,
+    Matrices,
+    NormProject,
+    ProjectAdd,
+    Region,
+    layer_regions,
+)
+from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
@@ -73,7 +85,7 @@ class NativeDecoder:
         self._logits = torch.empty(0, spec.vocab_size)
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
         for number, layer in enumerate(spec.layers):
-            self._add_layer(number, layer, rope_numbers)
+            self._add_layer(layer_regions(layer, number), rope_numbers)
         self._add_ends()
 
     @property
@@ -159,37 +171,41 @@ class NativeDecoder:
         embedding = self._parts.linear("embed")
         self._decoder.set_embedding(embedding)
         self._decoder.set_head(embedding if self.spec.tied_head else self._parts.linear("head"))
-        self._decoder.set_final_norm(self._parts.vector("final_norm.weight"))
+        self._decoder.set_final_norm(self._parts.norm("final_norm"))
 
-    def _add_layer(self, number: int, layer: LayerSpec, ropes: Mapping[RopeSpec, int]) -> None:
-        name, attention = f"layers.{number}.", layer.mixer
-        assert isinstance(attention, Gqa), "see `unsupported_reason`"
-        self._decoder.add_layer(
-            **self._norms(name, layer, attention),
-            **self._attention(name, attention),
-            rope=-1 if attention.rope is None else ropes[attention.rope],
-            group=self.layout.place(number)[0],
-            mlp=self._parts.mlp(name, layer.mlp) if isinstance(layer.mlp, MlpSpec) else None,
-            moe=self._parts.moe(name, layer.mlp) if isinstance(layer.mlp, MoeSpec) else None,
-        )
+    def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
+        """The regions of a layer as the arguments of one call."""
+        layer: dict[str, Any] = {}
+        for region in regions:
+            layer |= self._arguments(region, ropes)
+        self._decoder.add_layer(**layer)
 
-    def _norms(self, name: str, layer: LayerSpec, attention: Gqa) -> dict[str, torch.Tensor | None]:
-        vector, post, qk = self._parts.vector, layer.post_norms, attention.qk_norm
-        return {
-            "attn_norm": vector(f"{name}attn_norm.weight"),
-            "mlp_norm": vector(f"{name}mlp_norm.weight"),
-            "attn_post_norm": vector(f"{name}attn_post_norm.weight") if post else None,
-            "mlp_post_norm": vector(f"{name}mlp_post_norm.weight") if post else None,
-            "q_norm": vector(f"{name}q_norm.weight") if qk else None,
-            "k_norm": vector(f"{name}k_norm.weight") if qk else None,
-        }
+    def _arguments(self, region: Region, ropes: Mapping[RopeSpec, int]) -> dict[str, Any]:
+        parts = self._parts
+        match region:
+            case NormProject(norm, projection):
+                q, k, v = parts.linears(projection)
+                return {"attn_norm": parts.norm(norm), "q": q, "k": k, "v": v}
+            case Attend(attention, name, layer):
+                assert isinstance(attention, Gqa), "see `unsupported_reason`"
+                rope = -1 if attention.rope is None else ropes[attention.rope]
+                return {**self._attention(name, attention), "rope": rope, "group": self.layout.place(layer)[0]}
+            case ProjectAdd(projection, post_norm):
+                (o,) = parts.linears(projection)
+                return {"o": o, "attn_post_norm": parts.norm(post_norm)}
+            case GatedMlp(norm, gate_up, down, spec, post_norm):
+                mlp = parts.mlp(gate_up, down, spec)
+                return {"mlp_norm": parts.norm(norm), "mlp": mlp, "moe": None, "mlp_post_norm": parts.norm(post_norm)}
+            case Experts():
+                norms = {"mlp_norm": parts.norm(region.norm), "mlp_post_norm": parts.norm(region.post_norm)}
+                return {**norms, "mlp": None, "moe": parts.moe(region)}
+        assert_never(region)
 
     def _attention(self, name: str, attention: Gqa) -> dict[str, Any]:
-        linear: Callable[[str, bool], Any] = self._parts.linear
         return {
-            **{part: linear(name + part, attention.qkv_bias) for part in ("q", "k", "v")},
-            "o": linear(f"{name}o", attention.out_bias),
-            "sinks": self._parts.vector(f"{name}sinks") if attention.has_sinks else None,
+            "q_norm": self._parts.norm(f"{name}.q_norm" if attention.qk_norm else None),
+            "k_norm": self._parts.norm(f"{name}.k_norm" if attention.qk_norm else None),
+            "sinks": self._parts.vector(f"{name}.sinks") if attention.has_sinks else None,
             "heads": attention.num_heads,
             "kv_heads": attention.num_kv_heads,
             "head_dim": attention.head_dim,
@@ -208,17 +224,26 @@ class _Parts:
     def vector(self, name: str) -> torch.Tensor:
         return self.dense(self.weights.get(name)).float().contiguous()
 
+    def norm(self, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self.vector(f"{name}.weight")
+
     def linear(self, name: str, has_bias: bool = False) -> Any:
         matrix = self.packer.matrix(f"{name}.weight")
         return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
 
-    def mlp(self, name: str, spec: MlpSpec) -> Any:
-        parts = [self.linear(name + part, spec.bias) for part in ("gate", "up", "down")]
-        return native().Mlp(*parts, spec.activation)
+    def linears(self, matrices: Matrices) -> list[Any]:
+        return [self.linear(name, matrices.has_bias) for name in matrices.names]
 
-    def moe(self, name: str, spec: MoeSpec) -> Any:
-        packed = [self.packer.experts(f"{name}experts.{part}.weight") for part in ("gate", "up", "down")]
+    def mlp(self, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> Any:
+        return native().Mlp(*self.linears(gate_up), *self.linears(down), spec.activation)
+
+    def moe(self, region: Experts) -> Any:
+        spec = region.spec
+        packed = [self.packer.experts(f"{name}.weight") for name in (region.gates, region.ups, region.downs)]
         linears = ([native().Linear(matrix, None) for matrix in matrices] for matrices in packed)
         experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(*linears, strict=True)]
-        shared = None if spec.shared is None else self.mlp(f"{name}shared.", spec.shared)
-        return native().Moe(self.linear(f"{name}router"), experts, spec.num_active, spec.renormalize, shared)
+        (router,) = self.linears(region.router)
+        shared = None
+        if region.shared is not None and spec.shared is not None:
+            shared = self.mlp(*region.shared, spec.shared)
+        return native().Moe(router, experts, spec.num_active, spec.renormalize, shared)

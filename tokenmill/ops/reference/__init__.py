@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenmill.ops.compose import composed
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.activation import act_mul, softcap
 from tokenmill.ops.reference.attention import attention, write_kv
@@ -29,4 +30,5 @@ REFERENCE_OPS = Ops(
     route=route,
     experts=experts,
     softcap=softcap,
+    choose_regions=composed,
 )

@@ -1,5 +1,5 @@
 """The table of ops, filled with what is fastest on a GPU; or, where it is asked for, with kernels that add up in one
-order whatever the batch. Norms, activations, rotation and routing work row by row in either.
+order whatever the batch. Norms, activations, rotation and routing work row by row in either case.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from dataclasses import replace
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
-from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
-from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
 from tokenmill.ops.triton.attention.plan import attention, plan_attention
 from tokenmill.ops.triton.elementwise.activation import act_mul
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
 from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
-from tokenmill.ops.triton.gemm.linear import PackLinear, add_linear, gated_linear, linear
+from tokenmill.ops.triton.gemm.linear import PackLinear, linear
 from tokenmill.ops.triton.moe.deterministic import deterministic_experts
-from tokenmill.ops.triton.moe.gemv import add_norm_experts
 from tokenmill.ops.triton.moe.grouped_gemm import experts
 from tokenmill.ops.triton.moe.topk import route
-from tokenmill.ops.triton.quant.fused_norm_quant import IN_HALVES, STREAMS
+from tokenmill.ops.triton.regions import choose_deterministic, choose_regions, row_borders
 from tokenmill.ops.triton.sampling.argmax import argmax
 
 
@@ -40,27 +37,20 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         linear=linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
-        norm_rope_write_kv=norm_rope_write_kv,
-        fused_decode_attention=fused_decode_attention,
-        stream=STREAMS.get(quantization, IN_HALVES),
         attention=attention,
         act_mul=act_mul,
-        gated_linear=gated_linear,
-        add_linear=add_linear,
         route=route,
         experts=experts,
-        add_norm_experts=add_norm_experts,
         argmax=argmax,
+        choose_regions=choose_regions,
+        row_borders=row_borders,
     )
     if not deterministic:
         return fastest
     return replace(
         fastest,
         linear=deterministic_linear,
-        gated_linear=None,
-        add_linear=None,
-        fused_decode_attention=None,
         attention=deterministic_attention,
         experts=deterministic_experts,
-        add_norm_experts=None,
+        choose_regions=choose_deterministic,
     )

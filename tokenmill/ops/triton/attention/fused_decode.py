@@ -120,15 +120,11 @@ def fused_decode_attention(
     angles: tuple[torch.Tensor, torch.Tensor] | None,
     plan: AttentionPlan,
     args: AttentionArgs,
-) -> torch.Tensor | None:
-    """qkv [R, (heads + 2 kv_heads) * D] → values weighted by attention [R, heads * D]; for so few rows, of one query
-    each, that their contexts are split; None for others."""
+) -> torch.Tensor:
+    """qkv [R, (heads + 2 kv_heads) * D] of rows with one query each → values weighted by attention [R, heads * D]"""
     _, kv_heads, block_size, dim = cache.keys.shape
     num_rows = len(qkv)
-    gpu = capabilities_of(qkv.device)
-    num_splits = num_splits_for(num_rows, kv_heads, plan.max_context, gpu)
-    if num_splits < gpu.tuning.attention_fused_min_splits or plan.num_single != num_rows:
-        return None
+    num_splits = num_splits_for(num_rows, kv_heads, plan.max_context, capabilities_of(qkv.device))
     qkv = qkv.contiguous()
     num_heads = qkv.shape[1] // dim - 2 * kv_heads
     out = qkv.new_empty(num_rows, num_heads, dim)

@@ -157,22 +157,29 @@ def gemv_int4_linear(
 
 
 def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:
-    choice = fused_choice(x, weight, mode, "gated")
+    """act_mul(linear(x)), by one kernel where there is one for the matrix and the number of rows"""
+    choice = _fused_choice(weight, len(x), mode, "gated")
     if choice is None:
         return act_mul(linear(x, weight, mode), activation)
     return choice.run(x, weight.packed, weight.bias, x.dtype, activation)
 
 
-def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor) -> torch.Tensor | None:
-    """residual + linear(x), written over the residual; None where nothing is won by it"""
-    choice = fused_choice(x, weight, "eager", "add")
-    return None if choice is None else choice.run(x, weight.packed, None, x.dtype, residual)
+def can_add(weight: LinearWeight, num_rows: int, mode: Mode) -> bool:
+    """Whether `add_linear` takes so many rows"""
+    return _fused_choice(weight, num_rows, mode, "add") is not None
 
 
-def fused_choice(x: torch.Tensor, weight: LinearWeight, mode: Mode, epilogue: Epilogue) -> Choice | None:
+def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+    """residual + linear(x), written over the residual"""
+    choice = _fused_choice(weight, len(x), mode, "add")
+    assert choice is not None, "see `can_add`"
+    return choice.run(x, weight.packed, None, x.dtype, residual)
+
+
+def _fused_choice(weight: LinearWeight, num_rows: int, mode: Mode, epilogue: Epilogue) -> Choice | None:
     """The kernel that multiplies and applies the epilogue; None where none does"""
     matrix = weight.packed
-    if not isinstance(matrix, torch.Tensor) or not len(x):
+    if not isinstance(matrix, torch.Tensor) or not num_rows:
         return None
-    gpu, has_bias = capabilities_of(x.device), weight.bias is not None
-    return choose(len(x), weight.rows, weight.columns, PLAIN[matrix.dtype], gpu, mode, epilogue, has_bias)
+    gpu, has_bias = capabilities_of(matrix.device), weight.bias is not None
+    return choose(num_rows, weight.rows, weight.columns, PLAIN[matrix.dtype], gpu, mode, epilogue, has_bias)

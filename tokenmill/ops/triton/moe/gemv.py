@@ -21,7 +21,7 @@ from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.moe.gemv_int import moe_gemv_int
-from tokenmill.ops.triton.moe.select import ExpertsKind, streams_experts
+from tokenmill.ops.triton.moe.select import ExpertsKind
 from tokenmill.ops.triton.moe.topk_choice import choice_of, logit_of, next_choice, ordered_logits
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
@@ -142,10 +142,8 @@ def add_norm_experts(
     router: LinearWeight,
     packed: ExpertsWeight,
     spec: MoeSpec,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """For a few tokens and matrices that are all plain or all words; None for others."""
-    if not streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=True):
-        return None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few rows x, residual [T, H] → the chosen experts of rms_norm(x + residual), and x + residual"""
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
     renormalize, activation = spec.renormalize, spec.expert.activation
     return moe_gemv(normed, logits, packed, spec.num_active, activation, renormalize=renormalize), total

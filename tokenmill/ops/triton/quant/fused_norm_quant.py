@@ -1,11 +1,12 @@
-"""Steps with quantised matrices as what happens to the residual stream: the norm, and the gate, leave their results in
-the form that the product behind them multiplies: planes of fp8 (see `planes`), or, of a single row for matrices of
-4 bits, halves (see `halves`)."""
+"""Norms and gates that leave their results in the form which the product behind them multiplies, for layers whose
+matrices are all quantised alike: rows of fp8 (see `gemm_fp8_split`), or, of a single row for matrices of 4 bits, pairs
+of float16 (see `gemv_int4`).
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -13,7 +14,15 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.batch import Mode
-from tokenmill.ops.interface import FusedNormOps, LinearWeight
+from tokenmill.ops.compose import ComposedRegions, PlainStream
+from tokenmill.ops.interface import (
+    BatchClass,
+    GatedMlpWeights,
+    LayerWeights,
+    LinearWeight,
+    Norm,
+    ProjectionWeights,
+)
 from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.gemm.linear import fp8_gemm, fp8_linear, gemv_int4_linear
 from tokenmill.ops.triton.gemm.product import FP8
@@ -26,17 +35,9 @@ from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, empty_planes, qua
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow, empty_fp16_pairs, store_fp16_pairs
 from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, has_gemv_int4
 
-HALVES = 0  # in the place of a number of planes
-
-
-class QuantizedStream(NamedTuple):
-    total: torch.Tensor  # [T, H]
-    normed: Fp8Rows | Fp16PairRow
-
-
-class QuantizedGate(NamedTuple):
-    rows: Fp8Rows | Fp16PairRow
-    dtype: torch.dtype  # of what they were made of
+FP16_PAIRS = 0  # in the place of a number of fp8 planes
+RowKind = Literal["fp8", "fp16_pairs"]
+QuantizedRows = Fp8Rows | Fp16PairRow
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _store(values, rows, scales, row, first, size, PLANES: tl.constexpr, BLOCK: 
 
 
 @kernel
-def _join(
+def _norm_and_quantize(
     x, residual, weight, total, rows, scales, size, eps,
     HAS_RESIDUAL: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -61,7 +62,7 @@ def _join(
     values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-        # Fp8Rows as the stream is stored, so that the norm sees what the next layer will.
+        # Rounded as the stream is stored, so that the norm sees what the next layer will.
         values = values.to(total.dtype.element_ty).to(tl.float32)
         tl.store(total + row * size + columns, values.to(total.dtype.element_ty), mask=inside)
     normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / size + eps) * gains
@@ -69,7 +70,7 @@ def _join(
 
 
 @kernel
-def _gate(
+def _gate_and_quantize(
     gate_up, rows, scales, inter,
     KIND: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -85,90 +86,107 @@ def _gate(
     _store(activate(gate, KIND) * up, rows, scales, row, first, inter, PLANES, BLOCK)
 
 
-def _empty(num_rows: int, size: int, device: torch.device, *, in_halves: bool) -> tuple[Fp8Rows | Fp16PairRow, int]:
-    if in_halves:
-        return empty_fp16_pairs(size, device), HALVES
+def quantized_rows_for(layers: Sequence[LayerWeights], batch: BatchClass) -> RowKind | None:
+    """The form of rows in which all layers of a model can compute such batches, or None. A layer that goes on with some
+    of its rows is composed of small ops."""
+    if batch.gathers or batch.min_rows == 0:
+        return None
+    if _all_are(layers, lambda weight: isinstance(weight.packed, Fp8Matrix)):
+        return "fp8"
+    if batch.max_rows == 1 and _all_are(layers, _takes_fp16_pairs):
+        return "fp16_pairs"
+    return None
+
+
+def _all_are(layers: Sequence[LayerWeights], accepts: Callable[[LinearWeight], bool]) -> bool:
+    for layer in layers:
+        if not isinstance(layer.feed, GatedMlpWeights):
+            return False
+        projections = (layer.project_in, layer.project_out, layer.feed.gate_up, layer.feed.down)
+        if not all(each.is_self_contained and accepts(each.weight) for each in projections):
+            return False
+    return True
+
+
+def _takes_fp16_pairs(weight: LinearWeight) -> bool:
+    return isinstance(weight.packed, PackedIntMatrix) and has_gemv_int4(weight.packed)
+
+
+class QuantizedRegions:
+    """Regions of layers for which `quantized_rows_for` has found a form of rows."""
+
+    def __init__(self, composed: ComposedRegions, kind: RowKind) -> None:
+        self._composed = composed
+        self._mode = composed.mode
+        self._kind = kind
+
+    def norm_project(
+        self, stream: PlainStream, norm: Norm, projection: ProjectionWeights
+    ) -> tuple[torch.Tensor, PlainStream]:
+        rows, stream = norm_and_quantize(stream, norm, self._kind)
+        return _product(rows, projection.weight, stream.residual.dtype, self._mode), stream
+
+    def project_add(
+        self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, post_norm: Norm | None
+    ) -> PlainStream:
+        weight = projection.weight
+        if isinstance(weight.packed, Fp8Matrix):
+            delta = fp8_linear(x, weight.packed, weight.bias, self._mode)
+        else:  # values weighted by attention are of moderate size: float16 holds them as they are
+            delta = gemv_int4_linear(x, weight.packed, weight.bias, x.dtype)
+        return self._composed.added(delta, stream, post_norm)
+
+    def gated_mlp(self, stream: PlainStream, mlp: GatedMlpWeights) -> PlainStream:
+        rows, stream = norm_and_quantize(stream, mlp.norm, self._kind)
+        dtype = stream.residual.dtype
+        gated = gated_rows(rows, mlp.gate_up.weight, mlp.activation, dtype, self._mode)
+        delta = _product(gated, mlp.down.weight, dtype, self._mode)
+        return self._composed.added(delta, stream, mlp.post_norm)
+
+
+def norm_and_quantize(stream: PlainStream, norm: Norm, kind: RowKind) -> tuple[QuantizedRows, PlainStream]:
+    """norm(residual + delta) as quantised rows, and the stream with nothing left to be added"""
+    x = stream.residual if stream.delta is None else stream.delta
+    num_rows, size = x.shape
+    x = x.contiguous()
+    total = x if stream.delta is None else torch.empty_like(x)
+    rows, num_planes = _empty(num_rows, size, x.device, kind)
+    _norm_and_quantize[(num_rows,)](
+        x, stream.residual, norm.weight, total, *rows, size, norm.eps,
+        stream.delta is not None, num_planes, next_power_of_2(size), num_warps=8, **launch_options(),
+    )  # fmt: skip
+    return rows, PlainStream(total)
+
+
+def gated_rows(
+    rows: QuantizedRows, weight: LinearWeight, activation: Activation, dtype: torch.dtype, mode: Mode
+) -> QuantizedRows:
+    """act(gate) * up of the rows' product with gates above ups, quantised like the rows"""
+    if isinstance(rows, Fp8Rows):
+        gpu = capabilities_of(rows.planes.device)
+        choice = choose(len(rows.planes), weight.rows, weight.columns, FP8[dtype], gpu, mode, "gated")
+        if choice is not None:
+            return quantize_rows(choice.run(rows, weight.packed, weight.bias, dtype, activation))
+    gate_up = _product(rows, weight, dtype, mode)
+    num_rows, inter = len(gate_up), gate_up.shape[1] // 2
+    kind: RowKind = "fp8" if isinstance(rows, Fp8Rows) else "fp16_pairs"
+    gated, num_planes = _empty(num_rows, inter, gate_up.device, kind)
+    # Pairs of float16 have a scale for few columns, so that several programs can share the row.
+    block, warps = (1024, 4) if kind == "fp16_pairs" else (next_power_of_2(inter), 16)
+    _gate_and_quantize[(num_rows, cdiv(inter, block))](
+        gate_up, *gated, inter, activation, num_planes, block, num_warps=warps, **launch_options()
+    )
+    return gated
+
+
+def _empty(num_rows: int, size: int, device: torch.device, kind: RowKind) -> tuple[QuantizedRows, int]:
+    if kind == "fp16_pairs":
+        return empty_fp16_pairs(size, device), FP16_PAIRS
     rows = empty_planes(num_rows, size, device)
     return rows, rows.planes.shape[1]
 
 
-def join(
-    x: torch.Tensor, stream: QuantizedStream | None, weight: torch.Tensor, eps: float, *, in_halves: bool
-) -> QuantizedStream:
-    """The stream with x [T, H] added to it; x alone where there is none yet"""
-    num_rows, size = x.shape
-    x = x.contiguous()
-    total = x if stream is None else torch.empty_like(x)
-    normed, num_planes = _empty(num_rows, size, x.device, in_halves=in_halves)
-    _join[(num_rows,)](
-        x, x if stream is None else stream.total, weight, total, *normed, size, eps,
-        stream is not None, num_planes, next_power_of_2(size), num_warps=8, **launch_options(),
-    )  # fmt: skip
-    return QuantizedStream(total, normed)
-
-
-def _product(rows: Fp8Rows | Fp16PairRow, weight: LinearWeight, dtype: torch.dtype, mode: Mode) -> torch.Tensor:
+def _product(rows: QuantizedRows, weight: LinearWeight, dtype: torch.dtype, mode: Mode) -> torch.Tensor:
     if isinstance(rows, Fp16PairRow):
         return gemv_int4_linear(rows, weight.packed, weight.bias, dtype)
     return fp8_gemm(rows, weight.packed, weight.bias, dtype, mode)
-
-
-def normed_linear(stream: QuantizedStream, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
-    return _product(stream.normed, weight, stream.total.dtype, mode)
-
-
-def gated_linear(
-    stream: QuantizedStream, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
-) -> QuantizedGate:
-    if gated := _wide_gated(stream, weight, activation, mode):
-        return gated
-    gate_up = normed_linear(stream, weight, mode)
-    num_rows, inter = len(gate_up), gate_up.shape[1] // 2
-    rows, num_planes = _empty(num_rows, inter, gate_up.device, in_halves=isinstance(stream.normed, Fp16PairRow))
-    # Halves have a scale for few columns, so that several programs can share the row.
-    block, warps = (1024, 4) if num_planes == HALVES else (next_power_of_2(inter), 16)
-    _gate[(num_rows, cdiv(inter, block))](
-        gate_up, *rows, inter, activation, num_planes, block, num_warps=warps, **launch_options()
-    )
-    return QuantizedGate(rows, gate_up.dtype)
-
-
-def _wide_gated(
-    stream: QuantizedStream, weight: LinearWeight, activation: Activation, mode: Mode
-) -> QuantizedGate | None:
-    """Dozens of rows: the product applies its gates itself."""
-    rows, dtype = stream.normed, stream.total.dtype
-    if isinstance(rows, Fp16PairRow):
-        return None
-    gpu = capabilities_of(rows.planes.device)
-    choice = choose(len(rows.planes), weight.rows, weight.columns, FP8[dtype], gpu, mode, "gated")
-    if choice is None:
-        return None
-    return QuantizedGate(quantize_rows(choice.run(rows, weight.packed, weight.bias, dtype, activation)), dtype)
-
-
-def any_linear(x: torch.Tensor | QuantizedGate, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
-    if isinstance(x, QuantizedGate):
-        return _product(x.rows, weight, x.dtype, mode)
-    if isinstance(weight.packed, Fp8Matrix):
-        return fp8_linear(x, weight.packed, weight.bias, mode)
-    return gemv_int4_linear(x, weight.packed, weight.bias, x.dtype)  # values weighted by attention: of moderate size
-
-
-IN_PLANES = FusedNormOps(
-    can_multiply=lambda weight: isinstance(weight.packed, Fp8Matrix),
-    takes=lambda num_tokens: num_tokens > 0,
-    join=partial(join, in_halves=False),
-    normed_linear=normed_linear,
-    gated_linear=gated_linear,
-    any_linear=any_linear,
-)
-IN_HALVES = FusedNormOps(
-    can_multiply=lambda weight: isinstance(weight.packed, PackedIntMatrix) and has_gemv_int4(weight.packed),
-    takes=lambda num_tokens: num_tokens == 1,
-    join=partial(join, in_halves=True),
-    normed_linear=normed_linear,
-    gated_linear=gated_linear,
-    any_linear=any_linear,
-)
-STREAMS: dict[str, FusedNormOps] = {"fp8": IN_PLANES, "int4": IN_HALVES}

@@ -1,0 +1,117 @@
+"""The matrices of a model: `Projection`, the one place that knows a packed weight, and `Loader`, which makes them.
+
+A projection is a product [T, columns] → [T, rows]. How its matrix is packed (plain, fp8, 4 bits) is the backend's
+choice at load; which kernel multiplies is the backend's choice for each number of rows and mode. What else may belong
+to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has, and
+the slots of adapters that add to the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tokenmill.arch.regions import Matrices
+from tokenmill.models.protocol import WeightReader
+from tokenmill.ops.batch import Mode
+from tokenmill.ops.blocks import FORMATS
+from tokenmill.ops.interface import LinearWeight, Norm, Ops
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.upload import to_gpu
+
+Part = TypeVar("Part")
+NUM_READERS = 4
+
+
+class Shard(NamedTuple):
+    """What a rank has of a matrix: one of several equal parts of its rows"""
+
+    rank: int
+    num_ranks: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_ranks == 1
+
+
+WHOLE = Shard(0, 1)
+
+
+@dataclass(frozen=True)
+class Projection:
+    ops: Ops
+    weight: LinearWeight
+    shard: Shard = WHOLE
+    adapters: object | None = None  # slots of low-rank adapters; no backend has any yet
+
+    def __call__(self, x: torch.Tensor, mode: Mode) -> torch.Tensor:
+        """x [T, columns] → [T, rows]"""
+        return self.ops.linear(x, self.weight, mode)
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix itself, as an embedding has them: [T] → [T, columns]"""
+        return self.ops.embed(numbers, self.weight)
+
+    @property
+    def is_self_contained(self) -> bool:
+        return self.shard.is_whole and self.adapters is None
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Reads weights by our own names, and has them packed by the ops that will use them."""
+
+    source: WeightReader
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+
+    def dense(self, raw: RawTensor) -> torch.Tensor:
+        """Plain values in the compute dtype, on the device."""
+        if self.device.type == "cuda" and (raw.quant is None or raw.quant in FORMATS):
+            raw = replace(raw, data=to_gpu(raw.data, self.device))  # converted there, where it costs nothing
+        return dequantize(raw, self.dtype).to(self.device)
+
+    def each(self, make: Callable[[int], Part], count: int) -> list[Part]:
+        """Parts 0 to count - 1 of a model; on a GPU several are read and sent at a time."""
+        if self.device.type != "cuda":
+            return [make(number) for number in range(count)]
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            return list(readers.map(make, range(count)))
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Norm weights, biases, sinks: float32, since they are small and precision is free."""
+        return dequantize(self.source.get(name), torch.float32).to(self.device)
+
+    def norm(self, name: str, eps: float) -> Norm:
+        return Norm(self.vector(f"{name}.weight"), eps)
+
+    def projection(self, matrices: Matrices) -> Projection:
+        """Matrices `<name>.weight` with a common input as one, stacked by rows."""
+        names = matrices.names
+        bias = torch.cat([self.vector(f"{name}.bias") for name in names]).to(self.dtype) if matrices.has_bias else None
+        raws = [self.source.get(f"{name}.weight") for name in names]
+        return Projection(self.ops, self.ops.pack_linear(raws, bias, self.dense))
+
+    def embedding(self, name: str) -> Projection:
+        """A matrix whose rows are looked up; tied models multiply by it too."""
+        return Projection(self.ops, self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense))
+
+
+def form_of(weights: Any) -> Hashable:
+    """All that kernels depend on in weights of any kind: two that differ in their numbers only have the same form."""
+    if isinstance(weights, torch.Tensor):
+        return weights.dtype, weights.shape, weights.stride(), weights.data_ptr() % 16
+    if isinstance(weights, tuple):
+        return tuple(map(form_of, weights))
+    if isinstance(weights, Projection):
+        return form_of(weights.weight), weights.shard
+    if is_dataclass(weights):
+        return type(weights), *(form_of(getattr(weights, field.name)) for field in fields(weights))
+    form: Hashable = weights
+    return form

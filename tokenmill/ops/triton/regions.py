@@ -1,0 +1,148 @@
+"""Which regions of a layer are fused on a GPU, chosen when a model is loaded, for each layer and class of batches.
+
+attend          few rows of one query each: one kernel from the joint projection on; otherwise norms, rotation and the
+                cache write are one kernel, and attention another
+norm_project,   matrices of fp8, or of 4 bits with a single row: the norm and the gate leave their results in the form
+gated_mlp       that the product multiplies (see `quant/fused_norm_quant.py`). All layers of a model, or none
+project_add,    hundreds of rows with plain matrices: cuBLAS adds the residual stream itself (see `gemm/epilogues.py`)
+gated_mlp
+experts         a few tokens: addition, norm, router and the chosen experts in three kernels (see `moe/gemv.py`)
+
+The other regions are composed of small ops, with the activation as an epilogue of its product where that is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tokenmill.ops.batch import LayerCache, Mode
+from tokenmill.ops.compose import ComposedRegions, PlainStream
+from tokenmill.ops.interface import (
+    AttentionArgs,
+    BatchClass,
+    GatedMlpWeights,
+    LayerWeights,
+    MoeWeights,
+    Norm,
+    Ops,
+    ProjectionWeights,
+    Regions,
+)
+from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
+from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
+from tokenmill.ops.triton.attention.plan import AttentionPlan
+from tokenmill.ops.triton.attention.select import takes_fused_decode
+from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
+from tokenmill.ops.triton.moe.gemv import add_norm_experts, kind_of
+from tokenmill.ops.triton.moe.select import streams_experts
+from tokenmill.ops.triton.quant.fused_norm_quant import QuantizedRegions, quantized_rows_for
+
+
+def row_borders(device: torch.device) -> tuple[int, ...]:
+    tuning = capabilities_of(device).tuning
+    return tuple(sorted({1, 2, tuning.moe_gemv_max_tokens + 1, tuning.gemm_add_min_rows}))
+
+
+def choose_regions(ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
+    fused = FusedRegions(ops, batch.mode)
+    kind = quantized_rows_for(layers, batch)
+    if kind is None:
+        return [fused.choose(layer, batch) for layer in layers]
+    quantized = QuantizedRegions(fused.composed, kind)
+    table = replace(
+        fused.table(),
+        norm_project=quantized.norm_project,
+        project_add=quantized.project_add,
+        gated_mlp=quantized.gated_mlp,
+    )
+    return [table] * len(layers)
+
+
+def choose_deterministic(ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
+    """Regions that add up in one order whatever the batch: small ops that do so, one after another. Only what happens
+    before attention is fused, since it works token by token."""
+    table = ComposedRegions(ops, batch.mode).table()
+    return [replace(table, attend=FusedRegions(ops, batch.mode).write_and_attend)] * len(layers)
+
+
+class FusedRegions:
+    def __init__(self, ops: Ops, mode: Mode) -> None:
+        self.composed = ComposedRegions(ops, mode, gated_linear)
+
+    def table(self) -> Regions:
+        return replace(self.composed.table(), attend=self.attend)
+
+    def choose(self, layer: LayerWeights, batch: BatchClass) -> Regions:
+        table, feed = self.table(), layer.feed
+        if _adds_in_place(layer.project_out, layer.post_norm, batch):
+            table = replace(table, project_add=self.add_in_place)
+        if isinstance(feed, GatedMlpWeights):
+            is_added = _adds_in_place(feed.down, feed.post_norm, batch)
+            return replace(table, gated_mlp=self.gated_mlp_in_place) if is_added else table
+        return replace(table, experts=self.few_experts) if _are_few(feed, batch) else table
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+        plan: AttentionPlan,
+        args: AttentionArgs,
+    ) -> torch.Tensor:
+        num_tokens, gpu = len(qkv), capabilities_of(qkv.device)
+        is_decode = plan.num_single == num_tokens
+        if is_decode and takes_fused_decode(num_tokens, cache.keys.shape[1], plan.max_context, gpu):
+            return fused_decode_attention(qkv, cache, norms, eps, cos_sin, plan, args)
+        return self.write_and_attend(qkv, cache, slots, norms, eps, cos_sin, plan, args)
+
+    def write_and_attend(
+        self,
+        qkv: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
+        plan: AttentionPlan,
+        args: AttentionArgs,
+    ) -> torch.Tensor:
+        queries = norm_rope_write_kv(qkv, cache, slots, norms, eps, cos_sin)
+        return self.composed.ops.attention(queries, cache, plan, args)
+
+    def add_in_place(
+        self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, post_norm: Norm | None
+    ) -> PlainStream:
+        """Writes over the residual stream."""
+        assert stream.delta is None and post_norm is None
+        return PlainStream(add_linear(x, projection.weight, stream.residual, self.composed.mode))
+
+    def gated_mlp_in_place(self, stream: PlainStream, mlp: GatedMlpWeights) -> PlainStream:
+        normed, stream = self.composed.normed(stream, mlp.norm)
+        inner = gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.composed.mode)
+        return self.add_in_place(inner, mlp.down, stream, mlp.post_norm)
+
+    def few_experts(self, stream: PlainStream, moe: MoeWeights) -> PlainStream:
+        assert stream.delta is not None, "what the mixer's projection left to be added"
+        norm, eps = moe.norm
+        result, total = add_norm_experts(
+            stream.delta, stream.residual, norm, eps, moe.router.weight, moe.experts, moe.spec
+        )
+        return self.composed.added(result, PlainStream(total), moe.post_norm)
+
+
+def _adds_in_place(projection: ProjectionWeights, post_norm: Norm | None, batch: BatchClass) -> bool:
+    is_whole = post_norm is None and projection.is_self_contained
+    return is_whole and can_add(projection.weight, batch.min_rows, batch.mode)
+
+
+def _are_few(moe: MoeWeights, batch: BatchClass) -> bool:
+    gpu, kind = capabilities_of(moe.norm.weight.device), kind_of(moe.experts)
+    is_plain = moe.shared is None and moe.router.is_self_contained
+    return is_plain and batch.min_rows > 0 and streams_experts(batch.max_rows, kind, gpu, is_fused=True)

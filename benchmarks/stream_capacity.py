@@ -59,12 +59,12 @@ WORD = " the"  # what the model always says
 class Metronome:
     """A runner without a model: a step takes its time and brings a token to each row that wants one."""
 
-    def __init__(self, step_s: float, token_id: int) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: float, token_id: int, token_s: float = TOKEN_S) -> None:
+        self._step_s, self._token_s = step_s, token_s
         self._token_id = token_id
 
     def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
-        ends = time.monotonic() + self._step_s + plan.num_tokens * TOKEN_S
+        ends = time.monotonic() + self._step_s + plan.num_tokens * self._token_s
         drawn = [RowResult(row=row.row, token_ids=[self._token_id]) for row in plan.rows if row.sample]
         time.sleep(max(0.0, ends - time.monotonic()))
         return StepResult(rows=drawn)

@@ -11,6 +11,7 @@ a socket without pickle. `FinishReason` has OpenAI's words; "abort" and "error" 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -246,7 +247,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenInfo] | None = None
-    prompt_logprobs: list[TokenInfo | None] | None = None
+    prompt_logprobs: Sequence[TokenInfo | None] | None = None  # None for the first token, which nothing predicts
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended it
     cumulative_logprob: float | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.scripted_engine import output_processor_for
 from tokenmill import SamplingParams
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.text.tokenizer import EOS_ID
+from tokenmill.text.tokenizer import EOS_ID, Tokenizer
 from tokenmill.types import Event, SequenceOutput, TokenLogprobs
 
 
@@ -96,3 +97,21 @@ def test_best_of_shows_the_likeliest_and_only_once_all_have_ended() -> None:
     assert [(event.index, event.text) for event in events] == [(0, "b"), (1, "c")]
     assert all(event.logprobs is None for event in events)
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == 3
+
+
+def test_a_prompts_logprobs_become_text_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = output_processor_for(SamplingParams(prompt_logprobs=1))
+    scores = [TokenLogprobs(token_id, -0.5, 1, [token_id, 97], [-0.5, -1.0]) for token_id in (104, 105)]
+    read: list[int] = []
+    token_text = Tokenizer.token_text
+
+    def watched(tokenizer: Tokenizer, token_id: int) -> str:
+        read.append(token_id)
+        return token_text(tokenizer, token_id)
+
+    monkeypatch.setattr(Tokenizer, "token_text", watched)
+    (event,) = processor.process(SequenceOutput(request_id="r", token_ids=[], prompt_logprobs=scores))
+    infos = event.prompt_logprobs
+    assert infos is not None and len(infos) == 3 and read == []
+    assert [info and info.text for info in infos] == [None, "h", "i"] and infos[0] is None and read
+    assert [text for _, text, _, _ in (infos[2] or infos[1]).top] == ["i", "a"]  # type: ignore[union-attr]

@@ -41,6 +41,17 @@ def test_departure_before_the_first_token(server: RunningServer, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_departure_while_the_prompt_is_tokenised(serving: Serving, stream: bool) -> None:
+    server = serving()
+    server.engine.prepare_delay_s = 30
+    connection = half_open(server, {**CHAT, "stream": stream})
+    assert eventually(lambda: server.engine.num_preparing == 1)
+    connection.close()
+    assert eventually(lambda: server.engine.num_preparing == 0)
+    assert server.engine.seen == [] and eventually(lambda: samples(server)["tokenmill_requests_total", "abort"] == 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_departure_in_the_middle(server: RunningServer, stream: bool) -> None:
     server.engine.delay_s = 0.2
     prompts = {"model": "fake/tiny", "prompt": ["a", "b", "c"], "stream": stream, "max_tokens": 99}

@@ -31,6 +31,8 @@ class FakeEngine:
     answer: str = STORY
     delay_s: float = 0.0
     first_delay_s: float = 0.0
+    prepare_delay_s: float = 0.0
+    num_preparing: int = 0
     max_running: int = 1000
     failure: TokenmillError | None = None  # raised after `fail_after` events
     fail_after: int = 3
@@ -41,6 +43,11 @@ class FakeEngine:
 
     async def prepare(self, asked: ClientRequest) -> PreparedRequest:
         self._require_room()
+        self.num_preparing += 1
+        try:
+            await asyncio.sleep(self.prepare_delay_s)
+        finally:
+            self.num_preparing -= 1
         ids = self._prompt_ids(asked)
         if len(ids) >= self.info.max_context:
             raise ContextLengthExceeded(f"the prompt has {len(ids)} tokens", param="messages")

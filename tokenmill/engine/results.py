@@ -50,7 +50,7 @@ class _Sums:
         self._text = StringIO()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenInfo] | None = None
-        self._prompt_logprobs: list[TokenInfo | None] | None = None
+        self._prompt_logprobs: Sequence[TokenInfo | None] | None = None
         self._queue_s: float | None = None
 
     def add(self, event: Event) -> None:
@@ -135,7 +135,9 @@ def request_output(
         prompt=prompt,
         prompt_token_ids=request.prompt_token_ids,
         outputs=[_completion(index, event) for index, event in enumerate(events)],
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event and event.prompt_logprobs), None),
+        prompt_logprobs=next(
+            (list(event.prompt_logprobs) for event in events if event and event.prompt_logprobs), None
+        ),
         error=error,
     )
     usages = [event.usage for event in events if event is not None and event.usage is not None]

@@ -347,7 +347,7 @@ def _legacy_top(info: TokenInfo) -> dict[str, float]:
     return tops
 
 
-def echoed_logprobs(prompt: str, prompt_infos: list[TokenInfo | None], infos: list[TokenInfo]) -> dict[str, Any]:
+def echoed_logprobs(prompt: str, prompt_infos: Sequence[TokenInfo | None], infos: list[TokenInfo]) -> dict[str, Any]:
     """The logprobs of prompt and answer together. Nothing predicts the first token: its logprob is null, its text is
     what the others leave over, which has a negative length where a tokenizer adds a space before a text."""
     known = [info for info in prompt_infos if info is not None]
@@ -358,7 +358,7 @@ def echoed_logprobs(prompt: str, prompt_infos: list[TokenInfo | None], infos: li
     return {name: [first[name], *values] for name, values in rest.items()}
 
 
-def prompt_logprobs(infos: list[TokenInfo | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(infos: Sequence[TokenInfo | None]) -> list[dict[str, Any] | None]:
     """The logprobs of a prompt in vLLM's form: per position a map from token id to logprob, rank and text."""
     return [None if info is None else _prompt_token(info) for info in infos]
 

@@ -215,8 +215,6 @@ def test_who_computes_with_fp8(
         assert refusal is None if has else "compute capability 8.9" in str(refusal)
         assert TRITON.unsupported_reason(replace(WANTED, kv_dtype="fp8")) is None
         assert packed_int.has_ptx() == (hip is None)
-        assert (
-            not overlaps.__wrapped__() and not capabilities.capabilities_of.__wrapped__(torch.device("cuda")).is_hopper
-        )
+        assert not overlaps.__wrapped__() and not capabilities.probe_capabilities(torch.device("cuda")).is_hopper
     finally:
         capabilities.has_fp8.cache_clear()

@@ -23,6 +23,7 @@ VERBS = {
     "plan": "Memory, speed and price of a model on a device, before buying it",
     "detect": "Tell whether a text carries a watermark",
     "bench": "Measure: offline, serve, search, startup, latency, compare, report",
+    "tune": "Measure by which numbers kernels are chosen on this GPU",
     "doctor": "What this machine has, what is chosen and why, what to fix",
 }
 

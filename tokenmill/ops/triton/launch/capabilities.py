@@ -12,6 +12,8 @@ Needs no Triton and no GPU: `tokenmill doctor --kernels --device A100` reads the
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -138,10 +140,32 @@ def named_gpu(name: str) -> Capabilities:
     raise InvalidConfig(f"there is no GPU called {name!r} here", hint=f"known GPUs: {', '.join(known)}")
 
 
-@cache
+_of_devices: dict[torch.device, Capabilities] = {}
+
+
 def capabilities_of(device: torch.device) -> Capabilities:
-    """The capabilities of a device at hand. Where it is no GPU, kernels run in Triton's interpreter: they are chosen as
-    for an H200, without what only its hardware has."""
+    """The capabilities of a device at hand, probed once"""
+    found = _of_devices.get(device)
+    if found is None:
+        found = _of_devices[device] = probe_capabilities(device)
+    return found
+
+
+@contextmanager
+def assume_capabilities(capabilities: Capabilities) -> Iterator[None]:
+    """Let kernels be chosen by other numbers than the GPU's own, for `tokenmill tune`, which measures one after the
+    other."""
+    before = dict(_of_devices)
+    _of_devices.update(dict.fromkeys(before, capabilities))
+    try:
+        yield
+    finally:
+        _of_devices.update(before)
+
+
+def probe_capabilities(device: torch.device) -> Capabilities:
+    """What a device can do. Where it is no GPU, kernels run in Triton's interpreter: they are chosen as for an H200,
+    without what only its hardware has."""
     if device.type != "cuda" or not torch.cuda.is_available():
         row = next(row for row in built_in_tunings() if row.name == TUNED)
         return Capabilities(str(device), row.compute_capability, False, False, row, f"{row.name}: interpreted")

@@ -1,6 +1,14 @@
-"""HTTP in front of the engine: one native path, dialects as translations around it.
+"""HTTP in front of the engine: one native path for every generation, dialects as translations around it.
 
-    request ─► reception ─► auth ─► route: limits, parse ─► Job ─► Run (engine) ─► Reply: render ─► client
+    http_protocol ─► middleware ─► auth ─► routing ─► dialect: parse ─► generation ─► engine
+      connection       id, log      key     body        body → job     job → events
+    client ◄──────────────────────────────────────── dialect: render ◄──────┘
 
-`native.py` runs a Job without knowing any dialect; a dialect is a parser (body → Job) and a `Rendering`.
+    app.py         the layers and the table of endpoints
+    dialect.py     what the outer layers know of a protocol: error bodies, key headers
+    registry.py    models by name, each behind a gate
+    openai/        OpenAI's dialect: endpoints, parser, renderings, schemas
+    run.py         the life of the process: bind, load, serve, drain
+
+Generation knows no dialect: a dialect gives it a `GenerationJob` (requests and a `Rendering`) and gets a reply.
 """

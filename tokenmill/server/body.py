@@ -25,7 +25,7 @@ DISCARD_S = 2.0
 MAX_UNDER_WAY_BYTES = 256 * 1024 * 1024  # of all bodies that are being received
 SMALL_BYTES = 64 * 1024  # a body of this size always finds room
 SHOWN_CHARACTERS = 60
-JSON_NAMES = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list"}
+JSON_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
 
 
 class BodyReader:
@@ -160,7 +160,7 @@ class BodyFields:
         if value is None:
             return None
         if type(value) is not int:
-            refuse(self.name(key), f"must be a whole number, got {shown(value)}")
+            refuse(self.name(key), f"must be an integer, got {shown(value)}")
         if not low <= value <= high:
             refuse(self.name(key), f"must be between {low} and {high}, got {value}")
         return value

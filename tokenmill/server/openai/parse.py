@@ -145,7 +145,7 @@ def parse_messages(fields: BodyFields) -> list[Message]:
     given = fields.items("messages", MAX_MESSAGES)
     if not given:
         refuse("messages", "is required and must not be empty")
-    return [_message(value, f"messages[{place}]") for place, value in enumerate(given)]
+    return [_message(value, f"messages[{number}]") for number, value in enumerate(given)]
 
 
 def num_characters(messages: list[Message]) -> int:
@@ -153,10 +153,10 @@ def num_characters(messages: list[Message]) -> int:
     return sum(len(message.content or "") for message in messages)
 
 
-def _message(value: object, place: str) -> Message:
+def _message(value: object, path: str) -> Message:
     if not isinstance(value, dict):
-        refuse(place, f"must be an object with role and content, got {kind_of(value)}")
-    fields = BodyFields(value, f"{place}.")
+        refuse(path, f"must be an object with role and content, got {kind_of(value)}")
+    fields = BodyFields(value, f"{path}.")
     role = fields.required_text("role")
     if role not in ROLES:
         refuse(fields.name("role"), f"must be one of {', '.join(ROLES)}, got {shown(role)}")
@@ -186,13 +186,13 @@ def _content(fields: BodyFields, *, may_be_null: bool) -> str | None:
     parts = fields.items("content", MAX_PARTS)
     if not parts:
         refuse(fields.name("content"), "must not be an empty list")
-    return "".join(_part(part, f"{fields.name('content')}[{place}]") for place, part in enumerate(parts))
+    return "".join(_part(part, f"{fields.name('content')}[{number}]") for number, part in enumerate(parts))
 
 
-def _part(value: object, place: str) -> str:
+def _part(value: object, path: str) -> str:
     if not isinstance(value, dict):
-        refuse(place, f"must be an object with a type, got {kind_of(value)}")
-    fields = BodyFields(value, f"{place}.")
+        refuse(path, f"must be an object with a type, got {kind_of(value)}")
+    fields = BodyFields(value, f"{path}.")
     kind = fields.required_text("type")
     if kind not in ("text", "refusal"):
         refuse(fields.name("type"), f"{shown(kind)} is not supported by this model; it reads text only")
@@ -201,15 +201,15 @@ def _part(value: object, place: str) -> str:
 
 def _tool_calls(fields: BodyFields) -> list[dict[str, Any]]:
     calls = fields.items("tool_calls", MAX_TOOL_CALLS) or []
-    parsed = [_tool_call(call, f"{fields.name('tool_calls')}[{place}]") for place, call in enumerate(calls)]
+    parsed = [_tool_call(call, f"{fields.name('tool_calls')}[{number}]") for number, call in enumerate(calls)]
     legacy = fields.object("function_call")
     return [*parsed, {"type": "function", "function": _function(legacy)}] if legacy else parsed
 
 
-def _tool_call(value: object, place: str) -> dict[str, Any]:
+def _tool_call(value: object, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        refuse(place, f"must be an object, got {kind_of(value)}")
-    fields = BodyFields(value, f"{place}.")
+        refuse(path, f"must be an object, got {kind_of(value)}")
+    fields = BodyFields(value, f"{path}.")
     fields.one_of("type", ("function",))
     function = fields.object("function")
     if function is None:

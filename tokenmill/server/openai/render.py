@@ -365,8 +365,8 @@ def prompt_logprobs(infos: Sequence[TokenInfo | None]) -> list[dict[str, Any] | 
 
 def _prompt_token(info: TokenInfo) -> dict[str, Any]:
     shown: dict[str, Any] = {
-        str(token_id): {"logprob": logprob, "rank": place + 1, "decoded_token": text}
-        for place, (token_id, text, _, logprob) in enumerate(info.top)
+        str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text}
+        for rank, (token_id, text, _, logprob) in enumerate(info.top, 1)
     }
     shown[str(info.token_id)] = {"logprob": info.logprob, "rank": info.rank, "decoded_token": info.text}
     return shown

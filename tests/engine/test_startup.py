@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokenmill.engine import startup
 from tokenmill.engine.core_process import CoreProcess
-from tokenmill.engine.startup import core_prestart, installed_version, is_tested
+from tokenmill.engine.startup import core_prestart, versions
 from tokenmill.engine.startup import torch_import as module
 from tokenmill.engine.startup.core_prestart import prestart_core, take_core
 from tokenmill.engine.startup.torch_import import cuda_preinit, open_first_gpu, torch_import
@@ -103,7 +102,7 @@ def test_no_driver_and_no_device_are_no_errors(monkeypatch: pytest.MonkeyPatch) 
 def test_other_versions_take_the_ordinary_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str | None, is_fine: bool
 ) -> None:
-    monkeypatch.setattr(startup, "installed_version", lambda _package: version)
+    monkeypatch.setattr(versions, "installed_version", lambda _package: version)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     genuine = sys.modules["torch._meta_registrations"]
     monkeypatch.setitem(sys.modules, "torch._meta_registrations", genuine)  # it is there again after the test
@@ -113,8 +112,8 @@ def test_other_versions_take_the_ordinary_way(
 
 
 def test_versions_are_read_without_an_import() -> None:
-    assert installed_version("torch") == torch.__version__
-    assert is_tested("torch"), "the tricks were tested with the torch that the tests run with"
+    assert versions.installed_version("torch") == torch.__version__
+    assert versions.is_tested("torch"), "the tricks were tested with the torch that the tests run with"
 
 
 def test_without_the_switch_torch_is_imported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

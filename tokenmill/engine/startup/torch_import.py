@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from tokenmill.engine.startup import is_tested
+from tokenmill.engine.startup.versions import is_tested
 from tokenmill.ops.cpu.availability import load_library
 
 LIBRARY, GPU_LIBRARY = Path("lib/libtorch_cpu.so"), Path("lib/libtorch_cuda.so")

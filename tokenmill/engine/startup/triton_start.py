@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import TRITON
-from tokenmill.engine.startup import is_tested
+from tokenmill.engine.startup.versions import is_tested
 
 
 def prestart_triton(config: EngineConfig) -> None:

@@ -11,12 +11,11 @@ from cyclopts import Parameter
 
 from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token, num_active_parameters, num_parameters
 from tokenmill.arch.gguf_parts import read_gguf_model
-from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv
 from tokenmill.cli.output import count, print_facts, size
+from tokenmill.engine.backends import NATIVE, TRITON, default_kv_dtype
 from tokenmill.hardware.machine import probe_machine
-from tokenmill.planner.plan import CPU_KV_DTYPE
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
 
 ROUNDED = "int8"
@@ -103,14 +102,14 @@ def chat_template(path: Path) -> str | None:
 
 def _kv_dtypes(spec: ModelSpec) -> list[str]:
     """What a CPU and a GPU take by themselves, and what may be asked for"""
-    return list(dict.fromkeys((CPU_KV_DTYPE, gpu_dtype(spec), ROUNDED)))
+    return list(dict.fromkeys((default_kv_dtype(spec, NATIVE), default_kv_dtype(spec, TRITON), ROUNDED)))
 
 
 def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
     """For each place the model could run: room after the weights as stored, and conversations of full context in it."""
     machine = probe_machine()
-    places = [("memory", machine.memory.available_bytes, CPU_KV_DTYPE)]
-    places += [(gpu.name, gpu.free_bytes, gpu_dtype(spec)) for gpu in machine.gpus]
+    places = [("memory", machine.memory.available_bytes, default_kv_dtype(spec, NATIVE))]
+    places += [(gpu.name, gpu.free_bytes, default_kv_dtype(spec, TRITON)) for gpu in machine.gpus]
     context = min(spec.max_context, 8192)
     rows = []
     for place, free, kv_dtype in places:
@@ -162,7 +161,8 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:
-    return f"{size(per_token[CPU_KV_DTYPE])} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
+    by_default = next(iter(per_token.values()))  # a CPU's
+    return f"{size(by_default)} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
 
 
 def _fit_in_words(row: dict[str, Any]) -> str:

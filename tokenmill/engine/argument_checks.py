@@ -1,4 +1,4 @@
-"""What a Python program hands to `LLM`, looked at before anything runs: prompts, conversations, params.
+"""Checks of what a Python program hands to `LLM`, before anything runs: prompts, conversations, params.
 
 A server's parser refuses a client's mistakes by name; these are the same mistakes made in Python.
 """
@@ -17,7 +17,7 @@ Conversation = Sequence[Message | dict[str, Any]]
 
 
 def prompts_from(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several; a list of token ids is one."""
+    """The prompts of a call: one or several; a list of token ids is one."""
     if isinstance(given, str) or (_is_list(given) and given and all(isinstance(part, int) for part in given)):
         return [prompt_from(given)]
     if not _is_list(given):
@@ -34,7 +34,7 @@ def prompt_from(given: Any) -> Prompt:
 
 
 def conversations_from(given: Conversation | Sequence[Conversation]) -> list[list[Message]]:
-    """One conversation or several."""
+    """The conversations of a call: one or several."""
     if not _is_list(given):
         raise _no_conversation(given)
     is_one = bool(given) and isinstance(given[0], dict | Message)
@@ -48,7 +48,7 @@ def messages_from(conversation: Any) -> list[Message]:
 
 
 def params_from(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One for each prompt."""
+    """The sampling params of each prompt."""
     one_for_all: Any = SamplingParams() if given is None else given
     many: list[Any] = list(one_for_all) if _is_list(given) else [one_for_all] * count
     for one in many:

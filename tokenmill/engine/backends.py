@@ -176,6 +176,7 @@ class StoredWeights:
 
     spec: ModelSpec
     path: Path | None  # None: random weights, which have no file
+    known_formats: Formats | None = None  # where a config alone tells them
 
     @cached_property
     def parts(self) -> WeightParts:
@@ -202,6 +203,8 @@ class StoredWeights:
     @cached_property
     def formats(self) -> Formats:
         """The block format of each matrix that is stored in one."""
+        if self.known_formats is not None:
+            return self.known_formats
         return NOTHING_STORED if self.path is None else stored_formats(self.path, self.spec)
 
 
@@ -377,6 +380,11 @@ REFERENCE = Backend(
 )
 
 BACKENDS = (TRITON, NATIVE, REFERENCE)  # in order of preference; the last one handles everything a ModelSpec can say
+
+
+def default_kv_dtype(model: ModelShape, backend: Backend, dtype: str | None = None) -> str:
+    """The KV cache's default precision; `dtype`: what is computed in, by default the device's own choice."""
+    return backend.default_kv_dtype(model, dtype or backend.devices[0].compute_dtype(model, False), "none")
 
 
 def find_backend(name: str) -> Backend:

@@ -1,4 +1,4 @@
-"""What every front holds of a model besides its core: the spec, the tokenizer, names and limits. No torch."""
+"""A model as every front holds it, besides its core: the spec, the tokenizer, names and limits. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who calls `step`: a loop that takes what the front says, steps while there is work, and sends what came out.
+"""The core's loop: take messages from the front, step while there is work, send what came out.
 
-It knows a `Mailbox` and nothing of threads or sockets. Without work it prepares, a moment at a time, what later steps
-will need; when nothing is left of that it waits for mail without turning. One such moment may be most of a second, so
-it begins when nobody has asked for a while: not between two requests of one client, nor before the first.
+It knows a `Mailbox` and nothing of threads or sockets. Without work it runs idle tasks, one at a time, which later steps
+would have to do themselves; when none is left it blocks until a message arrives. An idle task may take most of a second,
+so they begin after a quiet moment: not between two requests of one client, nor before the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUIET_S = 0.2  # without mail or work
 
 class Mailbox(Protocol):
     def take(self, patience_s: float | None) -> list[ToCore]:
-        """What has arrived. If nothing has, what arrives next, if it does so in time; None: however long it takes."""
+        """Return the messages that have arrived; if none has, wait for the next one for `patience_s`, None: for ever."""
         ...
 
     def send(self, message: FromCore) -> None: ...

@@ -1,4 +1,4 @@
-"""What front and core say to each other. Tagged msgspec structs: the same over a queue and over a socket."""
+"""Messages between a front and its core: tagged msgspec structs, the same over a queue and over a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenmill.types import Request, SequenceOutput
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First word to a core process: load this model."""
+    """First message to a core process: load this model."""
 
     config: EngineConfig
     model_path: str

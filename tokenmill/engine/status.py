@@ -49,8 +49,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     steps: int = 0
     busy_s: float = 0.0  # time spent in steps
-    drafted_tokens: int = 0  # guessed by speculation and computed
-    accepted_tokens: int = 0  # ... and right
+    drafted_tokens: int = 0  # proposed by speculation and computed
+    accepted_tokens: int = 0  # ... and accepted
     engine_pid: int = 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from tokenmill.engine.backends import CPU, CUDA, Device
+from tokenmill.engine.backends import NATIVE, TRITON, Backend, Device
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import Machine, probe_machine
 from tokenmill.hardware.measured import measure_cpu
@@ -39,9 +39,13 @@ class PlanDevice:
         return self.peaks.kind == "cpu"
 
     @property
+    def backend(self) -> Backend:
+        """The engine's row that would compute here; accelerators that it does not run on are planned like GPUs."""
+        return NATIVE if self.is_cpu else TRITON
+
+    @property
     def runs_on(self) -> Device:
-        """The engine's row for this device; accelerators that it does not run on are planned like GPUs."""
-        return CPU if self.is_cpu else CUDA
+        return self.backend.devices[0]
 
     @property
     def link_bytes_s(self) -> float:

@@ -6,25 +6,24 @@ precision is what the config says.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenmill.arch.cost import DTYPE_BYTES
-from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
-from tokenmill.arch.packed_formats import grouped_formats, stored_formats
+from tokenmill.arch.packed_formats import grouped_formats
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
+from tokenmill.arch.traffic import WeightParts, weight_parts
+from tokenmill.engine.backends import TRITON, KeptWeights, StoredWeights
 from tokenmill.errors import InvalidConfig
-from tokenmill.runner.memory import gpu_weight_parts
+from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.store import resolve_model
 
-GPU_VALUE_BYTES = 2  # of what is computed in half precision
+GPU_DTYPE = "bfloat16"  # of activations beside weights that stay quantised
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 FOUR_BIT_METHODS = {"gptq", "awq", "bitsandbytes"}
 
@@ -83,14 +82,13 @@ def model_at(path: Path, name: str) -> PlannedModel:
         return model_from_config(path / "config.json", name)
     if path.suffix != ".gguf":
         path = next(iter(sorted(path.glob("*.gguf"))), path)
-    gguf = read_gguf_model(path)
-    sizes: Counter[str] = Counter()
-    for tensor in gguf.tensors.values():
-        sizes[tensor.type] += tensor.num_bytes
-    spec = read_spec(path)
-    stored = stored_formats(path, spec)
-    kept = gpu_weight_parts(spec, GPU_VALUE_BYTES, stored=stored)
-    return PlannedModel(name, spec, sizes.most_common(1)[0][0], gguf_weight_parts(gguf), kept, bool(stored))
+    stored = StoredWeights(read_spec(path), path)
+    kept = _kept_on_gpu(stored)
+    return PlannedModel(name, stored.spec, stored.dtype, stored.parts, kept.parts, kept.has_expanded)
+
+
+def _kept_on_gpu(stored: StoredWeights) -> KeptWeights:
+    return TRITON.kept_weights(stored, ComputeRequest(stored.spec, "cuda", GPU_DTYPE, GPU_DTYPE))
 
 
 def model_from_config(path: Path, name: str) -> PlannedModel:
@@ -99,9 +97,12 @@ def model_from_config(path: Path, name: str) -> PlannedModel:
     model = outline_from_hf(config)
     if not isinstance(quantisation, dict):
         return PlannedModel(name, model, plain_dtype(model))
-    stored = grouped_formats(model, quantisation) if isinstance(model, ModelSpec) else {}
-    kept = gpu_weight_parts(model, GPU_VALUE_BYTES, stored=stored) if isinstance(model, ModelSpec) and stored else None
-    return PlannedModel(name, model, quantised_dtype(quantisation), kept=kept, has_words=bool(stored))
+    dtype = quantised_dtype(quantisation)
+    formats = grouped_formats(model, quantisation) if isinstance(model, ModelSpec) else {}
+    if not isinstance(model, ModelSpec) or not formats:
+        return PlannedModel(name, model, dtype)
+    kept = _kept_on_gpu(StoredWeights(model, None, formats))
+    return PlannedModel(name, model, dtype, kept=kept.parts, has_words=kept.has_expanded)
 
 
 def _quantised_beside(path: Path) -> dict[str, Any] | None:

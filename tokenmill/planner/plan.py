@@ -19,6 +19,7 @@ from tokenmill.arch.cost import (
     prefill_flops,
 )
 from tokenmill.arch.outline import Model, outline_of
+from tokenmill.engine.backends import default_kv_dtype
 from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
@@ -28,7 +29,6 @@ from tokenmill.planner.reading import readers_kept_up_with
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
 
 TERA = 1e12
-CPU_KV_DTYPE = "float16"  # the engine's default on a CPU; on a GPU it is the compute dtype
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     computed = None if device.is_cpu else _compute_dtype(model.spec, question, device)
     weight_dtype = model.dtype(question.weight_dtype, computed)
     parts = model.weights(question.weight_dtype, computed)
-    kv_dtype = question.kv_dtype if question.kv_dtype != "auto" else computed or CPU_KV_DTYPE
+    kv_dtype = question.kv_dtype
+    if kv_dtype == "auto":
+        kv_dtype = default_kv_dtype(model.spec, device.backend, computed)
     require_known(kv_dtype, "kv_dtype")
     file_bytes = model.stored.total if model.stored else 0
     limits = replace(

@@ -1,4 +1,4 @@
-"""Whether the compiled kernels are here, and which models they compute. No torch.
+"""Availability of the compiled CPU kernels, and which models they compute. No torch.
 
 They are absent where the package was installed without a C++ compiler.
 """
@@ -25,7 +25,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def is_available() -> tuple[bool, str]:
-    """(can it be used, why or why not)"""
+    """Return whether the kernels can be used, and why or why not."""
     module, reason = _load()
     return module is not None, reason
 
@@ -58,7 +58,7 @@ def native() -> ModuleType:
 
 
 def load_library(path: str) -> bool:
-    """Loads a shared library while other threads run, which Python's own loading would stop; False where it can't."""
+    """Load a shared library without holding Python's lock, as its own loader would; False where it can't be loaded."""
     module, _ = _load()
     return module is not None and bool(module.load_library(path))
 

@@ -1,8 +1,8 @@
 """The core's loop: take messages from the front, step while there is work, send what came out.
 
-It knows a `Mailbox` and nothing of threads or sockets. Without work it runs idle tasks, one at a time, which later steps
-would have to do themselves; when none is left it blocks until a message arrives. An idle task may take most of a second,
-so they begin after a quiet moment: not between two requests of one client, nor before the first.
+It knows a `Mailbox` and nothing of threads or sockets. Without work it runs idle tasks, one at a time, which later
+steps would have to do themselves; when none is left it blocks until a message arrives. An idle task may take most of a
+second, so they begin after a quiet moment: not between two requests of one client, nor before the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUIET_S = 0.2  # without mail or work
 
 class Mailbox(Protocol):
     def take(self, patience_s: float | None) -> list[ToCore]:
-        """Return the messages that have arrived; if none has, wait for the next one for `patience_s`, None: for ever."""
+        """Return the messages that have arrived; if none has, wait `patience_s` for one, None: for ever."""
         ...
 
     def send(self, message: FromCore) -> None: ...

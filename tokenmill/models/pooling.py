@@ -13,7 +13,7 @@ from tokenmill.types import Pooling
 
 
 class Pooler:
-    """Gathers the states of one prompt; says beforehand which of a chunk's tokens it needs."""
+    """Gathers the states of one prompt, chunk by chunk."""
 
     def __init__(self, pooling: Pooling, prompt_len: int) -> None:
         self.pooling = pooling
@@ -22,7 +22,7 @@ class Pooler:
         self._count = 0
 
     def wanted(self, start: int, count: int) -> range:
-        """Which of the tokens [start, start + count) matter, counted from the chunk's beginning."""
+        """The tokens of a chunk [start, start + count) whose states are needed, counted from the chunk's beginning."""
         if self.pooling.kind == "mean":
             return range(count)
         if self.pooling.kind == "cls":

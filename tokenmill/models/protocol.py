@@ -30,7 +30,7 @@ class DirectModel(Protocol):
         ...
 
     def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
-        """Their logits, float32 [L, vocab]; the memory is used again by the next call."""
+        """The logits behind each of the rows' wanted tokens, float32 [L, vocab], in memory that the next call uses."""
         ...
 
 

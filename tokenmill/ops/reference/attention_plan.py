@@ -7,7 +7,7 @@ similar context length; a prompt chunk becomes tasks of one row and at most MAX_
     visible to a query at position p:               p - window < key position <= p
 
 N is rounded up for decoding rows, by a quarter at most, so that rows of similar length share a task while a row's
-arithmetic has the same shape whoever its neighbours are; the surplus is masked. A task gathers only blocks that one of
+arithmetic has the same shape whatever its neighbours are; the surplus is masked. A task gathers only blocks that one of
 its queries can see.
 """
 

@@ -1,5 +1,5 @@
-"""Routed experts: each token visits its k best experts. Tokens are grouped by expert, so that every expert that is
-wanted at all is read once a step; a token's contributions are added in the order of expert ids, whoever else is there.
+"""Routed experts: each token goes through its k best experts. Tokens are grouped by expert, so that every chosen expert
+is read once a step; a token's contributions are added in the order of expert ids, whatever the rest of the batch is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def pack_experts(gate: RawTensor, up: RawTensor, down: RawTensor, dense: Dense) 
 
 
 def route(logits: torch.Tensor, num_active: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of equal logits the first count: `topk` would take any."""
+    """Choose the experts with the highest logits; of equal ones the first, where `topk` would take any."""
     weights, ids = torch.softmax(logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
     weights, ids = weights[..., :num_active], ids[..., :num_active]
     if renormalize:

@@ -1,4 +1,4 @@
-"""Which regions of a layer are fused on a GPU, chosen when a model is loaded, for each layer and class of batches.
+"""The regions of a layer on a GPU, chosen when a model is loaded, for each layer and class of batches. Fused are:
 
 attend          few rows of one query each: one kernel from the joint projection on; otherwise norms, rotation and the
                 cache write are one kernel, and attention another

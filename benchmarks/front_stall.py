@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import selectors
 import signal
 import socket
@@ -32,9 +31,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MAX_CONTEXT = 1 << 17
-BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 16
-MAX_ROWS = 64
 STEP_S = 0.005
 SENTENCE = "Once upon a time a miller lived beside a quiet river. "
 PROMPT_BYTES = 2_000_000
@@ -46,57 +43,17 @@ SETTLE_S = 1.0
 
 
 def run_core(token_id: int, folder: str, parent_pid: int) -> int:
-    from stream_capacity import Metronome
-    from tokenmill.engine.process_core_client import SocketMailbox
+    import stream_capacity
 
-    from tokenmill.config.engine import SchedulerConfig
-    from tokenmill.engine.core import EngineCore
-    from tokenmill.engine.loop import run_loop
-    from tokenmill.engine.status import CoreInfo
-    from tokenmill.kv.cache import KVCache
-    from tokenmill.scheduler import Scheduler
-
-    cache = KVCache(windows=(None,), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    config = SchedulerConfig(max_running=MAX_ROWS, token_budget=512)
-    scheduler = Scheduler(config=config, cache=cache, max_rows=MAX_ROWS, clock=time.monotonic)
-    info = CoreInfo(
-        max_context=MAX_CONTEXT,
-        num_blocks=cache.num_usable,
-        block_size=BLOCK_SIZE,
-        max_running=MAX_ROWS,
-        pid=os.getpid(),
-    )
-    mailbox = SocketMailbox(folder, parent_pid)
-    mailbox.take(None)  # the message to start, which names a model
-    run_loop(EngineCore(scheduler, Metronome(STEP_S, token_id, token_s=0.0), info), mailbox)
-    mailbox.close()
-    return 0
+    runner = stream_capacity.Metronome(STEP_S, token_id, token_s=0.0)
+    limits = {"max_context": MAX_CONTEXT, "num_blocks": NUM_BLOCKS, "token_budget": 512}
+    return stream_capacity.run_core(runner, folder, parent_pid, **limits)
 
 
 def run_front(port: int) -> int:
-    from tokenmill.engine.process_core_client import ProcessCoreClient
+    import stream_capacity
 
-    from tokenmill.config.by_name import engine_config
-    from tokenmill.config.server import ServerConfig
-    from tokenmill.engine.async_engine import AsyncEngine
-    from tokenmill.engine.core_process import CoreProcess
-    from tokenmill.engine.frontend import load_frontend
-    from tokenmill.observe.metrics import Metrics
-    from tokenmill.server.registry import ServedEngine
-    from tokenmill.server.run import serve
-
-    config = engine_config("smollm2:135m", {})
-
-    async def start_engine() -> ServedEngine:
-        frontend = load_frontend(config)
-        assert frontend.tokenizer is not None
-        (token_id,) = frontend.tokenizer.encode(" the", add_special_tokens=False)
-        child = CoreProcess([__file__, "core", str(token_id)])
-        engine = AsyncEngine(frontend, lambda: ProcessCoreClient(config, frontend.model_path, child))
-        await engine.open()
-        return engine
-
-    return serve(start_engine, ServerConfig(port=port, any_model_name=True, log_level="warning"), Metrics())
+    return stream_capacity.run_front("smollm2:135m", port, [__file__, "core"])
 
 
 @contextmanager

@@ -76,14 +76,22 @@ class Metronome:
         return False
 
 
-def run_core(step_s: float, token_id: int, folder: str, parent_pid: int) -> int:
-    cache = KVCache(windows=(None,), num_blocks=MAX_ROWS * MAX_CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE)
-    config = SchedulerConfig(max_running=MAX_ROWS, token_budget=8192)
+def run_core(
+    runner: Metronome,
+    folder: str,
+    parent_pid: int,
+    *,
+    max_context: int = MAX_CONTEXT,
+    num_blocks: int = MAX_ROWS * MAX_CONTEXT // BLOCK_SIZE,
+    token_budget: int = 8192,
+) -> int:
+    cache = KVCache(windows=(None,), num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    config = SchedulerConfig(max_running=MAX_ROWS, token_budget=token_budget)
     scheduler = Scheduler(config=config, cache=cache, max_rows=MAX_ROWS, clock=time.monotonic)
-    info = CoreInfo(max_context=MAX_CONTEXT, num_blocks=cache.num_usable, block_size=BLOCK_SIZE, pid=os.getpid())
+    info = CoreInfo(max_context=max_context, num_blocks=cache.num_usable, block_size=BLOCK_SIZE, pid=os.getpid())
     mailbox = SocketMailbox(folder, parent_pid)
-    mailbox.take(None)  # the word to start, which names a model
-    run_loop(EngineCore(scheduler, Metronome(step_s, token_id), info), mailbox)
+    mailbox.take(None)  # the message to start, which names a model
+    run_loop(EngineCore(scheduler, runner, info), mailbox)
     mailbox.close()
     return 0
 
@@ -91,14 +99,15 @@ def run_core(step_s: float, token_id: int, folder: str, parent_pid: int) -> int:
 # ── the front's process ────────────────────────────────────────────────────────────────────────────────
 
 
-def run_front(model: str, port: int, step_s: float) -> int:
+def run_front(model: str, port: int, core: list[str]) -> int:
+    """Serve before a core that `python *core TOKEN_ID` starts."""
     config = engine_config(model, {})
 
     async def start_engine() -> ServedEngine:
         frontend = load_frontend(config)
         assert frontend.tokenizer is not None
         (token_id,) = frontend.tokenizer.encode(WORD, add_special_tokens=False)
-        child = CoreProcess([__file__, "core", str(step_s), str(token_id)])
+        child = CoreProcess([*core, str(token_id)])
         engine = AsyncEngine(frontend, lambda: ProcessCoreClient(config, frontend.model_path, child))
         await engine.open()
         return engine
@@ -259,7 +268,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["core"]:
-        sys.exit(run_core(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])))
+        runner = Metronome(step_s=float(sys.argv[2]), token_id=int(sys.argv[3]))
+        sys.exit(run_core(runner, sys.argv[4], int(sys.argv[5])))
     if sys.argv[1:2] == ["frontend"]:
-        sys.exit(run_front(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+        sys.exit(run_front(sys.argv[2], int(sys.argv[3]), [__file__, "core", sys.argv[4]]))
     sys.exit(main())

@@ -84,10 +84,8 @@ def open_measured(config: EngineConfig) -> Measured:
     llm = LLM(config)
     while llm.core.run_idle_task():  # a GPU's graphs of every size: a server has captured them soon after its start
         pass
-    runner: Any = llm.core.runner
     parts, dtype = stored_weights(llm)
-    kv_dtype = runner.storage.layout.groups[0].fields[0].dtype
-    return Measured(llm, llm.frontend.spec, parts, kv_dtype, dtype, llm.core.info.device)
+    return Measured(llm, llm.frontend.spec, parts, llm.core.info.kv_dtype, dtype, llm.core.info.device)
 
 
 def stored_weights(llm: LLM) -> tuple[WeightParts, str]:

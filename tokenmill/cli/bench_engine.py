@@ -40,7 +40,7 @@ def offline(
     peaks: Annotated[bool, Parameter(negative="--no-peaks")] = True,
     engine: flags.BatchEngineFlags = flags.ENGINE,
 ) -> int:
-    """Prefill and decode speed of the engine alone, with several sequences at once.
+    """Measure prefill and decode speed of the engine alone, with several sequences at once.
 
     Prompts are random tokens, whose answers repeat themselves: `--speculate auto` counts as off here.
 
@@ -118,7 +118,7 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
 
 
 def tell(result: dict[str, Any]) -> None:
-    """One line on stderr for every measurement; all of them may take a while."""
+    """Print one line on stderr for each measurement, because all of them together may take long."""
     decode = f", decode {number(result['decode_tok_s'])} tok/s" if result["decode_tok_s"] else ""
     many = f"{result['concurrency']} sequence{'' if result['concurrency'] == 1 else 's'} of {result['input_len']:.0f}"
     line = f"{many}: prefill {number(result['prefill_tok_s'], 0)} tok/s{decode}"
@@ -176,7 +176,7 @@ def latency(
     rounds: Count = 3,
     engine: flags.BatchEngineFlags = flags.ENGINE,
 ) -> int:
-    """Time to the first token and per token, over batch sizes and prompt lengths.
+    """Measure time to the first token and per token, over batch sizes and prompt lengths.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def startup(
     rounds: Count = 3,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """From a cold process to the first token: import, load, first token; and to a server that answers.
+    """Measure starts: from a cold process to the first token, and to a server that answers.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ def changed_settings(config: Any) -> dict[str, Any]:
 
 
 def changed_flags(config: Any) -> list[str]:
-    """The same as flags; a switch is given by its name alone."""
+    """Fields that differ from their defaults, as flags; a switch is given by its name alone."""
     found = []
     for section in ("model", "cache", "scheduler", "ops"):
         part = getattr(config, section)
@@ -286,7 +286,7 @@ def compare(
     activation_bits: ActivationBits = "auto",
     rounds: Count = 5,
 ) -> int:
-    """The same GGUF file through this engine and its peers, taking turns.
+    """Run the same GGUF file through this engine and its peers, taking turns.
 
     Parameters
     ----------
@@ -320,7 +320,7 @@ def compare(
     _require_program(batched_bench)
     ours = (activation_bits, json.dumps({**shapes[-1], "concurrency": max(counts), "seed": 0}))  # what to make room for
     with bench.engines(names, peer_python, path, threads, batched_bench, ours) as running:
-        turns = [_told(turn) for turn in bench.take_turns(running, shapes, rounds)]
+        turns = [_print_turn(turn) for turn in bench.take_turns(running, shapes, rounds)]
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
     _show_comparison(path, found, versions)
@@ -353,8 +353,8 @@ def _require_program(file: Path | None) -> None:
         raise InvalidConfig(f"{file} is no program that can be run", param="batched_bench")
 
 
-def _told(turn: Turn) -> Turn:
-    """A line for each turn as it ends: a comparison takes minutes, and one broken off has still told something."""
+def _print_turn(turn: Turn) -> Turn:
+    """Print a line for each turn as it ends: a comparison takes minutes, and may be interrupted."""
     name, shape, figures = turn
     speeds = [f"{figure.removesuffix('_tok_s')} {number(value)} tok/s" for figure, value in figures.items() if value]
     print(f"  {name}, {shape['concurrency']} at once: {', '.join(speeds)}", file=sys.stderr, flush=True)

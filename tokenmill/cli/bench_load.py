@@ -35,7 +35,7 @@ class TargetConfig:
     api_key: str | None = field(default=None, repr=False)
     """Key sent as the dialect wants it."""
     timeout_s: Amount = 600.0
-    """A request that takes longer has failed."""
+    """Seconds after which a request counts as failed."""
 
     def target(self) -> Target:
         from tokenmill.bench.load import Target
@@ -97,7 +97,7 @@ class WorkloadConfig:
     """Seed of prompts, lengths and arrivals."""
 
     def sessions(self, *, has_trace: bool = False) -> Workload:
-        """What is asked; a wrong kind or file is refused before anything is sent. With a trace only for the warm-up."""
+        """The requests to send (with a trace: those of the warm-up); a wrong kind or file is refused before that."""
         from tokenmill.bench.lengths import Lengths
         from tokenmill.bench.workloads import Workload
 
@@ -141,7 +141,7 @@ class RunConfig:
     warmup: CountOrZero = 2
     """Requests before the measurement."""
     max_lag_ms: Amount = 20.0
-    """Refuse to report when the load generator lagged more than this (99th percentile)."""
+    """Refuse to report a run in which the load generator itself lagged more than this (99th percentile)."""
     html: Path | None = None
     """Write a page with plots to this file."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ArrivalConfig:
     concurrency: Count | None = None
-    """Closed loop: so many clients, each waits for its answer before it asks again."""
+    """Closed loop: number of clients, each of which waits for its answer before it sends the next request."""
     rate: Amount | None = None
     """Open loop: requests a second, whether the server keeps up or not."""
     arrivals: Literal["poisson", "gamma", "constant", "ramp"] = "poisson"
@@ -41,7 +41,7 @@ class ArrivalConfig:
     num_requests: Count | None = None
     """Requests to send, or conversations (multi-turn); 100 by default, unless there is a duration or a trace."""
     duration_s: Amount | None = None
-    """Send no more after so many seconds."""
+    """Stop sending requests after this many seconds."""
     trace: Path | None = None
     """Replay recorded traffic: an Azure csv or Mooncake jsonl file."""
     time_scale: Amount = 1.0
@@ -49,7 +49,7 @@ class ArrivalConfig:
     length_scale: Amount = 1.0
     """Scale the trace's prompts and answers."""
     trace_s: Amount | None = None
-    """Only the first so many recorded seconds."""
+    """Replay only this many seconds from the start of the trace."""
     trace_share: Amount = 1.0
     """Keep this share of the recorded requests, drawn at random: for machines smaller than the recorded ones."""
 
@@ -114,7 +114,7 @@ class ResultConfig:
     """Write every request to this JSON file; `bench report` compares them, `plan --calibrate` learns from them."""
 
     def check(self) -> None:
-        """Before anything is sent."""
+        """Refuse wrong settings before anything is sent."""
         from tokenmill.arch.read import read_spec
         from tokenmill.bench.slo import parse_goodput
         from tokenmill.bench.utilisation import known_device
@@ -150,7 +150,7 @@ def serve(
     wanted: ResultFlags = ResultConfig(),
     measurement: bench_load.RunFlags = bench_load.RUN,
 ) -> int:
-    """Load on any server, open or closed loop; latencies and throughput as its clients see them."""
+    """Put load on any server, open or closed loop; measure latencies and throughput as its clients see them."""
     from tokenmill.bench.report import ReportRun, html_report
     from tokenmill.bench.result import result, write_result
 
@@ -208,16 +208,16 @@ class SearchConfig:
     most: Amount = 4096
     """Highest level tried."""
     confidence: float = 0.9
-    """The search ends when it is that sure of the edge, give or take 5 %."""
+    """End the search when the highest passing level is known within 5 % with this confidence."""
     trials: Count = 120
-    """It also ends after so many trials, and says how sure it is by then."""
+    """End the search after this many trials in any case, and report the confidence reached."""
     noisy_s: AmountOrZero = 300.0
-    """Where trials contradict each other it lasts at least so many seconds: a machine that others share is slow or fast
-    in phases, and an edge found within one of them is that phase's."""
+    """Search for at least this many seconds where trials contradict each other: a shared machine is slow and fast in
+    phases, and a result found within one phase would only describe that phase."""
     waves: Count = 4
-    """Requests a trial sends per client (concurrency)."""
+    """Requests per client in a trial (--over concurrency)."""
     trial_s: Amount = 20.0
-    """Seconds that a trial sends requests (rate)."""
+    """Seconds in which a trial sends requests (--over rate)."""
 
     @property
     def is_closed(self) -> bool:
@@ -247,7 +247,7 @@ def search(
     measurement: bench_load.RunFlags = bench_load.RUN,
     resume: Path | None = None,
 ) -> int:
-    """The largest load a server holds within limits on latency, with how sure that is.
+    """Find the largest load that a server holds within limits on latency, with a confidence.
 
     Ctrl-C or SIGTERM ends it early, with what is known by then.
 

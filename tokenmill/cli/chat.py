@@ -156,7 +156,7 @@ def command(
 
 
 class Conversation:
-    """What was said so far, and how the next answer is drawn."""
+    """A conversation so far, and the sampling settings of the next answer."""
 
     def __init__(self, llm: session.ChatModel, sampling: SamplingConfig, system: str | None) -> None:
         self.llm, self.sampling, self.system = llm, sampling, system
@@ -175,7 +175,7 @@ class Conversation:
                 print(f"! {' '.join(str(problem).split())}", file=sys.stderr)
 
     def answer(self, text: str) -> None:
-        """One turn. A turn that could not be answered, or was stopped before a word was said, is not remembered."""
+        """Answer one turn. A turn that failed, or was stopped before any text came, is not kept."""
         asked = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         answer = session.write_answer(self.llm.stream_chat([*first, *asked], self.sampling.params()))
@@ -186,7 +186,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def run_command(self, line: str) -> bool:
-        """Do what a /command says; False when it says to leave."""
+        """Run a /command; False when it is the one that leaves."""
         name, _, rest = line[1:].strip().partition(" ")
         match name:
             case "exit" | "quit" | "bye":

@@ -1,4 +1,4 @@
-"""`tokenmill detect`: whether a text carries a watermark.
+"""`tokenmill detect`: find a watermark in a text.
 
 tokenmill detect answer.txt --model smollm2:135m --key 1234
 tokenmill run "A story" --watermark-key 1234 | tokenmill detect - --key 1234 --json

@@ -44,7 +44,7 @@ EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in th
 
 
 def dispatch(verb: str, arguments: list[str]) -> int:
-    """Run a verb; wrong usage, and what it refuses or fails at by name, is one line on stderr and an exit code."""
+    """Run a verb. Wrong usage and known failures become one line on stderr and an exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
@@ -52,9 +52,9 @@ def dispatch(verb: str, arguments: list[str]) -> int:
         app = build_app(verb, config_file)
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
-        return fail(_left_over(verb, problem.unused_tokens or []), 2)
+        return fail(_unused_arguments(verb, problem.unused_tokens or []), 2)
     except UnknownOptionError as problem:
-        return fail(_not_here(verb, problem), 2)
+        return fail(_unknown_option(verb, problem), 2)
     except CycloptsError as problem:
         return fail(str(problem), 2)
     except TokenmillError as problem:
@@ -62,7 +62,7 @@ def dispatch(verb: str, arguments: list[str]) -> int:
 
 
 def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """`--config FILE` works with every verb, so it is taken out before the verb's own flags are looked at."""
+    """Take `--config FILE` out of the arguments: it works with every verb, so no verb has a flag for it."""
     chosen, rest = os.environ.get("TOKENMILL_CONFIG"), []
     remaining = iter(arguments)
     for argument in remaining:
@@ -100,7 +100,7 @@ def build_app(verb: str, config_file: Path | None) -> App:
 
 
 def worth_showing(default: object) -> str | None:
-    """A default as `--help` shows it; that nothing happens unless asked for goes without saying."""
+    """A default as `--help` shows it; None for one that is not worth showing, as for a switch that is off."""
     if isinstance(default, bool):
         return "on" if default else None
     return None if default in (None, "", ()) else str(default)
@@ -110,15 +110,15 @@ def _source(values: dict[str, Any], name: str) -> Dict:
     return Dict(values, source=name, allow_unknown=True, use_commands_as_keys=False)
 
 
-def _left_over(verb: str, words: list[str]) -> str:
+def _unused_arguments(verb: str, words: list[str]) -> str:
     shown = " ".join(words)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     quotes = " (a prompt of several words goes in quotes)" if verb == "run" else ""
     return f"{verb} has no use for {shown!r}{quotes}; see tokenmill {verb} --help"
 
 
-def _not_here(verb: str, problem: UnknownOptionError) -> str:
-    """What is not an option, or one that would do nothing here."""
+def _unknown_option(verb: str, problem: UnknownOptionError) -> str:
+    """The error for an unknown option, or for one that exists only for other verbs."""
     given = (problem.token.keyword or problem.token.value).partition("=")[0]
     option = given.removeprefix("--no-").removeprefix("--")
     return f"--{option} does nothing in {verb}: it is for other verbs" if is_setting(option) else str(problem)
@@ -156,7 +156,7 @@ def file_settings(path: Path) -> dict[str, Any]:
 
 
 def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Flag name → value from TOKENMILL_… variables; several values are separated by commas, none is empty."""
+    """Flag name → value from TOKENMILL_… variables; several values are separated by commas."""
     known = {_variable(flag_name(section, name)): (section, name) for section in SECTIONS for name in _names(section)}
     found: dict[str, Any] = {}
     for variable, value in environment.items():
@@ -189,7 +189,7 @@ def _section(path: Path, section: str, table: Any) -> dict[str, Any]:
 
 
 def _refuse_near_miss(variable: str, known: list[str]) -> None:
-    """Other programs may own TOKENMILL_ variables too; one that nearly names a setting is a mistake."""
+    """Refuse a variable that nearly names a setting; other TOKENMILL_ variables may belong to other programs."""
     near = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)
     if near:
         raise InvalidConfig(f"the environment variable {variable} is no setting; did you mean {near[0]}?")

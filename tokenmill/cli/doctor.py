@@ -203,7 +203,7 @@ def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[l
 
 
 def gpu_advice(gpu: Gpu) -> str:
-    """Empty where torch can use it."""
+    """Advice on a GPU that torch can't use; empty where it can."""
     if _version("torch") is None:
         return ""
     return unused_gpu(gpu) or ""
@@ -222,7 +222,7 @@ def _free_disk(store: Store) -> int:
 
 
 def _is_there(module: str) -> bool:
-    """Whatever the package is called that brought it."""
+    """Return whether a module can be imported, whatever package provides it."""
     return importlib.util.find_spec(module) is not None
 
 

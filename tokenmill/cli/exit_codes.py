@@ -48,7 +48,7 @@ def _flush() -> None:
 
 
 def _forget_output() -> None:
-    """What can't be written would be tried again, and complained about, when the interpreter ends."""
+    """Drop output that can't be written: the interpreter would try again, and complain, when it ends."""
     try:
         _flush()
     except OSError:

@@ -88,7 +88,7 @@ SAMPLING, SERVER = SamplingConfig(), ServerConfig()
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Everything an engine can be told."""
+    """All settings of an engine."""
 
     model: ModelFlags = MODEL
     cache: CacheFlags = CACHE

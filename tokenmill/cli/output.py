@@ -73,7 +73,7 @@ class PullScreen:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name in so many characters; its end, which may say which part of a model it is, stays."""
+    """A name cut to a width; its end, which may say which part of a model it is, stays."""
     width = max(width, 16)
     return name if len(name) <= width else f"{name[: width // 2]}…{name[len(name) - (width - width // 2 - 1) :]}"
 
@@ -91,7 +91,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number of things for people: 134.5 M."""
+    """A count for people: 134.5 M."""
     for unit in ("", " k", " M", " B"):
         if abs(number) < 1000:
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
@@ -145,7 +145,7 @@ def finite(value: Any) -> Any:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """For a table cell: thousands separated, a dash where nothing is known."""
+    """A number in a table cell: thousands separated, a dash for an unknown one."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""What the engine needs to know. The docstring under a field is its help text on the command line."""
+"""Settings of the engine. The docstring under a field is its help text on the command line."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class SchedulerConfig:
     """Tokens computed in one step at most; long prompts are cut into chunks of this size. By default 512 on a CPU, 2048
     on a GPU, 8192 on one with 64 GB or more."""
     max_waiting: int = 1024
-    """Requests that may wait; one more is refused."""
+    """Requests that may wait; further ones are refused."""
     policy: BatchPolicy = "continuous"
     """`static` runs a batch to its end before the next one; only for comparison."""
     speculate: str = "auto"
-    """Guess tokens ahead and compute several at once; answers stay the same. `auto` takes guesses from the request's
-    own text and from recent answers, as far as they pay; `ngram` takes all likely ones; `draft:MODEL` lets a smaller
-    model with the same vocabulary guess; `off` none. Always off on a GPU."""
+    """Speculative decoding: propose draft tokens and verify several in one step; answers stay the same. `auto` takes
+    draft tokens from the request's own text and from recent answers, as many as pay off; `ngram` all likely ones;
+    `draft:MODEL` those of a smaller model with the same vocabulary; `off` none. Always off on a GPU."""
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +100,7 @@ class OpsConfig:
     device: DeviceName = "auto"
     """Where the model runs."""
     backend: BackendName = "auto"
-    """Which kernels compute it; `auto` takes the fastest that can."""
+    """Which kernels compute the model; `auto` takes the fastest that can."""
     activation_bits: ActivationBits = "auto"
     """How finely native kernels round what they multiply quantised weights with: 8 bits (fastest), 16 (nothing of an
     answer changes), or mixed, 16 only for blocks with numbers much larger than the rest of their row. By default mixed

@@ -1,4 +1,4 @@
-"""How answers are drawn, as the command line sets it. The docstring under a field is its help text.
+"""Sampling settings as the command line has them. The docstring under a field is its help text.
 
 These are the fields of `SamplingParams` that make sense for one answer in a terminal; the temperature suits chat.
 """

@@ -1,4 +1,4 @@
-"""What the front process needs to know. The docstring under a field is its help text on the command line.
+"""Settings of the server. The docstring under a field is its help text on the command line.
 
 Everything a client sends is bounded here. `api_key` is kept out of the repr, so that no log can show it.
 """

@@ -49,27 +49,27 @@ def build_core(
         prestart_triton(config)
     spec = read_spec(model_path)
     resolved = resolve_model_config(config, spec, model_path)
-    settled = resolved.config
     warn_slow_backend(config, resolved)
-    assert settled.ops.threads is not None
-    torch.set_num_threads(settled.ops.threads if resolved.backend.uses_torch_threads else 1)
+    config = resolved.config
+    assert config.ops.threads is not None
+    torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
-        model = resolved.backend.build_model(settled, spec, open_source(settled, model_path, spec))
+        model = resolved.backend.build_model(config, spec, open_source(config, model_path, spec))
     torch.cuda.empty_cache()  # does nothing where no GPU is in use
     with advice_where_memory_ends("the KV cache does not fit beside the weights", "memory_fraction"):
-        storage = kv_storage(settled, spec)
+        storage = kv_storage(config, spec)
     core = assemble(
-        settled,
+        config,
         model,
         storage,
         lambda: vocabulary_of(model_path, spec),
-        lambda draft: build_draft(draft, settled.model.max_context, model_path, spec),
+        lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
     )
-    run_largest_step(core.runner, settled.scheduler.num_tokens, resolved.workspace.step, while_compiling)
+    run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
     core.info = msgspec.structs.replace(
         core.info,
-        reasons=[*resolved.reasons, resolved.backend.describe_kernels(settled)],
+        reasons=[*resolved.reasons, resolved.backend.describe_kernels(config)],
         pid=os.getpid(),
         load_s=time.monotonic() - started,
     )
@@ -142,6 +142,7 @@ def assemble(
         max_running=max_rows,
         device=device.name,
         backend=config.ops.backend,
+        kv_dtype=config.cache.kv_dtype,
     )
     return EngineCore(scheduler, runner, info, grammars=grammars)
 

@@ -63,6 +63,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     device: str = ""
     backend: str = ""
+    kv_dtype: str = ""
     reasons: list[str] = []  # why each automatic choice was made, for the start-up log
     pid: int = 0
     load_s: float = 0.0

@@ -38,7 +38,7 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
 from tokenmill.engine.build import assemble
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import resolve_model_config
-from tokenmill.scheduler.window import num_dropped
+from tokenmill.scheduler.request import num_dropped
 from tokenmill.types import ContextShift, PromptRequest, Request
 
 Logprobs = list[float]

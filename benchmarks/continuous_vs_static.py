@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from tokenmill.config.engine import BatchPolicy, SchedulerConfig
+from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams
 from tokenmill.scheduler import Scheduler
@@ -27,7 +27,8 @@ def num_outputs(number: int) -> int:
 
 
 def scripted_step(plan: StepPlan) -> StepResult:
-    return StepResult(rows=[RowResult(row=row.row, token_ids=[1] if row.sample else []) for row in plan.rows])
+    rows = [RowResult(row=row.row, token_ids=[1] if row.sample else []) for row in plan.rows]
+    return StepResult(step=plan.step, rows=rows)
 
 
 def request(number: int) -> Request:
@@ -40,16 +41,17 @@ def request(number: int) -> Request:
     )
 
 
-def measure(policy: BatchPolicy, step_cost_s: float) -> dict[str, float]:
+def measure(batches: list[list[Request]], step_cost_s: float) -> dict[str, float]:
+    """Add a batch when the one before is done. One batch of all requests is continuous batching."""
     cache = KVCache(windows=[None], num_blocks=1000, block_size=16)
-    config = SchedulerConfig(max_running=BATCH, token_budget=BATCH * PROMPT_LEN, policy=policy)
+    config = SchedulerConfig(max_running=BATCH, token_budget=BATCH * PROMPT_LEN)
     scheduler = Scheduler(config=config, cache=cache, max_rows=BATCH, clock=lambda: 0.0)
-    for number in range(NUM_REQUESTS):
-        scheduler.add(request(number))
     num_tokens = 0
-    while (plan := scheduler.plan()) is not None:
-        outputs = scheduler.apply(plan, scripted_step(plan))
-        num_tokens += sum(len(output.token_ids) for output in outputs)
+    for batch in batches:
+        for one in batch:
+            scheduler.add(one)
+        while (plan := scheduler.plan()) is not None:
+            num_tokens += sum(len(output.token_ids) for output in scheduler.apply(scripted_step(plan)))
     steps = scheduler.stats().steps
     return {
         "steps": steps,
@@ -63,7 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-cost-s", type=float, default=0.01, help="seconds that every step takes")
     step_cost_s = parser.parse_args().step_cost_s
-    static, continuous = measure("static", step_cost_s), measure("continuous", step_cost_s)
+    requests = [request(number) for number in range(NUM_REQUESTS)]
+    static = measure([requests[first : first + BATCH] for first in range(0, NUM_REQUESTS, BATCH)], step_cost_s)
+    continuous = measure([requests], step_cost_s)
     ratio = static["seconds"] / continuous["seconds"]
     print(f"{'policy':<12}{'steps':>8}{'seconds':>10}{'tokens/s':>12}{'tokens/step':>13}")
     for name, seen in (("static", static), ("continuous", continuous)):

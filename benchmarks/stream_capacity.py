@@ -44,7 +44,7 @@ from tokenmill.observe.metrics import Metrics
 from tokenmill.scheduler import Scheduler
 from tokenmill.server.registry import ServedEngine
 from tokenmill.server.run import serve
-from tokenmill.types import RowResult, StepPlan, StepResult
+from tokenmill.types import RowInit, RowResult, StepPlan, StepResult
 
 MAX_CONTEXT = 2048
 BLOCK_SIZE = 16
@@ -59,15 +59,26 @@ WORD = " the"  # what the model always says
 class Metronome:
     """A runner without a model: a step takes its time and brings a token to each row that wants one."""
 
+    depth = 1
+
     def __init__(self, step_s: float, token_id: int, token_s: float = TOKEN_S) -> None:
         self._step_s, self._token_s = step_s, token_s
         self._token_id = token_id
+        self._launched: dict[int, StepPlan] = {}
 
-    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
+    def continues(self, new: RowInit) -> bool:
+        return False
+
+    def launch(self, plan: StepPlan) -> int:
+        self._launched[plan.step] = plan
+        return plan.step
+
+    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+        plan = self._launched.pop(ticket)
         ends = time.monotonic() + self._step_s + plan.num_tokens * self._token_s
         drawn = [RowResult(row=row.row, token_ids=[self._token_id]) for row in plan.rows if row.sample]
         time.sleep(max(0.0, ends - time.monotonic()))
-        return StepResult(rows=drawn)
+        return StepResult(step=ticket, rows=drawn)
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         pass

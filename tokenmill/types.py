@@ -108,6 +108,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+PENDING = -1  # fed in place of a token id: the token that the row draws in the step before, which only the device knows
+
+
 class BlockTableUpdate(msgspec.Struct, frozen=True):
     """Entries [start, start + len(blocks)) of a row's block table in one KV group become `blocks`."""
 
@@ -139,8 +142,11 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     with drafts:             [0 .......... start | start ............ total | drafts ]
                                                    fed in this step ─────────────────
 
+    pending:                 [0 ................... start | PENDING ]      the row's last token is drawn by a step in
+                                                                           flight, and the device knows it
+
     Positions are those in the cache. Where the context has shifted, `num_dropped` tokens of the sequence are missing
-    from it (see scheduler/window.py), so a fed token's place among all tokens is that much higher.
+    from it (see scheduler/request.py), so a fed token's position in the sequence is that much higher.
     """
 
     row: int
@@ -148,19 +154,23 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     table_updates: list[BlockTableUpdate] = []
     sample: bool = False  # the last fed token is the sequence's last: draw the next one
-    num_drafts: int = 0  # the last so many of `token_ids` are guesses: draw after each, as far as they were right
+    num_drafts: int = 0  # the last so many of `token_ids` are drafts: draw after each, as far as they were right
     output_index: int = 0  # how many output tokens precede the one drawn (position in the seed's stream)
     num_logprobs: int | None = None  # for the drawn token
     num_prompt_logprobs: int | None = None  # for the prompt tokens that these positions predict
     num_dropped: int = 0
 
     @property
-    def place(self) -> int:
-        """Of the first fed token among all tokens of the sequence."""
+    def sequence_position(self) -> int:
+        """The position of the first fed token among all tokens of the sequence."""
         return self.start + self.num_dropped
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a runner needs for one step. Plans are launched in order, and the next may be launched before this one
+    is collected."""
+
+    step: int = 0  # ties the result to the plan
     new_rows: list[RowInit] = []
     freed_rows: list[int] = []  # applied before new_rows
     copies: list[tuple[int, int]] = []  # (from block, to block), before anything is written
@@ -192,6 +202,9 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step brought, for every row of its plan."""
+
+    step: int = 0
     rows: list[RowResult]
     step_s: float = 0.0
 

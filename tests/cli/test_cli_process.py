@@ -53,7 +53,6 @@ def test_every_verb_in_the_table_has_help(environment: dict[str, str]) -> None:
         (["run", "--tempratur", "1", "hi"], ["--tempratur", "--temperature"]),
         (["run", "--max-waiting=5", "hi"], ["--max-waiting does nothing in run"]),
         (["chat", "--served-name", "me"], ["--served-name does nothing in chat"]),
-        (["bench", "startup", "--policy", "static"], ["--policy does nothing in bench"]),
         (["run", "--threads", "many", "hi"], ["--threads", "many"]),
         (["run", "--temperature", "-1", "hi"], ["temperature", "between"]),
         (["run", "--device", "gpu", "hi"], ["--device"]),
@@ -185,7 +184,7 @@ def test_ctrl_c_ends_a_run_with_130(environment: dict[str, str]) -> None:
 
 def test_flags_win_over_environment_over_file(environment: dict[str, str], tmp_path: Path) -> None:
     settings = tmp_path / "s.toml"
-    for_others = "[server]\nport = 1\n[scheduler]\nmax_waiting = 5\npolicy = 'static'\n"  # run has no flags for these
+    for_others = "[server]\nport = 1\n[scheduler]\nmax_waiting = 5\n"  # run has no flags for these
     settings.write_text("[model]\nmax_context = 100\nseed = 5\n[ops]\nthreads = 1\n[sampling]\nseed = 9\n" + for_others)
     with_file = ["run", "hi", "--config", str(settings)]
     assert json.loads(scripted(environment, *with_file).stdout)["max_context"] == 100

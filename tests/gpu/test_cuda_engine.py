@@ -11,10 +11,10 @@ import torch
 
 from tests.support.tiny_models import FAMILIES, VOCAB, make_reference
 from tokenmill import LLM, SamplingParams
+from tokenmill.guided.masks import StepMasks
 from tokenmill.params import Guided
 from tokenmill.runner.cuda_runner import CudaRunner
-from tokenmill.runner.inflight import InflightPrefill
-from tokenmill.types import StepPlan
+from tokenmill.types import PENDING, StepPlan, StepResult
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,16 +117,39 @@ def test_prompts_are_started_before_the_step_ahead_of_them_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_reference("llama").save_pretrained(tmp_path)
-    started: list[int] = []
-    start_early = CudaRunner._start_early
+    in_flight, started = 0, set[int]()
+    launch, collect = CudaRunner.launch, CudaRunner.collect
 
-    def watched(self: CudaRunner, plan: StepPlan | None) -> InflightPrefill:
-        early = start_early(self, plan)
-        started.extend(row.start for row in early.started.values())
-        return early
+    def watched_launch(self: CudaRunner, plan: StepPlan) -> int:
+        nonlocal in_flight
+        if in_flight:
+            started.update(row.start for row in plan.rows if len(row.token_ids) > 1)
+        in_flight += 1
+        return launch(self, plan)
 
-    monkeypatch.setattr(CudaRunner, "_start_early", watched)
+    def watched_collect(self: CudaRunner, ticket: int, masks: StepMasks | None = None) -> StepResult:
+        nonlocal in_flight
+        in_flight -= 1
+        return collect(self, ticket, masks)
+
+    monkeypatch.setattr(CudaRunner, "launch", watched_launch)
+    monkeypatch.setattr(CudaRunner, "collect", watched_collect)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     found = answers(tmp_path, "cuda", params, 4)
     assert 0 in started and any(started), "newcomers, and the rest of prompts"
     assert found == answers(tmp_path, "cpu", params, 7)
+
+
+def test_decoding_steps_feed_tokens_that_the_host_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once prompts are computed, every step but the first is launched behind one that is not collected."""
+    make_reference("llama").save_pretrained(tmp_path)
+    fed: list[bool] = []
+    launch = CudaRunner.launch
+
+    def watched(self: CudaRunner, plan: StepPlan) -> int:
+        fed.extend(row.token_ids == [PENDING] for row in plan.rows if len(row.token_ids) == 1)
+        return launch(self, plan)
+
+    monkeypatch.setattr(CudaRunner, "launch", watched)
+    answers(tmp_path, "cuda", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), 7)
+    assert sum(fed) > 0.9 * len(fed)

@@ -16,7 +16,7 @@ from tokenmill.runner import prompt_logprobs
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.testing.scripted_models import ContextModel, ScriptedModel, count_upwards, follow
-from tokenmill.types import BlockTableUpdate, Pooling, RowInit, RowPlan, RowResult, StepPlan
+from tokenmill.types import BlockTableUpdate, Pooling, RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 VOCAB, BLOCK = 32, 4
 CPU = torch.device("cpu")
@@ -44,8 +44,12 @@ def tables(blocks: list[int], groups: int = 1) -> list[BlockTableUpdate]:
     return [BlockTableUpdate(group, 0, [block + 20 * group for block in blocks]) for group in range(groups)]
 
 
+def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
+    return runner.collect(runner.launch(plan))
+
+
 def one(runner: ModelRunner, plan: StepPlan) -> RowResult:
-    (result,) = runner.run(plan).rows
+    (result,) = run(runner, plan).rows
     return result
 
 
@@ -85,7 +89,7 @@ def test_all_logits_are_computed_only_where_someone_looks_at_them() -> None:
     fed = [
         RowPlan(row=row, start=0, token_ids=[row], table_updates=tables([row + 1]), sample=True) for row in (1, 2, 3)
     ]
-    first = runner.run(StepPlan(new_rows=[new_row(row, [row]) for row in (1, 2, 3)], rows=fed)).rows
+    first = run(runner, StepPlan(new_rows=[new_row(row, [row]) for row in (1, 2, 3)], rows=fed)).rows
     assert [result.token_ids for result in first[:2]] == [[2], [3]]
     assert first[2].error is not None
     drafted = RowPlan(row=1, start=1, token_ids=[2, 3, 9], sample=True, num_drafts=2, output_index=1)
@@ -134,19 +138,19 @@ def test_a_model_may_take_the_rows_as_they_are() -> None:
         RowPlan(row=2, start=0, token_ids=[9, 9], table_updates=tables([3])),
         RowPlan(row=0, start=2, token_ids=[3, 4, 6], sample=True, num_drafts=2),
     ]
-    mixed = runner.run(StepPlan(new_rows=[new_row(1, [7]), new_row(2, [9, 9, 9], temperature=1.0)], rows=rows)).rows
+    mixed = run(runner, StepPlan(new_rows=[new_row(1, [7]), new_row(2, [9, 9, 9], temperature=1.0)], rows=rows)).rows
     assert [result.token_ids for result in mixed] == [[8], [], [4, 5]]
     assert mixed[0].logprobs is not None and mixed[0].logprobs[0].token_id == 8
     going_on = [
         RowPlan(row=1, start=1, token_ids=[8], sample=True, output_index=1),
         RowPlan(row=2, start=2, token_ids=[9, 10, 12], sample=True, num_drafts=2),
     ]
-    assert [result.token_ids for result in runner.run(StepPlan(rows=going_on)).rows] == [[9], [10, 11]]
+    assert [result.token_ids for result in run(runner, StepPlan(rows=going_on)).rows] == [[9], [10, 11]]
     asked = [("best", [0], [0]), ("logits", [1, 2, 0], [1, 0, 3]), ("draw", [1, 2], [1, 3])]
     assert model.asked == (asked if is_available()[0] else [*asked[:2], ("logits", *asked[2][1:])])
     vector = RowPlan(row=3, start=0, token_ids=[5], table_updates=tables([4]))
     beside = RowPlan(row=0, start=4, token_ids=[5], sample=True, output_index=2)
-    pooled, drawn = runner.run(StepPlan(new_rows=[new_row(3, [5], Pooling())], rows=[vector, beside])).rows
+    pooled, drawn = run(runner, StepPlan(new_rows=[new_row(3, [5], Pooling())], rows=[vector, beside])).rows
     assert pooled.embedding is not None and drawn.token_ids == [6]
     assert len(model.asked) == 3
 
@@ -168,7 +172,7 @@ def answers(runner: ModelRunner, prompts: dict[int, list[int]], count: int, grou
             )
             for row, prompt in prompts.items()
         ]
-        for result in runner.run(StepPlan(new_rows=new_rows if step == 0 else [], rows=rows)).rows:
+        for result in run(runner, StepPlan(new_rows=new_rows if step == 0 else [], rows=rows)).rows:
             found[result.row] += result.token_ids
     return found
 
@@ -186,7 +190,7 @@ def test_a_row_that_finds_foreign_tokens_is_noticed() -> None:
     runner = make_runner(ContextModel(VOCAB))
     rows = [RowPlan(row=0, start=0, token_ids=[1, 2, 3, 4, 5], table_updates=tables([6, 6]), sample=True)]
     with pytest.raises(AssertionError, match="positions 0 to 4"):
-        runner.run(StepPlan(new_rows=[new_row(0, [1, 2, 3, 4, 5])], rows=rows))
+        run(runner, StepPlan(new_rows=[new_row(0, [1, 2, 3, 4, 5])], rows=rows))
 
 
 def test_copied_blocks_continue_a_fork() -> None:
@@ -196,7 +200,7 @@ def test_copied_blocks_continue_a_fork() -> None:
     drawn = one(runner, StepPlan(new_rows=[new_row(0, prompt)], rows=[plan])).token_ids
     fork = RowPlan(row=1, start=5, token_ids=drawn, table_updates=tables([1, 7]), sample=True, output_index=1)
     parent = RowPlan(row=0, start=5, token_ids=drawn, sample=True, output_index=1)
-    results = runner.run(StepPlan(new_rows=[new_row(1, prompt)], copies=[(2, 7)], rows=[parent, fork])).rows
+    results = run(runner, StepPlan(new_rows=[new_row(1, prompt)], copies=[(2, 7)], rows=[parent, fork])).rows
     assert results[0].token_ids == results[1].token_ids
 
 
@@ -206,7 +210,7 @@ def test_nan_logits_are_the_error_of_their_row_only() -> None:
         RowPlan(row=row, start=0, token_ids=[token], table_updates=tables([1 + row]), sample=True)
         for row, token in ((0, 5), (1, 13), (2, 7))
     ]
-    results = runner.run(StepPlan(new_rows=[new_row(row, [1]) for row in range(3)], rows=rows)).rows
+    results = run(runner, StepPlan(new_rows=[new_row(row, [1]) for row in range(3)], rows=rows)).rows
     assert [result.token_ids for result in results] == [[6], [], [8]]
     assert results[1].error is not None and "NaN" in results[1].error
     assert results[0].error is None and results[2].error is None
@@ -259,7 +263,7 @@ def test_vectors_are_pooled_across_chunks(kind: str, expected: list[float], chun
         assert (result.embedding is None) == (start + chunk < len(prompt))
         new_rows = []
     assert result.embedding == expected
-    runner.run(StepPlan(freed_rows=[0]))
+    run(runner, StepPlan(freed_rows=[0]))
 
 
 def test_normalised_vectors_have_length_one() -> None:
@@ -275,4 +279,4 @@ def test_a_freed_row_can_be_taken_again_in_the_same_step() -> None:
     assert one(runner, StepPlan(new_rows=[new_row(0, [5])], rows=[plan])).token_ids == [6]
     result = one(runner, StepPlan(freed_rows=[0], new_rows=[new_row(0, [5])], rows=[plan]))
     assert result.token_ids == [6]
-    assert runner.run(StepPlan(freed_rows=[0])).rows == []
+    assert run(runner, StepPlan(freed_rows=[0])).rows == []

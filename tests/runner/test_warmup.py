@@ -156,10 +156,10 @@ def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time()
 
     with patch.object(graphs, "_capture", capture):
         graphs.capture_largest()
-        capture(1, "draw")  # a step that was met before there was time
+        capture(1, "sample")  # a step that was met before there was time
         for prepare in graphs.captures():
             prepare()
-    assert captured == [(4, "best"), (1, "draw"), (1, "best"), (2, "best"), (2, "draw"), (4, "draw")]
+    assert captured == [(4, "greedy"), (1, "sample"), (1, "greedy"), (2, "greedy"), (2, "sample"), (4, "sample")]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quant
         assert not forms(lambda size=size: warm_up._compute(warm_up._decoding(size))) - asked, size
     for size in (1, 2, 4):
         for kind in IDLE_KINDS:
-            step = partial(warm_up._graphs._step, size, warm_up._graphs._rehearsed, kind)
+            step = partial(warm_up._graphs._step, size, warm_up._graphs._padding, kind)
             assert not forms(step) - asked, (size, kind)
 
 

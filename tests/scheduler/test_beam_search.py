@@ -44,7 +44,8 @@ class RecomputingRunner:
             del self.rows[row]
         for new in plan.new_rows:
             self.rows[new.row] = new.prompt_token_ids + new.output_token_ids
-        return StepResult(rows=[self._row(p.row, p.num_logprobs) for p in plan.rows if p.sample])
+        rows = [self._row(p.row, p.num_logprobs) for p in plan.rows if p.sample]
+        return StepResult(step=plan.step, rows=rows)
 
     def _row(self, row: int, count: int | None) -> RowResult:
         with torch.inference_mode():
@@ -76,7 +77,7 @@ def searched(
         )
     outputs = []
     while (plan := scheduler.plan()) is not None:
-        outputs += scheduler.apply(plan, runner.run(plan))
+        outputs += scheduler.apply(runner.run(plan))
     found = {name: [o.token_ids for o in outputs if o.request_id == name] for name in ("a", "b")}
     assert found["a"] == found["b"]
     assert cache.num_used == 0

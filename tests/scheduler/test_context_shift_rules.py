@@ -7,8 +7,7 @@ import pytest
 from test_scheduler_rules import Bench, ask, tokens_of
 
 from tests.support.simulated_runner import expected_prompt_logprobs, expected_tokens, in_sight
-from tokenmill.scheduler.sequence import mixed_seed
-from tokenmill.scheduler.window import num_dropped, window_of
+from tokenmill.scheduler.request import mixed_seed, num_dropped, window_of
 from tokenmill.types import ContextShift, Request
 
 SHIFT = ContextShift(context=16, keep=3, drop=6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.integrity import check_all
 from tests.support.random_drafter import RandomDrafter
 from tests.support.simulated_runner import EOS, SimulatedRunner, expected_tokens
 from tokenmill.config.engine import SchedulerConfig
@@ -38,9 +37,9 @@ def run(scheduler: Scheduler, runner: SimulatedRunner, requests: list[Request]) 
     for request in requests:
         scheduler.add(request)
     while (plan := scheduler.plan()) is not None:
-        for output in scheduler.apply(plan, runner.run(plan)):
+        for output in scheduler.apply(runner.run(plan)):
             outputs[output.request_id].append(output)
-        check_all(scheduler)
+        scheduler.check_integrity()
     return outputs
 
 
@@ -107,7 +106,7 @@ def test_the_budget_holds_drafts_too() -> None:
         scheduler.add(ask(number))
     while (plan := scheduler.plan()) is not None:
         assert plan.num_tokens <= 8
-        scheduler.apply(plan, runner.run(plan))
+        scheduler.apply(runner.run(plan))
 
 
 def test_accepted_tokens_are_found_by_the_next_prompt_and_wrong_ones_are_not() -> None:

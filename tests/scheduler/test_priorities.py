@@ -9,7 +9,7 @@ from tokenmill.params import BeamParams
 
 
 def names_running(bench: Bench) -> list[str]:
-    return [group.state.request.request_id for group in bench.scheduler._running.groups]
+    return [sequence.state.request.request_id for sequence in bench.scheduler.running]
 
 
 def test_when_rows_are_short_the_youngest_of_the_lowest_priority_goes() -> None:
@@ -73,11 +73,3 @@ def test_nobody_goes_in_vain() -> None:
     assert tokens_of(bench.step(), "low")
     assert [name for name, _, _ in endings(bench.drain())] == ["equal", "low", "large"]
     assert bench.scheduler.stats().preemptions == 0
-
-
-def test_a_static_batch_is_not_broken_up() -> None:
-    bench = Bench(policy="static", max_running=1)
-    bench.scheduler.add(ask("low", priority=3, max_tokens=6))
-    bench.step()
-    bench.scheduler.add(ask("urgent", priority=0, max_tokens=2))
-    assert [name for name, _, _ in endings(bench.drain())] == ["low", "urgent"]

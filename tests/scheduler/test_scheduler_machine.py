@@ -1,12 +1,16 @@
-"""Random lives of a small scheduler: requests come, are aborted, preempted, drafted for; every step is checked."""
+"""Random lives of a small scheduler: requests come, are aborted, preempted, forked, drafted for; steps fail; up to four
+steps are in flight. Every step is checked, and the tokens are those of a request that is alone, one step at a time."""
 
 from __future__ import annotations
 
+from collections import deque
+
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.integrity import check_all, check_plan
+from tests.support.integrity import check_in_flight, check_plan
 from tests.support.random_drafter import RandomDrafter
 from tests.support.simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 from tokenmill.config.engine import SchedulerConfig
@@ -15,9 +19,9 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
-from tokenmill.scheduler.sequence import mixed_seed
+from tokenmill.scheduler.request import mixed_seed
 from tokenmill.scheduler.speculation import NO_DRAFTS
-from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput
+from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput, StepPlan
 
 MAX_STEPS = 3000
 POOLINGS = (Pooling("mean"), Pooling("last"))
@@ -44,7 +48,7 @@ class Answers:
 def drive(scheduler: Scheduler, runner: SimulatedRunner) -> list[SequenceOutput]:
     plan = scheduler.plan()
     assert plan is not None
-    return scheduler.apply(plan, runner.run(plan))
+    return scheduler.apply(runner.run(plan))
 
 
 def alone(request: Request) -> dict[int, list[int]]:
@@ -69,9 +73,9 @@ class Life(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         max_running=st.integers(3, 8),
         token_budget=st.integers(4, 24),
-        policy=st.sampled_from(["continuous", "continuous", "static"]),
-        wrong_drafts=st.sampled_from([None, 0.0, 0.1, 0.5]),
-        works_ahead=st.booleans(),
+        wrong_drafts=st.sampled_from([None, None, 0.0, 0.1, 0.5]),
+        depth=st.integers(1, 4),
+        always_continues=st.booleans(),
     )
     def start(
         self,
@@ -81,25 +85,26 @@ class Life(RuleBasedStateMachine):
         prefix_caching,
         max_running,
         token_budget,
-        policy,
         wrong_drafts,
-        works_ahead,
+        depth,
+        always_continues,
     ) -> None:
         self.cache = KVCache(
             windows=windows, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
         )
-        self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget, policy=policy)
+        self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
         self.now = 0.0
         self.scheduler = Scheduler(
             config=self.config,
             cache=self.cache,
             max_rows=16,
             clock=lambda: self.now,
-            drafter=NO_DRAFTS if wrong_drafts is None or works_ahead else RandomDrafter(num_blocks, wrong_drafts),
-            lookahead_tokens=1 if works_ahead else 0,
+            drafter=NO_DRAFTS if wrong_drafts is None else RandomDrafter(num_blocks, wrong_drafts),
+            continues=lambda new: always_continues or new.seed % 3 > 0,
         )
-        self.works_ahead = works_ahead
-        self.runner = SimulatedRunner(self.cache)
+        self.depth = depth
+        self.in_flight: deque[StepPlan] = deque()
+        self.runner = SimulatedRunner(self.cache, seed=num_blocks)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answers] = {}
         self.dropped: set[tuple[str, int]] = set()
@@ -138,8 +143,8 @@ class Life(RuleBasedStateMachine):
         shift,
     ) -> None:
         self.num_added += 1
-        if self.works_ahead and width % 3:  # what can be planned ahead
-            kind, prompt_logprobs, shift, max_tokens = "one", False, None, max(max_tokens, 1)
+        if self.depth > 1 and width % 3:  # what can be planned while it is in flight
+            kind, prompt_logprobs, max_tokens = "one", False, max(max_tokens, 1)
         params = SamplingParams(
             n={"n": width, "beam": 2}.get(kind, 1),
             beam=BeamParams(min(width, 4), early_stopping=width % 2 == 0) if kind == "beam" else None,
@@ -202,36 +207,57 @@ class Life(RuleBasedStateMachine):
     def abort_in_mid_step(self, data) -> None:
         self.step(abort=data.draw(st.sampled_from(sorted(self.requests))))
 
-    @precondition(lambda self: self.scheduler.has_work and self.works_ahead)
+    @precondition(lambda self: self.scheduler.has_work)
     @rule()
     def fail_a_whole_step(self) -> None:
         self.step(abort=None, fails=True)
 
     def step(self, abort: str | None, *, fails: bool = False) -> None:
-        plan = self.scheduler.plan()
+        """Launch until `depth` steps are in flight, then collect the oldest."""
         self.now += 1.0
-        if plan is None:
+        self.launch()
+        if not self.in_flight:
             assert not self.scheduler.has_work, "there is work but no plan"
             return
-        check_plan(self.scheduler, plan, self.config)
-        check_all(self.scheduler) if abort is None else None
-        result = self.runner.run(plan, self.scheduler.plan_ahead) if self.works_ahead else self.runner.run(plan)
-        if fails:
-            result = failed_step(plan, "the device is gone")
-            self.scheduler.cancel_prefetch()
-            in_it = {one.sequence.state.request.request_id for one in self.scheduler._planned}
-            self.dropped |= {(request_id, index) for request_id in in_it for index in range(16)}
         if abort is not None:
             self.scheduler.abort(abort)
             self.dropped |= {(abort, index) for index in range(16)}
-        for output in self.scheduler.apply(plan, result):
+        plan = self.in_flight.popleft()
+        result = self.runner.collect(plan.step)
+        outputs = self.fail(plan) if fails else self.scheduler.apply(result)
+        for output in outputs:
             self.answers[output.request_id].take(output)
-        check_all(self.scheduler)
+        self.scheduler.check_integrity()
+        check_in_flight(self.scheduler, self.runner)
+
+    def launch(self) -> None:
+        while len(self.in_flight) < self.depth:
+            before = self.scheduler.stats().block_waits
+            plan = self.scheduler.plan()
+            is_short = self.scheduler.stats().block_waits > before
+            if plan is None:
+                return
+            check_plan(self.scheduler, plan, self.config, is_short=is_short)
+            plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+            self.runner.launch(plan)
+            self.in_flight.append(plan)
+            self.scheduler.check_integrity()
+            check_in_flight(self.scheduler, self.runner)
+
+    def fail(self, plan: StepPlan) -> list[SequenceOutput]:
+        """A step that fails as a whole ends its requests; the steps behind it are collected and void."""
+        while self.in_flight:
+            self.runner.collect(self.in_flight.popleft().step)
+        outputs = self.scheduler.apply_failure(failed_step(plan, "the device is gone"))
+        assert self.scheduler.num_in_flight == 0
+        ended = {output.request_id for output in outputs}
+        self.dropped |= {(request_id, index) for request_id in ended for index in range(16)}
+        return outputs
 
     @invariant()
     def whole(self) -> None:
         if hasattr(self, "scheduler"):
-            check_all(self.scheduler)
+            self.scheduler.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

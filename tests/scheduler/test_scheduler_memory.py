@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from tests.support.integrity import running
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams
@@ -16,7 +15,8 @@ NUM_CHATS = 200
 
 
 def token_for_every_row(plan: StepPlan) -> StepResult:
-    return StepResult(rows=[RowResult(row=row.row, token_ids=[9] if row.sample else []) for row in plan.rows])
+    rows = [RowResult(row=row.row, token_ids=[9] if row.sample else []) for row in plan.rows]
+    return StepResult(step=plan.step, rows=rows)
 
 
 def scheduler_of(num_blocks: int, **config: int) -> tuple[Scheduler, KVCache]:
@@ -42,9 +42,9 @@ def test_wasted_slots_on_chat_lengths(shared_dir: Path) -> None:
         plan = scheduler.plan()
         assert plan is not None
         outcome = token_for_every_row(plan)
-        scheduler.apply(plan, outcome)
+        scheduler.apply(outcome)
         if cache.num_used:
-            used = sum(sequence.computed for sequence in running(scheduler))
+            used = sum(sequence.computed for sequence in scheduler.running)
             wasted.append(1 - used / (cache.num_used * cache.block_size))
     average = sum(wasted) / len(wasted)
     print(f"wasted KV slots: {average:.2%} over {len(wasted)} steps")
@@ -60,7 +60,7 @@ def test_four_samples_share_their_prompt() -> None:
             plan = scheduler.plan()
             assert plan is not None
             most = max(most, cache.num_used)
-            scheduler.apply(plan, token_for_every_row(plan))
+            scheduler.apply(token_for_every_row(plan))
         return most
 
     one, four = most_blocks(1), most_blocks(4)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.integrity import check_all
 from tests.support.simulated_runner import EOS, SimulatedRunner, expected_tokens
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
+from tokenmill.scheduler.request import mixed_seed
 from tokenmill.scheduler.running import RunningSet
-from tokenmill.scheduler.sequence import mixed_seed
 from tokenmill.types import Request, SequenceOutput, StepPlan
 
 
@@ -32,8 +31,8 @@ class Bench:
         assert plan is not None
         self.plans.append(plan)
         self.now += 1.0
-        outputs = self.scheduler.apply(plan, self.runner.run(plan))
-        check_all(self.scheduler)
+        outputs = self.scheduler.apply(self.runner.run(plan))
+        self.scheduler.check_integrity()
         return outputs
 
     def drain(self) -> list[SequenceOutput]:
@@ -199,14 +198,6 @@ def test_more_samples_than_rows() -> None:
     bench.scheduler.add(request)
     outputs = bench.drain()
     assert all(tokens_of(outputs, "a", index) == expected_tokens(request, index) for index in range(10))
-
-
-def test_static_runs_a_batch_to_its_end() -> None:
-    bench = Bench(policy="static", max_running=2)
-    for name, max_tokens in (("a", 2), ("b", 9), ("c", 2)):
-        bench.scheduler.add(ask(name, max_tokens=max_tokens))
-    assert [name for name, _, _ in endings(bench.drain())] == ["a", "b", "c"]
-    assert len(bench.plans) == 9 + 2
 
 
 def test_abort_is_idempotent_and_leaves_nothing() -> None:

@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 
 from tests.support.simulated_runner import EOS, VOCAB, drawn, histories, in_sight
-from tokenmill.scheduler.request_state import SequenceGroup
-from tokenmill.scheduler.sequence import Sequence
+from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.speculation import room_for_drafts
 from tokenmill.types import StepPlan, StepResult
 

@@ -4,15 +4,32 @@ Its KV memory holds, for every slot, the position and a hash of all tokens up to
 real model. It applies copies, table updates and writes as the real runner does, then every row reads its context
 through its block table; a cell that isn't exactly that sequence's own history is an error. Draws are a pure function
 of (seed, output index, history), so the tokens of a request are known beforehand.
+
+Several steps may be in flight. What a plan says of blocks must hold when it is launched; it is computed, in order, at a
+random moment between launch and collect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections import deque
+
+import msgspec
 
 from tokenmill.kv.cache import KVCache
-from tokenmill.scheduler.sequence import mixed_seed
-from tokenmill.types import ContextShift, Request, RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenmill.scheduler.request import mixed_seed
+from tokenmill.types import (
+    PENDING,
+    BlockTableUpdate,
+    ContextShift,
+    Request,
+    RowInit,
+    RowPlan,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 VOCAB = 50
 EOS = 0
@@ -91,35 +108,86 @@ class Row:
         return self.tokens[:keep] + self.tokens[keep + num_dropped :]
 
 
+def updated(tables: list[list[int]], updates: list[BlockTableUpdate]) -> None:
+    for update in updates:
+        table = tables[update.group]
+        assert update.start <= len(table), "a table update leaves a hole"
+        table[update.start : update.start + len(update.blocks)] = update.blocks
+
+
 class SimulatedRunner:
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, seed: int = 0) -> None:
         self.cache = cache
         self.memory: dict[int, list[tuple[int, int] | None]] = {}
         self.rows: dict[int, Row] = {}
         self.fail_rows_of: set[int] = set()  # seeds whose rows report an error
         self.shifts: dict[int, ContextShift] = {}  # by the seed of a row
-        self._early: list[tuple[RowPlan, RowResult]] = []  # computed before they were planned
+        self._random = random.Random(seed)
+        self._launched: deque[StepPlan] = deque()  # and not computed yet
+        self._results: dict[int, StepResult] = {}  # computed and not collected yet
+        self._tables: dict[int, list[list[int]]] = {}  # block tables as of the last launch
+        self._writes: dict[int, set[int]] = {}  # by step in flight: the blocks that it writes
 
-    def run(self, plan: StepPlan, plan_ahead: Callable[[], StepPlan | None] = lambda: None) -> StepResult:
-        prefetched, self._early = self._early, []
-        rows = [row for row in plan.rows if not any(row is known for known, _ in prefetched)]
-        found = {result.row: result for known, result in prefetched if any(known is row for row in plan.rows)}
-        assert len(found) == len(plan.rows) - len(rows)
-        found |= {result.row: result for result in self._compute(plan, rows)}
-        if ahead := plan_ahead():
-            self._early = list(zip(ahead.rows, self._compute(ahead, ahead.rows), strict=True))
-        return StepResult(rows=[found[row.row] for row in plan.rows])
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.collect(self.launch(plan))
 
-    def _compute(self, plan: StepPlan, rows: list[RowPlan]) -> list[RowResult]:
+    def launch(self, plan: StepPlan) -> int:
+        self._check_blocks(plan)
+        self._launched.append(plan)
+        while self._launched and self._random.random() < 0.3:
+            self._compute_next()
+        return plan.step
+
+    def collect(self, ticket: int) -> StepResult:
+        while ticket not in self._results:
+            self._compute_next()
+        del self._writes[ticket]
+        return self._results.pop(ticket)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._writes)
+
+    def blocks_in_flight(self) -> set[int]:
+        return set().union(*self._writes.values())
+
+    def _check_blocks(self, plan: StepPlan) -> None:
+        """Every block that a plan writes belongs to one table alone and has no name yet."""
+        for row in plan.freed_rows:
+            del self._tables[row]
+        for new in plan.new_rows:
+            self._tables[new.row] = [[] for _ in self.cache.windows]
+        writes = self._writes[plan.step] = {to for _, to in plan.copies}
+        for row_plan in plan.rows:
+            tables = self._tables[row_plan.row]
+            updated(tables, row_plan.table_updates)
+            for table in tables:
+                for position in range(row_plan.start, row_plan.start + len(row_plan.token_ids)):
+                    block = table[position // self.cache.block_size]
+                    assert block != 0, "the null block is written"
+                    assert self.cache.pool.refs[block] == 1, "a shared block is written"
+                    # A name is given when a block is full, and a full block is never written.
+                    assert not self.cache.prefix.has(block), "a registered block is written"
+                    writes.add(block)
+
+    def _compute_next(self) -> None:
+        plan = self._launched.popleft()
         for row in plan.freed_rows:
             del self.rows[row]
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away while it was taken"
             self.rows[new.row] = Row(new, len(self.cache.windows))
         self._copy(plan.copies)
+        rows = [self._filled(row) for row in plan.rows]
         for row_plan in rows:
             self._write(row_plan)
-        return [self._read(row_plan) for row_plan in rows]
+        self._results[plan.step] = StepResult(step=plan.step, rows=[self._read(row_plan) for row_plan in rows])
+
+    def _filled(self, plan: RowPlan) -> RowPlan:
+        if plan.token_ids != [PENDING]:
+            assert PENDING not in plan.token_ids
+            return plan
+        return msgspec.structs.replace(plan, token_ids=self.rows[plan.row].tokens[-1:])
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         targets = [to for _, to in copies]
@@ -133,10 +201,7 @@ class SimulatedRunner:
 
     def _write(self, plan: RowPlan) -> None:
         row = self.rows[plan.row]
-        for update in plan.table_updates:
-            table = row.tables[update.group]
-            assert update.start <= len(table), "a table update leaves a hole"
-            table[update.start : update.start + len(update.blocks)] = update.blocks
+        updated(row.tables, plan.table_updates)
         end, own_end = plan.start + len(plan.token_ids), own_end_of(plan)
         drafts = plan.token_ids[own_end - plan.start :]
         window = row.window(plan.num_dropped, self.shifts.get(row.new.seed))
@@ -152,10 +217,6 @@ class SimulatedRunner:
 
     def _write_cell(self, table: list[int], position: int, history: int) -> None:
         block = table[position // self.cache.block_size]
-        assert block != 0, "the null block is written"
-        assert self.cache.pool.refs[block] == 1, "a shared block is written"
-        # Registered during plan can't be: names are given when a block is full, and a full block is never written.
-        assert not self.cache.prefix.has(block), "a registered block is written"
         self._block(block)[position % self.cache.block_size] = (position, history)
 
     def _read(self, plan: RowPlan) -> RowResult:
@@ -166,9 +227,8 @@ class SimulatedRunner:
                 block = row.tables[group][position // self.cache.block_size]
                 cell = self._block(block)[position % self.cache.block_size] if block else None
                 assert cell == (position, row.known[position]), f"row {plan.row} reads {cell} at {position}"
-        if row.new.seed in self.fail_rows_of:
-            return RowResult(row=plan.row, error="not a number")
-        return self._result(plan, row, own_end_of(plan))
+        result = self._result(plan, row, own_end_of(plan))
+        return RowResult(row=plan.row, error="not a number") if row.new.seed in self.fail_rows_of else result
 
     def _result(self, plan: RowPlan, row: Row, end: int) -> RowResult:
         is_last = end + plan.num_dropped == len(row.tokens)

@@ -38,7 +38,7 @@ def offline(
     rounds: Count = 1,
     bench_seed: int = 1,
     peaks: Annotated[bool, Parameter(negative="--no-peaks")] = True,
-    engine: flags.BatchEngineFlags = flags.ENGINE,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Measure prefill and decode speed of the engine alone, with several sequences at once.
 
@@ -174,7 +174,7 @@ def latency(
     input_lens: str = "32,128,512",
     output_len: Annotated[int, Parameter(validator=Number(gte=2))] = 16,
     rounds: Count = 3,
-    engine: flags.BatchEngineFlags = flags.ENGINE,
+    engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Measure time to the first token and per token, over batch sizes and prompt lengths.
 

@@ -103,7 +103,7 @@ class EngineOptions:
         return EngineConfig(model, self.cache, self.scheduler, ops)
 
 
-FOR_CLIENTS, FOR_BATCHES = ("served_name", "max_waiting"), ("policy",)
+FOR_CLIENTS = ("served_name", "max_waiting")
 
 
 def _without(*fields: str) -> Parameter:
@@ -112,8 +112,7 @@ def _without(*fields: str) -> Parameter:
 
 
 ServerEngineFlags = Annotated[EngineOptions, Parameter(name="*")]
-BatchEngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS)]
-EngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS, *FOR_BATCHES)]
+EngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS)]
 ENGINE = EngineOptions()
 
 MODEL_HELP = "Short name, GGUF file, model directory or Hugging Face id; the default model without it."

@@ -11,7 +11,6 @@ KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 ActivationBits = Literal["auto", "8", "mixed", "16"]
-BatchPolicy = Literal["continuous", "static"]
 
 # Default sequences and tokens of a step.
 CPU_LIMITS, SMALL_GPU_LIMITS, GPU_LIMITS = (64, 512), (256, 2048), (1024, 8192)
@@ -77,8 +76,6 @@ class SchedulerConfig:
     on a GPU, 8192 on one with 64 GB or more."""
     max_waiting: int = 1024
     """Requests that may wait; further ones are refused."""
-    policy: BatchPolicy = "continuous"
-    """`static` runs a batch to its end before the next one; only for comparison."""
     speculate: str = "auto"
     """Speculative decoding: propose draft tokens and verify several in one step; answers stay the same. `auto` takes
     draft tokens from the request's own text and from recent answers, as many as pay off; `ngram` all likely ones;

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from tokenmill.kv.storage import KVStorage
     from tokenmill.models.protocol import Model
     from tokenmill.sampling.sampler import Sampler
-    from tokenmill.types import StepPlan
     from tokenmill.weights.source import WeightSource
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -82,7 +81,7 @@ class Device:
     """(model, compute dtype) → what the default costs, and which flag asks for another."""
     workspace_bytes: Callable[[ModelSpec, RunnerLimits, float], RunnerBytes]
     """(model, limits, share of each matrix on one of several devices) → what the runner takes beside the weights."""
-    make_runner: Callable[[Model, KVStorage, Sampler, int, int, Callable[[], StepPlan | None]], Runner]
+    make_runner: Callable[[Model, KVStorage, Sampler, int, int], Runner]
     runner_package: str | None = None
     """A package that the runner needs and that may be missing."""
 
@@ -101,27 +100,13 @@ def _gpu_dtype_note(spec: ModelShape, dtype: str) -> str:
     return ""
 
 
-def _cuda_runner(
-    model: Model,
-    storage: KVStorage,
-    sampler: Sampler,
-    max_rows: int,
-    max_context: int,
-    plan_ahead: Callable[[], StepPlan | None],
-) -> Runner:
+def _cuda_runner(model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int) -> Runner:
     from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
 
-    return CudaRunner(model, storage, sampler, max_rows, max_context, plan_ahead)
+    return CudaRunner(model, storage, sampler, max_rows, max_context)
 
 
-def _cpu_runner(
-    model: Model,
-    storage: KVStorage,
-    sampler: Sampler,
-    max_rows: int,
-    max_context: int,
-    _plan_ahead: Callable[[], StepPlan | None],
-) -> Runner:
+def _cpu_runner(model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int) -> Runner:
     from tokenmill.runner.runner import ModelRunner
 
     return ModelRunner(model, storage, sampler, max_rows, max_context)

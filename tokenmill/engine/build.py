@@ -125,16 +125,16 @@ def assemble(
     )
     device = find_device(storage.device.type)
     grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
+    sampler = Sampler(model.vocab_size, max_rows, storage.device)
+    runner = device.make_runner(model, storage, sampler, max_rows, config.model.max_context)
     scheduler = Scheduler(
         config=config.scheduler,
         cache=cache,
         max_rows=max_rows,
         clock=time.monotonic,
-        lookahead_tokens=1 if device.overlaps_steps else 0,
+        continues=runner.continues,
         drafter=make_drafter(config, grammars.num_allowed, load_draft),
     )
-    sampler = Sampler(model.vocab_size, max_rows, storage.device)
-    runner = device.make_runner(model, storage, sampler, max_rows, config.model.max_context, scheduler.plan_ahead)
     info = CoreInfo(
         max_context=config.model.max_context,
         num_blocks=storage.num_blocks,

@@ -1,7 +1,14 @@
 """The engine without text: requests of token ids go in, steps run, token ids come out.
 
-A step reads as a sentence: plan, masks, run, advance grammars, apply. Everything a request can do wrong ends in an
-output for that request alone; a step that fails as a whole ends the requests that were in it and nothing else.
+A step reads as a sentence: launch what can be planned; collect the oldest, advance the grammars, apply. A device that
+works asynchronously has `depth` steps in flight: the next one is launched before this one is collected, so it computes
+while the host applies, outputs and plans. This queue is the only place where steps overlap.
+
+    host     launch 1  launch 2  collect 1  apply 1  launch 3  collect 2  apply 2  launch 4 ...
+    device   [ step 1 ......... ][ step 2 .................. ][ step 3 ................. ][ step 4 ...
+
+Everything a request can do wrong ends in an output for that request alone; a step that fails as a whole ends the
+requests that were in it and nothing else.
 """
 
 from __future__ import annotations
@@ -9,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from tokenmill.engine.status import CoreInfo, EngineStats
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -19,16 +27,33 @@ from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.masks import StepMasks
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.scheduler import Scheduler
-from tokenmill.types import Request, RowResult, SequenceOutput, StepPlan, StepResult
+from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_FAILED_STEPS_IN_A_ROW = 3
-GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it looks at its mail
+GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it reads its mailbox
 
 
 class Runner(Protocol):
-    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult: ...
+    """What computes steps. Plans are launched in order, and collected in the same order."""
+
+    depth: int  # steps that it gains from having in flight
+
+    def continues(self, new: RowInit) -> bool:
+        """Tell whether a row can feed the token that it drew last before the host has seen it."""
+        ...
+
+    def launch(self, plan: StepPlan) -> int:
+        """Start a step; the ticket that its result is collected with."""
+        ...
+
+    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+        """Wait for a step. `masks`: the tokens that its rows with grammars may draw."""
+        ...
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         """Take all the memory that steps will ever take, before the first request. `while_compiling` is called while
@@ -38,6 +63,13 @@ class Runner(Protocol):
     def next_idle_task(self) -> bool:
         """Do a moment's work that later steps would have to do themselves; False when nothing is left of it."""
         ...
+
+
+class InFlight(NamedTuple):
+    """A step that was launched, or why it could not be."""
+
+    plan: StepPlan
+    ticket: int | Exception
 
 
 class EngineCore:
@@ -55,6 +87,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._in_flight: deque[InFlight] = deque()
         self._refusals: list[SequenceOutput] = []
         self._num_steps = 0
         self._busy_s = 0.0
@@ -66,18 +99,19 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
+        """Tell whether a step has something to do; steps in flight are collected even when their requests are over."""
         return bool(self._refusals) or self._grammars.num_waiting > 0 or self._scheduler.has_work
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's grammar now rather than while others run; raises InvalidRequest where it has none."""
+        """Compile a request's grammar now rather than while others run; raise InvalidRequest where it is wrong."""
         self._grammars.prepare(request)
 
     def run_idle_task(self) -> bool:
-        """For when there is no work; False when there is nothing to prepare either."""
+        """Prepare something while there is no work; False when nothing is left to prepare."""
         return self._runner.next_idle_task()
 
     def add(self, request: Request) -> None:
-        """Take a request; one that can't be served answers with an error output at the next step."""
+        """Take a request; one that can't be served gets an error output at the next step."""
         if request.params.guided is None or self._grammars.is_ready(request):
             self._admit(request)
         else:
@@ -100,23 +134,57 @@ class EngineCore:
             self._scheduler.abort_sequence(request_id, index)
 
     def step(self) -> list[SequenceOutput]:
+        """Launch what can be planned, collect the oldest step in flight, and return what it brought."""
         started = self._clock()
         self._admit_compiled()
         outputs, self._refusals = self._refusals, []
-        plan = self._scheduler.plan()
-        if plan is not None:
-            masks = self._grammars.masks(plan)
-            result = self._run(plan, masks)
-            result = self._grammars.advance(plan, result)
-            outputs += self._scheduler.apply(plan, result)
+        self._launch()
+        if self._in_flight:
+            oldest = self._in_flight.popleft()
+            outputs += self._collect(oldest)
         elif self._grammars.num_waiting:
             self._grammars.wait(GRAMMAR_PATIENCE_S)
         self._num_steps += 1
         self._busy_s += self._clock() - started
         return outputs
 
+    def _launch(self) -> None:
+        """Fill the queue; behind a step that could not be launched nothing is launched."""
+        while len(self._in_flight) < self._runner.depth:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return
+            ticket = attempt(self._runner.launch, plan)
+            self._in_flight.append(InFlight(plan, ticket))
+            if isinstance(ticket, Exception):
+                return
+
+    def _collect(self, step: InFlight) -> list[SequenceOutput]:
+        """Wait for a step and apply it. One that raises fails its own rows; steps behind it are collected and void."""
+        plan, ticket = step
+        masks = self._grammars.masks(plan)
+        result = ticket if isinstance(ticket, Exception) else attempt(self._runner.collect, ticket, masks)
+        if isinstance(result, Exception):
+            return self._fail(plan, result)
+        self._failed_steps = 0
+        return self._scheduler.apply(self._grammars.advance(plan, result))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
+        """End the requests of a step that failed. An engine that keeps failing is not survivable."""
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise error
+        log.error("a step failed; its %d requests end with an error", len(plan.rows), exc_info=error)
+        while self._in_flight:
+            behind, ticket = self._in_flight.popleft()
+            self._grammars.update_rows(behind)
+            if not isinstance(ticket, Exception):
+                attempt(self._runner.collect, ticket)
+        failed = failed_step(plan, f"the step could not be computed: {error}")
+        return self._scheduler.apply_failure(self._grammars.advance(plan, failed))
+
     def _admit_compiled(self) -> None:
-        """Requests whose grammars are compiled come in; grammars of requests that are over may go."""
+        """Admit requests whose grammars are compiled; let go of grammars whose requests are over."""
         for request, error in self._grammars.settled():
             if error is None:
                 self._admit(request)
@@ -141,19 +209,13 @@ class EngineCore:
             engine_pid=os.getpid(),
         )
 
-    def _run(self, plan: StepPlan, masks: StepMasks | None) -> StepResult:
-        """A step that raises fails its own rows; one that keeps raising is not survivable."""
-        try:
-            result = self._runner.run(plan, masks) if masks is not None else self._runner.run(plan)
-        except Exception as error:
-            self._failed_steps += 1
-            self._scheduler.cancel_prefetch()
-            if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
-                raise
-            log.exception("a step failed; its %d requests end with an error", len(plan.rows))
-            return failed_step(plan, f"the step could not be computed: {error}")
-        self._failed_steps = 0
-        return result
+
+def attempt(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T | Exception:
+    """Do the runner's part of a step; what it raises is why the step failed."""
+    try:
+        return work(*args, **named)
+    except Exception as error:
+        return error
 
 
 def no_vocabulary() -> Vocabulary:
@@ -165,4 +227,4 @@ def refusal(request_id: str, error: TokenmillError) -> SequenceOutput:
 
 
 def failed_step(plan: StepPlan, message: str) -> StepResult:
-    return StepResult(rows=[RowResult(row=row.row, error=message) for row in plan.rows])
+    return StepResult(step=plan.step, rows=[RowResult(row=row.row, error=message) for row in plan.rows])

@@ -213,9 +213,8 @@ class LLM:
         return []
 
     def _add_some(self, waiting: deque[Asked]) -> None:
-        """Add the next requests: not all of a long list, so that the first step begins soon. A static batch is added
-        as a whole."""
-        count = len(waiting) if self.config.scheduler.policy == "static" else min(len(waiting), ADDED_PER_STEP)
+        """Add the next requests: not all of a long list, so that the first step begins soon."""
+        count = min(len(waiting), ADDED_PER_STEP)
         for _ in range(count):
             self._add(*waiting.popleft())
 

@@ -93,13 +93,17 @@ class Grammars:
 
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────
 
-    def masks(self, plan: StepPlan) -> StepMasks | None:
-        """What the drawing rows of this step may draw; computed while the model computes."""
+    def update_rows(self, plan: StepPlan) -> None:
+        """Forget rows that a plan frees, open the grammars of those that it brings. Plans come in order."""
         for row in plan.freed_rows:
             self._rows.pop(row, None)
         for new in plan.new_rows:
             if new.params.guided is not None:
                 self._rows[new.row] = self._opened(new)
+
+    def masks(self, plan: StepPlan) -> StepMasks | None:
+        """What the drawing rows of this step may draw; computed while the model computes."""
+        self.update_rows(plan)
         drawing = {row.row: self._rows[row.row] for row in plan.rows if row.sample and row.row in self._rows}
         if not drawing:
             return None

@@ -47,6 +47,9 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_usable - len(self._free)
 
+    def is_free(self, block: int) -> bool:
+        return block in self._free
+
     def take(self) -> int:
         """Hand out the first block in eviction order; the caller forgets what was registered under it."""
         block, _ = self._free.popitem(last=False)
@@ -204,3 +207,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._hashes)
+
+    def check_integrity(self) -> None:
+        """Assert that every registered block is found by its own hash."""
+        assert all(self.find(group, block_hash) == block for block, (group, block_hash) in self._hashes.items())

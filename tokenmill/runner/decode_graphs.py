@@ -2,16 +2,16 @@
 
 Everything such a step needs is on the device already: block tables, each row's newest token, and what its draw depends
 on. The host writes row numbers, positions and random numbers into its own memory, 32 bytes a row; the graph reads them
-there, looks up the rest, runs the model, and leaves the drawn tokens where the next step will look for them, and where
-the host will. So a step can be started before the one ahead of it is done, and nothing lies between two graphs.
+there, gathers the rest, runs the model, and leaves the drawn tokens where the next step will look for them, and where
+the host will. So a step can be launched before the one ahead of it is done, and nothing lies between two graphs.
 
-    best     every row takes the most likely token
-    draw     each row by its own parameters (see `device_draws`)
-    hidden   the host draws: the step ends with hidden states
+    greedy   every row takes the most likely token
+    sample   each row by its own parameters (see `device_sampler`)
+    host     the host draws: the step ends with hidden states
 
-A graph is captured when its kind and batch size are first met. Sizes are padded to a few; the rows that only fill up
-have number -1, see nothing, and write into the null block. All graphs share one pool of memory, which the largest,
-captured first, has sized.
+A graph is captured when its kind and batch size are first met. Sizes are padded to a few; padding rows have number -1,
+see nothing, and write into the null block. All graphs share one pool of memory, which the largest, captured first, has
+sized.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from tokenmill.ops.triton.batch.decode_inputs import (
 )
 from tokenmill.ops.triton.sampling.argmax import argmax
 from tokenmill.runner.device_sampler import DeviceSampler
-from tokenmill.runner.inflight import PendingTokens
 from tokenmill.runner.memory import graph_sizes, table_width
 from tokenmill.runner.pinned_inputs import PinnedStepInputs, RowTables, new_mailbox
 
-Kind = Literal["best", "draw", "hidden"]
-IDLE_KINDS: tuple[Kind, ...] = ("best", "draw")
+Kind = Literal["greedy", "sample", "host"]
+IDLE_KINDS: tuple[Kind, ...] = ("greedy", "sample")
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,26 @@ class DecodeGraph:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What the rows of a step feed: `tokens` None takes each row's newest."""
+    """What the rows of a step feed."""
 
     rows: list[int]
     positions: list[int]
-    tokens: list[int] | None
+    tokens: list[int]  # PENDING: the row's newest
     indices: list[int]  # how many output tokens each has
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """Tokens on their way from the device: line i belongs to the row with lines[row] == i."""
+
+    lines: dict[int, int]
+    tokens: torch.Tensor  # int64, pinned
+    arrived: torch.cuda.Event
+
+    def wait(self) -> list[int]:
+        self.arrived.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
 
 
 @cache
@@ -73,7 +86,7 @@ def best_tokens(model: Model, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 class DecodeGraphs:
     def __init__(
-        self, model: Model, storage: KVStorage, draws: DeviceSampler, max_rows: int, max_blocks: int, max_context: int
+        self, model: Model, storage: KVStorage, sampler: DeviceSampler, max_rows: int, max_blocks: int, max_context: int
     ) -> None:
         device = storage.device
         width = table_width(max_blocks)
@@ -83,60 +96,60 @@ class DecodeGraphs:
         self._starts = self._numbers.int()  # where their one token begins
         self._model = model
         self._storage = storage
-        self._draws = draws
+        self._sampler = sampler
         self._max_context = max_context
         self._sizes = graph_sizes(max_rows)
         self._captured: dict[tuple[int, Kind], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._letters = PinnedStepInputs(max_rows, device)
-        self._rehearsed = new_mailbox(max_rows, device)
+        self._inputs = PinnedStepInputs(max_rows, device)
+        self._padding = new_mailbox(max_rows, device)
 
-    def start(self, fed: DecodeInputs, kind: Kind) -> PendingTokens:
-        """Puts a step on the stream, which draws."""
-        tokens, _ = self._launch(fed, kind)
-        return PendingTokens({row: line for line, row in enumerate(fed.rows)}, tokens, self._letters.launched())
+    def start(self, inputs: DecodeInputs, kind: Kind) -> PendingTokens:
+        """Put a step on the stream that draws."""
+        tokens, _ = self._launch(inputs, kind)
+        return PendingTokens({row: line for line, row in enumerate(inputs.rows)}, tokens, self._inputs.launched())
 
-    def hidden(self, fed: DecodeInputs) -> torch.Tensor:
-        """Puts a step on the stream; hidden states [R, H], overwritten by the next step of the same size"""
-        _, result = self._launch(fed, "hidden")
-        self._letters.launched()
-        return result[: len(fed.rows)]
+    def hidden(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Put a step on the stream; hidden states [R, H], overwritten by the next step of the same size."""
+        _, result = self._launch(inputs, "host")
+        self._inputs.launched()
+        return result[: len(inputs.rows)]
 
-    def _launch(self, fed: DecodeInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where its tokens will be, in the host's memory, and on the device"""
-        size = next(size for size in self._sizes if size >= len(fed.rows))
+    def _launch(self, inputs: DecodeInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replay a graph; where its tokens will be in the host's memory, and its result on the device."""
+        size = next(size for size in self._sizes if size >= len(inputs.rows))
         graph = self._captured.get((size, kind)) or self._capture(size, kind)
-        uniforms = self._draws.uniforms(fed.rows, fed.indices) if kind == "draw" else None
-        tokens = self._letters.write(size, fed.rows, fed.positions, fed.tokens, fed.indices, uniforms)
+        uniforms = self._sampler.uniforms(inputs.rows, inputs.indices) if kind == "sample" else None
+        tokens = self._inputs.write(size, inputs.rows, inputs.positions, inputs.tokens, inputs.indices, uniforms)
         graph.graph.replay()
         return tokens, graph.result
 
     def ask_for_kernels(self) -> None:
-        """Those that are in no other step, for `compile_beside`."""
-        found = self._found(1, self._rehearsed)
-        publish_tokens(found, found.token_ids, self._rehearsed, self.newest)
+        """Launch the kernels that are in no other step, for `compile_beside`."""
+        gathered = self._gather(1, self._padding)
+        publish_tokens(gathered, gathered.token_ids, self._padding, self.newest)
         change_tables(self.newest.new_empty(2, 1), self.rows.tables)
 
     def ask_for_draws(self) -> None:
-        found = self._found(1, self._rehearsed)
+        gathered = self._gather(1, self._padding)
         logits = torch.empty(1, self._model.vocab_size, device=self.newest.device)
-        self._draws.count_fed(found.rows, found.indices, found.token_ids)
-        self._draws.draw(logits, found.rows, found.indices, found.uniforms, self.newest)
+        self._sampler.count_fed(gathered.rows, gathered.indices, gathered.token_ids)
+        self._sampler.draw(logits, gathered.rows, gathered.indices, gathered.uniforms, self.newest)
 
     def captures(self) -> Iterator[Callable[[], object]]:
-        """What is left to do until every size is captured, the smallest first; whatever is left of it happens when a
-        size is first met. Steps in which the host draws are few: theirs are left to that."""
+        """Capture every size that is not captured yet, the smallest first. Sizes that are left are captured when they
+        are first met; so are all of steps in which the host draws, since those are few."""
         for kind in IDLE_KINDS:
             for size in self._sizes:
                 if (size, kind) not in self._captured:
                     yield partial(self._capture, size, kind)
 
     def capture_largest(self) -> None:
-        """Takes the memory that decoding will ever take. Kernels of draws can wait, but not what they draw from."""
-        self._capture(self._sizes[-1], "best", keeps_room=True)
+        """Take the memory that decoding will ever take, with room for the logits of steps that sample."""
+        self._capture(self._sizes[-1], "greedy", keeps_room=True)
 
     def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False) -> DecodeGraph:
-        """`keeps_room`: for logits in float32, which the pool has from then on"""
+        """`keeps_room`: for logits in float32, which the graphs' memory pool has from then on."""
 
         def step(mailbox: StepMailbox) -> torch.Tensor:
             result = self._step(size, mailbox, kind)
@@ -145,14 +158,14 @@ class DecodeGraphs:
             return result
 
         with torch.inference_mode():
-            step(self._rehearsed)  # rows that only fill up change nothing
+            step(self._padding)  # padding rows change nothing
             torch.cuda.synchronize()
-            captured = DecodeGraph(*self._recorded(partial(step, self._letters.mailbox)))
+            captured = DecodeGraph(*self._recorded(partial(step, self._inputs.mailbox)))
         self._captured[(size, kind)] = captured
         return captured
 
     def _recorded(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """By hand: `torch.cuda.graph` gives the memory that is held for steps back to the driver each time."""
+        """Capture by hand: `torch.cuda.graph` gives the memory that is held for steps back to the driver each time."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(recording_stream()):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -163,32 +176,32 @@ class DecodeGraphs:
         return graph, result
 
     def _step(self, size: int, mailbox: StepMailbox, kind: Kind) -> torch.Tensor:
-        found = self._found(size, mailbox)
-        if kind == "draw":
-            self._draws.count_fed(found.rows, found.indices, found.token_ids)
-        hidden = self._model.forward(self._batch(found), self._storage)
-        if kind == "hidden":
-            publish_tokens(found, None, mailbox, self.newest)
+        gathered = self._gather(size, mailbox)
+        if kind == "sample":
+            self._sampler.count_fed(gathered.rows, gathered.indices, gathered.token_ids)
+        hidden = self._model.forward(self._batch(gathered), self._storage)
+        if kind == "host":
+            publish_tokens(gathered, None, mailbox, self.newest)
             return hidden
-        if kind == "draw":
+        if kind == "sample":
             logits = self._model.logits(hidden, "captured")
-            drawn = self._draws.draw(logits, found.rows, found.indices, found.uniforms, self.newest)
+            drawn = self._sampler.draw(logits, gathered.rows, gathered.indices, gathered.uniforms, self.newest)
         else:
             drawn = best_tokens(self._model, hidden, "captured")
-        publish_tokens(found, drawn, mailbox, self.newest)
+        publish_tokens(gathered, drawn, mailbox, self.newest)
         return drawn
 
-    def _found(self, size: int, mailbox: StepMailbox) -> GatheredInputs:
+    def _gather(self, size: int, mailbox: StepMailbox) -> GatheredInputs:
         return gather_inputs(size, mailbox, self.rows.tables, self.newest, self._storage.block_size)
 
-    def _batch(self, found: GatheredInputs) -> ForwardBatch:
-        size = len(found.rows)
+    def _batch(self, gathered: GatheredInputs) -> ForwardBatch:
+        size = len(gathered.rows)
         return ForwardBatch(
-            token_ids=found.token_ids,
-            positions=found.positions,
+            token_ids=gathered.token_ids,
+            positions=gathered.positions,
             query_starts=self._starts[: size + 1],
-            context_lens=found.contexts,
-            groups=tuple(GroupTables(table, slots) for table, slots in zip(found.tables, found.slots, strict=True)),
+            context_lens=gathered.contexts,
+            groups=tuple(map(GroupTables, gathered.tables, gathered.slots)),
             logit_rows=self._numbers[:size],
             block_size=self._storage.block_size,
             max_query_len=1,

@@ -81,7 +81,7 @@ class PinnedStepInputs:
         size: int,
         rows: Sequence[int],
         positions: Sequence[int],
-        tokens: Sequence[int] | None,
+        tokens: Sequence[int],
         indices: Sequence[int],
         uniforms: Sequence[float] | None,
     ) -> torch.Tensor:
@@ -93,7 +93,7 @@ class PinnedStepInputs:
         words = self._words[place]
         words[count:size] = PADDING_ROW
         words[:count, ROW], words[:count, POSITION], words[:count, INDEX] = rows, positions, indices
-        words[:count, TOKEN] = -1 if tokens is None else tokens
+        words[:count, TOKEN] = tokens
         if uniforms is not None:
             self._uniforms[place, :count, UNIFORM // 2] = uniforms
         return self.mailbox.drawn[place, :size]

@@ -19,7 +19,7 @@ def scored_tokens(plan: RowPlan, prompt: list[int]) -> list[int]:
 
     Of a shifted context's first tokens it is not true, but their successors have long been scored: nobody looks.
     """
-    return prompt[plan.place + 1 : plan.place + 1 + len(plan.token_ids)]
+    return prompt[plan.sequence_position + 1 : plan.sequence_position + 1 + len(plan.token_ids)]
 
 
 def score_prompt(

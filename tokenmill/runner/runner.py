@@ -1,4 +1,7 @@
-"""Runs one step: apply the plan's changes, build the batch, forward, then give each row what it asked for.
+"""The runner on a CPU: apply a plan's changes, build the batch, forward, then give each row what it asked for.
+
+    launch(plan) -> ticket            the step is accepted; a CPU computes it when its result is collected
+    collect(ticket, masks) -> result  what it brought; `masks` are needed here, where tokens are drawn
 
 A row may want its next token, logprobs of its prompt, or one vector for the whole prompt. Only the hidden states that
 serve one of these leave the model. What goes wrong in one row's numbers ends in that row's `error`.
@@ -15,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from tokenmill.guided.masks import StepMasks
@@ -27,7 +31,7 @@ from tokenmill.runner.prompt_logprobs import score_prompt, scored_tokens
 from tokenmill.runner.rows import RowTable
 from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.model_sampled import HeadOutput, ModelSampled, chosen_highest
-from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenmill.types import PENDING, RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence (in float16: try --dtype bfloat16)"
 
@@ -58,19 +62,48 @@ class _Task:
     wanted: Sequence[int]
 
 
+@dataclass(frozen=True)
+class RowsForward:
+    """Rows whose forward pass was started: what is left is to draw, score and pool."""
+
+    tasks: list[_Task]
+    hidden: torch.Tensor  # [L, H]: the wanted states of all tasks, one task after another
+
+
 class ModelRunner:
+    """Computes each step when it is collected, so one in flight is enough; several are taken, in order."""
+
+    depth = 1
+
     def __init__(self, model: Model, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int) -> None:
         self.model = model
         self.storage = storage
         self.sampler = sampler
         max_blocks = -(-max_context // storage.block_size)
         self.rows = RowTable(len(storage.layout.groups), max_rows, max_blocks)
+        self._launched: dict[int, StepPlan] = {}
+        self._newest: dict[int, int] = {}  # the token that each row drew last
 
-    def run(self, plan: StepPlan, masks: StepMasks | None = None) -> StepResult:
+    def continues(self, new: RowInit) -> bool:
+        """Tell whether a row can feed a token before the host has seen it: nothing is gained from that here."""
+        return False
+
+    def launch(self, plan: StepPlan) -> int:
+        self._launched[plan.step] = plan
+        return plan.step
+
+    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+        """Compute a step. Steps are collected in the order in which they were launched."""
         began = time.perf_counter()
-        self.apply_changes(plan, plan.rows)
-        rows = self.run_rows(plan.rows, masks) if plan.rows else []
-        return StepResult(rows=rows, step_s=time.perf_counter() - began)
+        plan = self._launched.pop(ticket)
+        fed = [self._filled(row) if row.token_ids[0] == PENDING else row for row in plan.rows]
+        self.apply_changes(plan)
+        self.sampler.observe(fed)
+        rows = self.run_rows(fed, masks) if fed else []
+        for row in rows:
+            if row.token_ids:
+                self._newest[row.row] = row.token_ids[-1]
+        return StepResult(step=ticket, rows=rows, step_s=time.perf_counter() - began)
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         """Nothing to take beforehand: a step's memory comes from the system, and no kernels are compiled."""
@@ -78,8 +111,12 @@ class ModelRunner:
     def next_idle_task(self) -> bool:
         return False
 
-    def apply_changes(self, plan: StepPlan, rows: Sequence[RowPlan]) -> None:
-        """`rows`: those of the plan that are new"""
+    def _filled(self, plan: RowPlan) -> RowPlan:
+        """A row that feeds the token it drew last. Where that draw failed, the row's result is void: any token does."""
+        return msgspec.structs.replace(plan, token_ids=[self._newest.get(plan.row, 0)])
+
+    def apply_changes(self, plan: StepPlan) -> None:
+        """Take on what a plan changes beside its rows' tokens: rows, blocks, block tables."""
         for row in plan.freed_rows:
             if row not in self.rows:  # the step that was to bring it failed before
                 continue
@@ -91,21 +128,20 @@ class ModelRunner:
             if new.pooling is None:
                 self.sampler.add_row(new)
         self.storage.copy_blocks(plan.copies)
-        for row_plan in rows:
+        for row_plan in plan.rows:
             self.rows.update_tables(row_plan.row, row_plan.table_updates)
-        self.sampler.observe(rows)
 
     def run_rows(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> list[RowResult]:
         direct = self.model.direct
         if direct is not None and all(self._only_draws(plan) for plan in plans):
             return self._run_direct(direct, plans, masks)
         with torch.inference_mode():
-            return self._run_tasks(plans, masks)
+            return self.finish_rows(self.start_rows(plans), masks)
 
     # ── rows that only draw ────────────────────────────────────────────────────────────────────────────
 
     def _only_draws(self, plan: RowPlan) -> bool:
-        """Or does nothing but fill the cache with a piece of its prompt."""
+        """Tell whether a row asks for nothing but its next token, or nothing at all (a chunk of a prompt)."""
         return plan.num_prompt_logprobs is None and self.rows[plan.row].pooler is None
 
     def _run_direct(self, model: DirectModel, plans: Sequence[RowPlan], masks: StepMasks | None) -> list[RowResult]:
@@ -132,14 +168,18 @@ class ModelRunner:
 
     # ── any rows ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _run_tasks(self, plans: Sequence[RowPlan], masks: StepMasks | None) -> list[RowResult]:
+    def start_rows(self, plans: Sequence[RowPlan]) -> RowsForward:
+        """Start the forward pass of rows that may want anything."""
         tasks = [self._task(plan) for plan in plans]
         wanted = [task.wanted for task in tasks]
         batch = build_batch(plans, wanted, self.rows.tables, self.storage.block_size, self.storage.device)
-        hidden = self.model.forward(batch, self.storage)
-        parts = torch.split(hidden, [len(offsets) for offsets in wanted])
-        drawn = self._draw(tasks, parts, masks)
-        return [self._result(task, part, drawn) for task, part in zip(tasks, parts, strict=True)]
+        return RowsForward(tasks, self.model.forward(batch, self.storage))
+
+    def finish_rows(self, started: RowsForward, masks: StepMasks | None) -> list[RowResult]:
+        """Draw, score and pool."""
+        parts = torch.split(started.hidden, [len(task.wanted) for task in started.tasks])
+        drawn = self._draw(started.tasks, parts, masks)
+        return [self._result(task, part, drawn) for task, part in zip(started.tasks, parts, strict=True)]
 
     def _task(self, plan: RowPlan) -> _Task:
         row = self.rows[plan.row]
@@ -154,7 +194,7 @@ class ModelRunner:
     def _draw(
         self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor], masks: StepMasks | None
     ) -> dict[int, list[Sample]]:
-        """The sampler's answer by row, for the rows that draw."""
+        """The sampled tokens by row, for the rows that draw."""
         drawing = [
             (task.plan, part[-1 - task.plan.num_drafts :])
             for task, part in zip(tasks, parts, strict=True)
@@ -182,7 +222,7 @@ class ModelRunner:
         return drawn_result(task.plan.row, drawn.get(task.plan.row, []), scores)
 
     def _scores(self, task: _Task, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
-        """For the task's targets; None where nothing is asked for, or the logits are not finite."""
+        """Logprobs of the task's targets; None where none are asked for, or the logits are not finite."""
         num = task.plan.num_prompt_logprobs
         if num is None:
             return None

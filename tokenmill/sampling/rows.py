@@ -176,7 +176,7 @@ class SamplerRows:
             state = self._states[plan.row]
             if state is not None and state.history is not None:
                 end = len(plan.token_ids) - plan.num_drafts
-                for token in plan.token_ids[max(0, state.history.num_tokens - plan.place) : end]:
+                for token in plan.token_ids[max(0, state.history.num_tokens - plan.sequence_position) : end]:
                     state.record(token)
 
     def gather(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> RowsInUse:

@@ -1,4 +1,4 @@
-"""Which tokens are computed next: sequences, queue, budget, plan and apply. Pure Python, no tensors."""
+"""The scheduler, which decides what is computed next: requests, admission, budget, plans. Pure Python, no tensors."""
 
 from tokenmill.scheduler.scheduler import Scheduler
 from tokenmill.scheduler.stats import SchedulerStats

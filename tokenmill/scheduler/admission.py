@@ -1,27 +1,69 @@
-"""Who comes in, and who makes way.
+"""Admission: which waiting groups start to run, and which running ones are preempted for them.
 
-Waiting gangs come in by priority, then in the order of their arrival, while there are rows and blocks for all that
-their leader wants and a block more for each that runs. One of higher priority displaces running ones of lower, from
-the end of the order, if that is enough for it; what was preempted waits again and keeps its place.
+Waiting groups are admitted by priority, then in the order of their arrival, while there is room (`budget.py`): rows for
+all their sequences, and blocks for all that their leader wants plus one for each sequence that runs. A group of higher
+priority displaces running ones of lower, from the end of the order, if that is enough for it; a preempted group waits
+again and keeps its place.
+
+While steps are in flight, two things are different. Room that a preempted group leaves is free only when the steps that
+use it are collected, so the group it was made for is admitted in a later plan. And a group whose next block is being
+computed by a step in flight waits until that block is in the prefix cache, instead of computing it again.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from itertools import takewhile
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache, PrefixMatch
+from tokenmill.scheduler.budget import Resource, Resources
 from tokenmill.scheduler.plan_builder import PlanBuilder
-from tokenmill.scheduler.queue import WaitingQueue
-from tokenmill.scheduler.request_state import SequenceGroup
+from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
-from tokenmill.scheduler.sequence import Sequence
 from tokenmill.scheduler.stats import Counters
 
 
-def anyone(_: SequenceGroup) -> bool:
-    return True
+class WaitingQueue:
+    """Waiting groups: smaller priority numbers first, then first come, first served.
+
+    A preempted group keeps its place in that order, so it returns before everything that came later. Leaving the queue
+    early is lazy: the entry is marked and dropped when it surfaces, so nothing is ever searched.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], SequenceGroup]] = []
+        self._num_live = 0
+
+    def __len__(self) -> int:
+        return self._num_live
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """All that wait, in no particular order."""
+        return [group for _, group in self._heap if not group.is_gone]
+
+    def push(self, group: SequenceGroup) -> None:
+        heapq.heappush(self._heap, (group.key, group))
+        self._num_live += 1
+
+    def peek(self) -> SequenceGroup | None:
+        while self._heap and self._heap[0][1].is_gone:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> SequenceGroup:
+        group = self.peek()
+        assert group is not None, "popped from an empty queue"
+        heapq.heappop(self._heap)
+        self._num_live -= 1
+        return group
+
+    def discard(self, group: SequenceGroup) -> None:
+        """Forget a group that its owner has marked gone."""
+        assert group.is_gone
+        self._num_live -= 1
 
 
 class Admission:
@@ -40,7 +82,8 @@ class Admission:
         self._waiting = waiting
         self._counters = counters
         self._clock = clock
-        self._batch_is_open = True  # of the static policy: the present batch still takes in
+        self._blocks = blocks_resource(cache, running, config.num_tokens)
+        self._resources = Resources([rows_resource(running), self._blocks])
 
     def preempt(self, group: SequenceGroup) -> None:
         self._counters.preemptions += 1
@@ -48,85 +91,92 @@ class Admission:
         self._waiting.push(group)
 
     def preempt_for_priority(self) -> None:
-        """For waiting gangs that would not come in otherwise."""
+        """Make room for waiting groups that running ones of lower priority keep out."""
         while (group := self._waiting.peek()) is not None and self._try_preempt(group):
             pass
 
     def _try_preempt(self, group: SequenceGroup) -> bool:
-        """Running gangs of lower priority go, from the end of the order, until `gang` can come in, and it does; none
-        goes where all of them together would not be enough, or nobody has to."""
+        """Preempt running groups of lower priority, from the end of the order, until `group` can be admitted, and admit
+        it. None is preempted where all of them together would not be enough, or none has to be."""
         lower = list(takewhile(lambda other: other.priority > group.priority, reversed(self._running.groups)))
-        if not lower or self._config.policy == "static" or self._hit_with_room(group) is not None:
-            return False
-        rows = self._running.row_allocator.num_free + sum(other.num_rows for other in lower)
-        blocks = self._cache.num_free + sum(member.held_table.num_held for other in lower for member in other.members)
-        if rows < group.num_rows or blocks < self._blocks_needed(group):
+        if not lower or self._match_with_room(group) is not None or not self._would_suffice(group, lower):
             return False
         for victim in lower:
+            if self._would_suffice(group, []):
+                return False  # what steps in flight will give back is enough
             self.preempt(victim)
-            if (hit := self._hit_with_room(group)) is not None:
-                self._enter(group, hit)
+            if (match := self._match_with_room(group)) is not None:
+                self._enter(group, match)
                 return True
         return False
 
-    def admit(self, draft: PlanBuilder, is_welcome: Callable[[SequenceGroup], bool] = anyone) -> None:
-        """Waiting gangs, in order and up to the first unwelcome one, with what is left of the step's budget."""
-        if self._config.policy == "static" and not self._running.groups:
-            self._batch_is_open = True
-        while draft.budget.spare > 0 and self._batch_is_open:
+    def _would_suffice(self, group: SequenceGroup, victims: list[SequenceGroup]) -> bool:
+        return self._resources.would_suffice(group, self._cache.miss(), victims)
+
+    def admit(self, builder: PlanBuilder) -> None:
+        """Start waiting groups, in order and up to the first without room, with what is left of the step's tokens."""
+        underway = self._hashes_in_flight() if len(self._waiting) else set()
+        while builder.budget.spare > 0:
             group = self._waiting.peek()
-            if group is None or not is_welcome(group) or not self._let_in(group, draft):
-                # A static batch closes when it is full, not when one step's budget is spent.
-                self._batch_is_open = self._config.policy != "static" or not self._running.groups
+            if group is None or (match := self._match_with_room(group)) is None:
                 return
+            if underway and self._next_hash(group, match) in underway:
+                return
+            self._enter(group, match)
+            leader = group.leader
+            granted = builder.budget.spend(group.wants(leader))
+            copies = self._cache.reserve(leader.held_table, leader.computed, leader.computed + granted)
+            assert copies is not None, "room for the whole sequence was checked"
+            builder.add(leader, granted, copies)
 
-    def _let_in(self, group: SequenceGroup, draft: PlanBuilder) -> bool:
-        hit = self._hit_with_room(group)
-        if hit is None:
-            return False
-        self._enter(group, hit)
-        granted = draft.budget.spend(group.wants(group.leader))
-        copies = self._cache.reserve(group.leader.held_table, group.leader.computed, group.leader.computed + granted)
-        assert copies is not None, "room for the whole sequence was checked"
-        end = group.leader.computed + granted
-        draft.add(group.leader, granted, copies + self._running.look_ahead(group.leader, end))
-        return True
-
-    def _enter(self, group: SequenceGroup, hit: PrefixMatch) -> None:
-        self._running.enter(group, hit)
+    def _enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
+        self._running.enter(group, match)
         group.refused_room = -1
         self._waiting.pop()
-        self._note_admission(group)
+        self._count_admission(group)
         if not group.wants(group.leader):
             self._running.fork_pending(group)
 
-    def _hit_with_room(self, group: SequenceGroup) -> PrefixMatch | None:
-        """How much of a gang is computed already, if there are rows for it and all its leader wants fits now and leaves
-        each running sequence a block to grow into; else None."""
-        if self._running.row_allocator.num_free < group.num_rows:
+    def _match_with_room(self, group: SequenceGroup) -> PrefixMatch | None:
+        """How much of a group is computed already, if there is room for it; else None."""
+        if self._resources.first_lacking(group, None):
             return None
-        room = self._cache.num_free - self._running.num_sequences * len(self._cache.windows)
-        if self._running.groups and room <= group.refused_room:
-            return None  # nothing came free since the last look
         leader = group.leader
         leader.update_window()
         # At least one token is left to compute; a leader must not pass the point where its siblings fork.
-        hit = self.hit(group, leader, min(group.target(leader), len(leader.window) - 1))
-        if self._running.groups and self._blocks_needed(group) - self._cache.num_shared(hit) > room:
-            group.refused_room = room
+        match = self.match(group, leader, min(group.target(leader), len(leader.window) - 1))
+        if self._resources.first_lacking(group, match):
+            group.refused_room = self._blocks.free()
             return None
-        return hit
+        return match
 
-    def _blocks_needed(self, group: SequenceGroup) -> int:
-        return self._cache.blocks_for(len(group.leader.window), self._config.num_tokens)
-
-    def hit(self, group: SequenceGroup, sequence: Sequence, limit: int) -> PrefixMatch:
+    def match(self, group: SequenceGroup, sequence: Sequence, limit: int) -> PrefixMatch:
         """What of a sequence's window is in the cache already, up to `limit` tokens."""
         if not group.state.may_reuse_prefix:
             return self._cache.miss()
         return self._cache.match(sequence.window, sequence.chain, limit)
 
-    def _note_admission(self, group: SequenceGroup) -> None:
+    def _next_hash(self, group: SequenceGroup, match: PrefixMatch) -> bytes | None:
+        """The hash of the first block that a group would compute; None where it can't come from the cache."""
+        if not group.state.may_reuse_prefix:
+            return None
+        index = match.num_tokens // self._cache.block_size
+        return next(iter(group.leader.chain.hashes[index : index + 1]), None)
+
+    def _hashes_in_flight(self) -> set[bytes]:
+        """Hashes of the full blocks that steps in flight compute, as far as they are known."""
+        found: set[bytes] = set()
+        if not self._cache.prefix_caching:
+            return found
+        size = self._cache.block_size
+        for step in self._running.in_flight:
+            for planned in step.planned:
+                sequence = planned.sequence
+                if not planned.is_void and sequence.state.is_shareable:
+                    found.update(sequence.chain.hashes[sequence.computed // size : sequence.planned // size])
+        return found
+
+    def _count_admission(self, group: SequenceGroup) -> None:
         state, counters = group.state, self._counters
         if state.may_reuse_prefix and self._cache.prefix_caching:
             counters.prefix_query_tokens += len(group.leader.window)
@@ -135,3 +185,33 @@ class Admission:
             state.queue_s = max(0.0, self._clock() - state.request.arrival_s)
             state.num_cached_tokens = group.leader.computed
             counters.prompt_tokens += group.leader.prompt_len
+
+
+# ── what groups hold ───────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_resource(running: RunningSet) -> Resource:
+    return Resource(
+        "rows",
+        free=lambda: running.row_allocator.num_free,
+        returning=lambda: len(running.in_flight.releases),
+        needed=lambda group, _: group.num_rows,
+        held=lambda group: group.num_rows,
+    )
+
+
+def blocks_resource(cache: KVCache, running: RunningSet, chunk: int) -> Resource:
+    """Blocks for all that a group's leader wants, with one kept back for each running sequence to grow into."""
+
+    def needed(group: SequenceGroup, match: PrefixMatch | None) -> int:
+        if match is None:  # more must be free than when the group was last refused
+            return group.refused_room + 1
+        return cache.blocks_for(len(group.leader.window), chunk) - cache.num_shared(match)
+
+    return Resource(
+        "blocks",
+        free=lambda: cache.num_free - running.num_sequences * len(cache.windows),
+        returning=lambda: sum(holding.table.num_held for holding in running.in_flight.releases),
+        needed=needed,
+        held=lambda group: sum(member.held_table.num_held + len(cache.windows) for member in group.members),
+    )

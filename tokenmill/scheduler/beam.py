@@ -6,7 +6,7 @@
 
 Twice the width is looked at because up to `width` of them may end. The search is over when `width` hypotheses are
 finished and the best live beam, scored at its present length, can't beat the worst of them (with early stopping: as
-soon as `width` are finished). These are transformers' rules. Choosing is here; forking is the floor's.
+soon as `width` are finished). These are transformers' rules. Choosing is here; forking is the running set's.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tokenmill.scheduler.beam_stops import BeamStops
-from tokenmill.scheduler.finish import Ending, ending_after
 from tokenmill.scheduler.outputs import failure, whole_output
-from tokenmill.scheduler.request_state import RequestState
-from tokenmill.scheduler.sequence import Sequence
-from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
+from tokenmill.scheduler.request import Ending, RequestState, Sequence, ending_after
+from tokenmill.types import Request, RowResult, SequenceOutput, TokenLogprobs
 
 
 class Branch(NamedTuple):
@@ -43,12 +40,14 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
+    """The output mode of a beam search: all beams report, then the next ones are chosen."""
+
     holds_back = True
 
     def __init__(self, state: RequestState) -> None:
         params = state.request.params
         assert params.beam is not None
-        self._job = state
+        self._state = state
         self._beam = params.beam
         self._stops = BeamStops(state.request)
         self.num_logprobs: int | None = max(2 * params.beam.width, params.logprobs or 0)
@@ -57,8 +56,8 @@ class BeamSearch:
         self._branches: list[Branch] = []
 
     def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
-        """Waits until all live beams have reported, then chooses."""
-        if self._job.request.max_tokens == 0:
+        """Wait until all live beams have reported, then choose."""
+        if self._state.request.max_tokens == 0:
             self._finished = [self._finish(0.0, sequence, Ending("length"), 1)] * self._beam.width
             return self._end()
         self._reports[sequence] = result
@@ -73,11 +72,11 @@ class BeamSearch:
         return []
 
     def _has_reported(self, sequence: Sequence) -> bool:
-        """A report from before a preemption doesn't count: the sequence is being computed again."""
+        """Tell whether a beam's result is there; one from before a preemption does not count."""
         return sequence in self._reports and sequence.computed == len(sequence.window)
 
     def next_beams(self) -> list[tuple[Branch, bool]]:
-        """Hands over the chosen branches (none: not decided yet), each with: the runner drew that very token."""
+        """Pop the chosen branches (none: not decided yet), each with whether the runner drew that very token."""
         chosen = [(branch, self._was_drawn(branch)) for branch in self._branches]
         if chosen:
             self._branches, self._reports = [], {}
@@ -105,19 +104,19 @@ class BeamSearch:
         ]
 
     def _as_chosen(self, top: TokenLogprobs, rank: int) -> TokenLogprobs:
-        shown = self._job.request.params.logprobs or 0
+        shown = self._state.request.params.logprobs or 0
         return TokenLogprobs(
             top.top_ids[rank], top.top_logprobs[rank], rank + 1, top.top_ids[:shown], top.top_logprobs[:shown]
         )
 
     def _is_held_back(self, sequence: Sequence, token_id: int) -> bool:
-        params = self._job.request.params
+        params = self._state.request.params
         too_early = sequence.num_outputs + 1 < params.min_tokens
         # a grammar that is over can only end; its masks say so
-        return too_early and params.guided is None and token_id in self._job.stop_token_ids
+        return too_early and params.guided is None and token_id in self._state.stop_token_ids
 
     def _choose(self, ranked: list[Branch]) -> list[Branch]:
-        """Files the hypotheses that end, returns those that go on."""
+        """Keep the hypotheses that end, return those that go on."""
         endings = [self._ending(branch) for branch in ranked]
         going_on = [branch for branch, ending in zip(ranked, endings, strict=True) if ending is None]
         # Lower ranks are only there to have enough that go on; where none does, they are better than nothing.
@@ -130,7 +129,7 @@ class BeamSearch:
     def _ending(self, branch: Branch) -> Ending | None:
         length = branch.parent.num_outputs + 1
         token_id = branch.token.token_id
-        ending = ending_after(self._job.request, self._job.stop_token_ids, token_id, length)
+        ending = ending_after(self._state.request, self._state.stop_token_ids, token_id, length)
         if ending is None and self._stops.is_met(branch.parent.outputs, token_id):
             return Ending("stop")
         return ending
@@ -138,7 +137,7 @@ class BeamSearch:
     def _file(self, branch: Branch, ending: Ending) -> None:
         length = branch.parent.num_outputs + 1
         ended = branch.parent.fork()
-        branch.grow(ended, keep_logprobs=self._job.request.params.logprobs is not None)
+        branch.grow(ended, keep_logprobs=self._state.request.params.logprobs is not None)
         self._finished.append(self._finish(branch.logprob_sum, ended, ending, length))
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self._finished[self._beam.width :]
@@ -158,12 +157,38 @@ class BeamSearch:
         return self._beam.early_stopping or best_live <= self._finished[-1].score
 
     def _end(self) -> list[SequenceOutput]:
-        for group in self._job.groups:
+        for group in self._state.groups:
             for sequence in [*group.members, *group.pending_forks]:
                 sequence.is_finished = True
-        num_asked = self._job.request.params.n
+        num_asked = self._state.request.params.n
         best = self._finished[:num_asked]
-        missing = [failure(self._job, i, "beam search found no hypothesis") for i in range(len(best), num_asked)]
+        missing = [failure(self._state, i, "beam search found no hypothesis") for i in range(len(best), num_asked)]
         return missing + [
-            whole_output(self._job, i, hypothesis.sequence, hypothesis.ending) for i, hypothesis in enumerate(best)
+            whole_output(self._state, i, hypothesis.sequence, hypothesis.ending) for i, hypothesis in enumerate(best)
         ]
+
+
+class BeamStops:
+    """Where a beam meets a stop string. Beams rank whole hypotheses, so the core must know when one ends.
+
+    Text is the front process's: it sends along the bytes of those tokens that a stop string may be spelled with, and
+    any other token separates what stands before it from what follows. The front still cuts the text and names the stop.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._stops = [stop.encode("utf-8", "replace") for stop in request.params.stop]
+        self._longest = max(map(len, self._stops), default=0)
+        self._pieces = request.tokenized.stop_pieces
+        self._min_tokens = request.params.min_tokens
+
+    def is_met(self, outputs: list[int], token_id: int) -> bool:
+        """Tell whether the token, after these outputs, completes a stop string behind the first `min_tokens`."""
+        if not self._stops or token_id not in self._pieces or len(outputs) < self._min_tokens:
+            return False
+        text = self._pieces[token_id]
+        wanted = len(text) + self._longest - 1
+        for token in reversed(outputs[self._min_tokens :]):
+            if len(text) >= wanted or token not in self._pieces:
+                break
+            text = self._pieces[token] + text
+        return any(stop in text for stop in self._stops)

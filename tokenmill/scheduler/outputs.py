@@ -1,17 +1,15 @@
-"""How the samples of one prompt reach their reader: each token as it is drawn, under its sample's own index. An
-embedding is the same idea with a vector in place of tokens. (`best_of` is `n` here: the reader ranks.)
+"""How the samples of one prompt are output: each token as it is drawn, under its sample's own index. An embedding is
+the same idea with a vector in place of tokens. (`best_of` is `n` here: the output processor ranks.)
 """
 
 from __future__ import annotations
 
-from tokenmill.scheduler.finish import Ending, ending_after
-from tokenmill.scheduler.request_state import RequestState
-from tokenmill.scheduler.sequence import Sequence
+from tokenmill.scheduler.request import Ending, RequestState, Sequence, ending_after
 from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
 
 
 def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending) -> SequenceOutput:
-    """All of a sequence at once, under the index of its place in the ranking."""
+    """All of a sequence at once, under the index of its rank."""
     return SequenceOutput(
         request_id=state.request.request_id,
         index=index,
@@ -42,7 +40,7 @@ def finished_prompt_logprobs(state: RequestState) -> list[TokenLogprobs] | None:
 
 
 def draw(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
-    """Appends what was drawn; returns it with its logprobs (None when not asked for) and the ending."""
+    """Append what was drawn; return it with its logprobs (None when not asked for) and the ending."""
     taken, ending = append_drawn(sequence, result.token_ids)
     logprobs = None if result.logprobs is None else result.logprobs[: len(taken)]
     if logprobs is not None:
@@ -53,16 +51,16 @@ def draw(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLo
 
 
 class StreamedOutputs:
-    """Every token at once."""
+    """The output mode of samples: every token as soon as it is drawn."""
 
     holds_back = False
 
     def __init__(self, state: RequestState) -> None:
-        self._job = state
+        self._state = state
         self.num_logprobs = state.request.params.logprobs
 
     def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
-        state = self._job
+        state = self._state
         taken, logprobs, ending = draw(sequence, result)
         is_first = not sequence.has_emitted
         sequence.has_emitted = True
@@ -85,16 +83,16 @@ class StreamedOutputs:
 
 
 class PooledOutput:
-    """One vector once the prompt is computed."""
+    """The output mode of an embedding: one vector once the prompt is computed."""
 
     holds_back = False
     num_logprobs: int | None = None
 
     def __init__(self, state: RequestState) -> None:
-        self._job = state
+        self._state = state
 
     def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
-        state = self._job
+        state = self._state
         sequence.is_finished = True
         if result.embedding is None:
             return [failure(state, sequence.index, "the model gave no embedding")]
@@ -110,7 +108,7 @@ class PooledOutput:
 
 
 def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], Ending | None]:
-    """Appends drawn tokens until the sequence ends; returns those taken and the ending."""
+    """Append drawn tokens until the sequence ends; return those taken and the ending."""
     state = sequence.state
     taken: list[int] = []
     for token_id in token_ids:

@@ -1,74 +1,147 @@
-"""A step plan while it is written: rows to compute, rows that are new, block copies."""
+"""A step plan while it is built, and the plans in flight: handed out, and not applied yet.
+
+A plan is made as if the steps in flight were done (`Sequence.planned`, `Sequence.num_pending`). When a step is applied,
+each of its rows counts only if its sequence has not been voided since (`Sequence.epoch`): it may have ended, been
+aborted or preempted while the device was at work. The row and the blocks of such a sequence may still be written, so
+they are given back when the last step that holds them is applied, never earlier:
+
+    launched:   step 7 [ A B C ]   step 8 [ A B C D ]        A ends with what step 7 drew
+    releases:                      step 8: A's row, A's blocks
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from tokenmill.kv.blocks import BlockTable
 from tokenmill.scheduler.budget import TokenBudget
-from tokenmill.scheduler.sequence import Sequence
-from tokenmill.types import RowInit, RowPlan, StepPlan
+from tokenmill.scheduler.request import Sequence
+from tokenmill.types import PENDING, RowInit, RowPlan, StepPlan
 
 
 class Planned(NamedTuple):
+    """One row of a plan, as the scheduler counts it."""
+
     sequence: Sequence
+    epoch: int
     num_tokens: int  # fed, drafts not counted
     drafts: list[int]  # fed behind them
+    is_pending: bool  # the token it draws was counted as coming
+
+    @property
+    def is_void(self) -> bool:
+        return self.sequence.is_finished or self.sequence.epoch != self.epoch
 
 
 class PlanBuilder:
-    def __init__(self, budget: TokenBudget) -> None:
+    """The rows of one step, one after another."""
+
+    def __init__(self, step: int, budget: TokenBudget) -> None:
+        self.step = step
         self.budget = budget
-        self.num_preempted = 0
+        self.is_short = False  # of blocks: a sequence was preempted or left out
         self.planned: list[Planned] = []
         self._new_rows: list[RowInit] = []
         self._rows: list[RowPlan] = []
         self._copies: list[tuple[int, int]] = []
 
-    @property
-    def pairs(self) -> list[tuple[Planned, RowPlan]]:
-        return list(zip(self.planned, self._rows, strict=True))
-
-    def repeat(self, planned: Planned, row: RowPlan) -> None:
-        """What the runner was told before."""
-        self._rows.append(row)
-        self.planned.append(planned)
-
     def add(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        copies: list[tuple[int, int]],
-        drafts: list[int] | None = None,
-        *,
-        behind: int = 0,
+        self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]], drafts: list[int] | None = None
     ) -> None:
-        """`behind`: tokens of it that are being computed"""
         if not sequence.is_on_runner:
-            self._new_rows.append(sequence.new_row())
+            self._new_rows.append(sequence.row_init())
             sequence.is_on_runner = True
-        self._rows.append(row_plan(sequence, num_tokens, drafts or [], behind))
+        row = row_plan(sequence, num_tokens, drafts or [])
+        is_pending = row.sample and row.num_prompt_logprobs is None and sequence.may_continue()
+        sequence.num_in_flight += num_tokens
+        sequence.num_pending += is_pending
+        sequence.last_step = self.step
+        self._rows.append(row)
         self._copies.extend(copies)
-        self.planned.append(Planned(sequence, num_tokens, drafts or []))
+        self.planned.append(Planned(sequence, sequence.epoch, num_tokens, drafts or [], is_pending))
 
     def step_plan(self, freed_rows: list[int]) -> StepPlan:
-        return StepPlan(new_rows=self._new_rows, freed_rows=freed_rows, copies=self._copies, rows=self._rows)
+        return StepPlan(
+            step=self.step, new_rows=self._new_rows, freed_rows=freed_rows, copies=self._copies, rows=self._rows
+        )
 
 
-def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int], behind: int = 0) -> RowPlan:
+def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
     state = sequence.state
-    start = sequence.computed + behind
+    start = sequence.planned
     end = start + num_tokens
-    draws = end == len(sequence.window) and sequence.is_whole and state.draws_tokens
+    num_known = len(sequence.window)
+    draws = end == num_known + sequence.num_pending and sequence.is_whole and state.draws_tokens
     is_scored = state.lacks_prompt_logprobs(end + sequence.num_dropped)
+    fed = sequence.window[start:end] if end <= num_known else [PENDING]
+    assert len(fed) == num_tokens, "a row feeds known tokens, or the one that it draws in a step in flight"
     return RowPlan(
         row=sequence.row,
         start=start,
-        token_ids=sequence.window[start:end] + drafts,
+        token_ids=fed + drafts,
         table_updates=sequence.held_table.updates(),
         sample=draws,
         num_drafts=len(drafts),
-        output_index=sequence.num_outputs,
+        output_index=sequence.num_outputs + sequence.num_pending,
         num_logprobs=state.output_mode.num_logprobs if draws else None,
         num_prompt_logprobs=state.request.params.prompt_logprobs if is_scored else None,
         num_dropped=sequence.num_dropped,
     )
+
+
+# ── plans in flight ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Holding(NamedTuple):
+    """What a sequence leaves behind: its blocks and its row."""
+
+    table: BlockTable
+    row: int
+    is_on_runner: bool  # the runner must be told that the row is free
+
+
+class StepInFlight(NamedTuple):
+    plan: StepPlan
+    planned: list[Planned]
+    releases: list[Holding]
+
+
+class StepsInFlight:
+    """Plans that were handed out and not applied yet, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepInFlight] = deque()
+        self.next_step = 0  # the id of the next plan
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepInFlight]:
+        return iter(self._steps)
+
+    def add(self, plan: StepPlan, planned: list[Planned]) -> None:
+        assert plan.step == self.next_step
+        self._steps.append(StepInFlight(plan, planned, []))
+        self.next_step += 1
+
+    def pop(self, step: int) -> StepInFlight:
+        """The oldest step, which must be this one: results come in the order of the plans."""
+        oldest = self._steps.popleft()
+        assert oldest.plan.step == step, f"a result of step {step} where step {oldest.plan.step} is the oldest"
+        return oldest
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Tell whether a step in flight has a row of the sequence, void or not."""
+        return sequence.last_step >= self.next_step - len(self._steps)
+
+    def release_later(self, sequence: Sequence, holding: Holding) -> None:
+        """Give something back when the last step with a row of the sequence is applied."""
+        oldest = self.next_step - len(self._steps)
+        self._steps[sequence.last_step - oldest].releases.append(holding)
+
+    @property
+    def releases(self) -> list[Holding]:
+        """All that steps in flight will give back."""
+        return [holding for step in self._steps for holding in step.releases]

@@ -1,20 +1,26 @@
-"""From a request to its job: the sequences it needs, how their results are delivered, and whether it can ever run."""
+"""From a request to its state: the sequences it needs, how their results are output, and whether it can ever run."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.outputs import PooledOutput, StreamedOutputs
-from tokenmill.scheduler.request_state import OutputMode, RequestState, SequenceGroup
-from tokenmill.scheduler.sequence import Sequence
-from tokenmill.types import Request
+from tokenmill.scheduler.request import OutputMode, RequestState, Sequence, SequenceGroup
+from tokenmill.types import Request, RowInit
 
 
-def build_request_state(request: Request, number: int, cache: KVCache, num_rows: int) -> RequestState:
+def build_request_state(
+    request: Request, number: int, cache: KVCache, num_rows: int, continues: Callable[[RowInit], bool]
+) -> RequestState:
     state = RequestState(request, number)
     state.output_mode = _output_mode(state)
     sequences = [Sequence(state, index, cache.chain(request.cache_salt)) for index in range(state.num_sequences)]
+    # Beams and grammars choose on the host what comes next.
+    chooses_on_host = state.output_mode.holds_back or request.params.guided is not None
+    state.continues = state.draws_tokens and not chooses_on_host and continues(sequences[0].row_init())
     if request.params.beam:
         SequenceGroup(state, sequences[:1], [], num_rows=len(sequences))  # beams branch off the first one
         return state
@@ -31,7 +37,7 @@ def _output_mode(state: RequestState) -> OutputMode:
 
 
 def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) -> None:
-    """What can't run even with the machine for itself is refused now, not stuck later."""
+    """Refuse a request that could not run even with the machine for itself."""
     if not request.prompt_token_ids:
         raise InvalidRequest("the prompt is empty", param="prompt", hint="send at least one token")
     width = request.params.beam.width if request.params.beam else 1

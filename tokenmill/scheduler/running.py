@@ -1,30 +1,58 @@
-"""The floor: gangs that run, in the order in which they are served, with their rows and blocks.
+"""The groups that run, in the order in which they are served, with their rows and blocks.
 
-The order is total (priority, arrival, index), and whoever is short of blocks takes them from the end of it. So the
-first gang always advances: nothing deadlocks, nothing starves, and what was planned in a step is never taken back,
-because victims come after everyone already served.
+The order is total (priority, arrival, index), and a sequence that is short of blocks takes them from the end of it. So
+the first group always advances: nothing deadlocks, nothing starves, and what was planned in a step is never taken back,
+because victims come after everything already served.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.beam import Branch
-from tokenmill.scheduler.prefetched_rows import PrefetchedRows
-from tokenmill.scheduler.request_state import SequenceGroup
-from tokenmill.scheduler.row_allocator import RowAllocator
-from tokenmill.scheduler.sequence import Sequence
+from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
+from tokenmill.scheduler.request import Sequence, SequenceGroup
+
+
+class RowAllocator:
+    """Permanent rows: a live sequence keeps one row of the runner's state until it is freed or preempted.
+
+    The runner hears of freed rows with the next plan, and only of rows it was told about.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows))  # a heap: low rows first keeps the runner's batch dense
+        self._released: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        return heapq.heappop(self._free)
+
+    def free(self, row: int) -> None:
+        heapq.heappush(self._free, row)
+
+    def mark_released(self, row: int) -> None:
+        """The runner must forget the row's present sequence."""
+        self._released.append(row)
+
+    def pop_released(self) -> list[int]:
+        """Rows that were released since the last call."""
+        released, self._released = self._released, []
+        return released
 
 
 class RunningSet:
-    def __init__(self, cache: KVCache, num_rows: int, lookahead_tokens: int = 0) -> None:
-        """`lookahead_tokens`: room beyond what is planned, where there is some, for a runner that works ahead."""
+    def __init__(self, cache: KVCache, num_rows: int) -> None:
         self._cache = cache
-        self._lookahead_tokens = lookahead_tokens
         self.row_allocator = RowAllocator(num_rows)
+        self.in_flight = StepsInFlight()
         self.groups: list[SequenceGroup] = []
-        self.prefetched = PrefetchedRows()
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -35,75 +63,76 @@ class RunningSet:
 
     # ── coming and going ───────────────────────────────────────────────────────────────────────────────
 
-    def enter(self, group: SequenceGroup, hit: PrefixMatch) -> None:
-        """The leader opens its table on what is cached already; rows are taken for all who will run."""
+    def enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
+        """Start a group: the leader's table opens on what is cached already; rows are taken for all that will run."""
         leader = group.leader
-        leader.table = self._cache.open(hit)
-        leader.computed = hit.num_tokens
-        leader.row = self.row_allocator.take()
-        group.spare_rows = [self.row_allocator.take() for _ in range(group.num_rows - 1)]
+        leader.table = self._cache.open(match)
+        leader.computed = match.num_tokens
+        leader.row = self.row_allocator.allocate()
+        group.spare_rows = [self.row_allocator.allocate() for _ in range(group.num_rows - 1)]
         insort(self.groups, group, key=_key)
         group.is_running = True
 
-    def reopen(self, sequence: Sequence, hit: PrefixMatch) -> None:
-        """Its window is another one now: other blocks, on the same row."""
+    def reopen(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Give a sequence whose window has moved other blocks, on the same row. It may not be in flight."""
         self._cache.release(sequence.held_table)
-        sequence.table = self._cache.open(hit)
-        sequence.computed = hit.num_tokens
-
-    def look_ahead(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
-        """Blocks for the tokens behind `end`, as far as there are some; copies to make."""
-        size, last = self._cache.block_size, end + self._lookahead_tokens - 1
-        if last // size == (end - 1) // size:  # within the block that was just made sure of
-            return []
-        return self._cache.reserve(sequence.held_table, end, end + self._lookahead_tokens) or []
+        sequence.table = self._cache.open(match)
+        sequence.computed = match.num_tokens
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Rows and blocks go back; tokens stay, and will be computed again."""
+        """Take a group's rows and blocks away; its tokens stay, and will be computed again."""
         self.remove(group)
         for sequence in group.members:
             sequence.computed = 0
-        group.fold()
+        group.collapse()
 
     def remove(self, group: SequenceGroup) -> None:
-        self.prefetched.drop(group)
         for sequence in group.members:
             self._release(sequence)
-            self.row_allocator.give_back(sequence.row)
         for row in group.spare_rows:
-            self.row_allocator.give_back(row)
+            self.row_allocator.free(row)
         group.spare_rows = []
         del self.groups[bisect_left(self.groups, group.key, key=_key)]
         group.is_running = False
 
     def drop_sibling(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """One of several samples that still share a leader goes; if it is the leader, the next takes its place."""
+        """Remove one of several samples that still share a leader; if it is the leader, the next takes its place."""
         if sequence is group.leader:
-            self._seat_on(group.pending_forks[0], sequence, group)
-            self._release(sequence)
+            self._start_on(group.pending_forks[0], sequence, group)
             group.members.append(group.pending_forks.pop(0))
-            self.row_allocator.give_back(sequence.row)
+            self._release(sequence)
         else:
-            self.row_allocator.give_back(group.spare_rows.pop())
+            self.row_allocator.free(group.spare_rows.pop())
         group.forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.held_table)
-        sequence.table = None
-        self._unseat(sequence)
+        """Give back a sequence's blocks and row, once no step in flight can write them."""
+        holding = Holding(sequence.held_table, sequence.row, sequence.is_on_runner)
+        sequence.table, sequence.is_on_runner = None, False
+        sequence.void_steps()
+        if self.in_flight.holds(sequence):
+            self.in_flight.release_later(sequence, holding)
+        else:
+            self._free(holding)
 
-    def _unseat(self, sequence: Sequence) -> None:
-        if sequence.is_on_runner:
-            self.row_allocator.mark_released(sequence.row)
-            sequence.is_on_runner = False
+    def free_releases(self, step: StepInFlight) -> None:
+        """A step is over: give back what was waiting for it."""
+        for holding in step.releases:
+            self._free(holding)
+
+    def _free(self, holding: Holding) -> None:
+        self._cache.release(holding.table)
+        if holding.is_on_runner:
+            self.row_allocator.mark_released(holding.row)
+        self.row_allocator.free(holding.row)
 
     # ── forking ────────────────────────────────────────────────────────────────────────────────────────
 
     def fork_pending(self, group: SequenceGroup) -> None:
-        """The prompt is there: the unborn fork from the leader. Beams stay together, samples part."""
+        """Fork the siblings from the leader, whose prompt is computed. Beams stay together, samples part."""
         leader, pending_forks, group.pending_forks = group.leader, group.pending_forks, []
         for sequence in pending_forks:
-            self._seat_on(sequence, leader, group)
+            self._start_on(sequence, leader, group)
         if group.state.request.params.beam:
             group.members += pending_forks
             return
@@ -114,12 +143,13 @@ class RunningSet:
             insort(self.groups, sibling, key=_key)
 
     def branch(self, group: SequenceGroup, chosen: list[tuple[Branch, bool]]) -> None:
-        """Beams move on: chosen parents continue or fork, the others make room for the forks."""
+        """Move beams on: chosen parents continue or fork, the others make room for the forks. None is in flight."""
         parents = {branch.parent for branch, _ in chosen}
         for sequence in group.members:
             if sequence not in parents:
-                self._release(sequence)
-                sequence.is_finished = True
+                self._cache.release(sequence.held_table)
+                self._restart_row(sequence)
+                sequence.table, sequence.is_finished = None, True
                 group.spare_rows.append(sequence.row)
         group.members = self._grown(group, chosen)
 
@@ -132,25 +162,28 @@ class RunningSet:
                 continuing[branch.parent] = branch, was_drawn
                 continue
             fork = branch.parent.fork()
-            self._seat_on(fork, branch.parent, group)
+            self._start_on(fork, branch.parent, group)
             branch.grow(fork, keep_logprobs=keep_logprobs)
             beams.append(fork)
         for parent, (branch, was_drawn) in continuing.items():
             branch.grow(parent, keep_logprobs=keep_logprobs)
-            if not was_drawn:
-                self._reseat(parent)
+            if not was_drawn:  # the runner remembers the token that it drew
+                self._restart_row(parent)
+                parent.held_table.resend_all()
         return [*continuing, *beams]
 
-    def _seat_on(self, sequence: Sequence, parent: Sequence, group: SequenceGroup) -> None:
+    def _start_on(self, sequence: Sequence, parent: Sequence, group: SequenceGroup) -> None:
+        """Start a sequence on its parent's blocks and a spare row of its group."""
         sequence.table = self._cache.fork(parent.held_table)
-        sequence.join(parent)
+        sequence.adopt_prefix(parent)
         sequence.row = group.spare_rows.pop()
         sequence.group = group
 
-    def _reseat(self, sequence: Sequence) -> None:
-        """The runner remembers the token it drew; here another was chosen, so the row starts afresh."""
-        self._unseat(sequence)
-        sequence.held_table.resend_all()
+    def _restart_row(self, sequence: Sequence) -> None:
+        """Let the runner forget the row's sequence; the next plan tells it what the row holds instead."""
+        if sequence.is_on_runner:
+            self.row_allocator.mark_released(sequence.row)
+            sequence.is_on_runner = False
 
 
 def _key(group: SequenceGroup) -> tuple[int, int, int]:

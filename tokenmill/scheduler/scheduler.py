@@ -1,12 +1,13 @@
 """The scheduler: which tokens are computed in the next step, and what came of them.
 
-    plan:   running sequences first, one token each at least; waiting ones with what is left of the budget
-            (`admission.py`: who comes in, and who makes way)
-    apply:  computed tokens are committed, drawn ones appended; who is done leaves
+    plan    running sequences first, one token each at least; waiting ones with what is left of the budget
+            (`admission.py`: which groups start, and which are preempted)
+    apply   computed tokens are committed, drawn ones appended; what is done leaves
 
-It knows token ids, blocks and rows; tensors are the runner's, text is the output processor's. Time is an argument
-(`clock`), so
-that everything here runs on a virtual one.
+Several plans may be handed out before the first is applied (`plan_builder.py`): a plan counts the steps in flight as
+done, and a sequence that needs to know what came of one, or finds no blocks while it is in one, is left out until that
+step is applied. The scheduler knows token ids, blocks and rows; tensors are the runner's, text is the output
+processor's. Time is an argument (`clock`), so that everything here runs on a virtual one.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from collections.abc import Callable
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
-from tokenmill.scheduler.admission import Admission
+from tokenmill.scheduler.admission import Admission, WaitingQueue
 from tokenmill.scheduler.beam import BeamSearch
+from tokenmill.scheduler.budget import TokenBudget
+from tokenmill.scheduler.integrity import check_integrity
 from tokenmill.scheduler.outputs import failure
 from tokenmill.scheduler.plan_builder import PlanBuilder, Planned
-from tokenmill.scheduler.prefetch import Prefetcher
-from tokenmill.scheduler.queue import WaitingQueue
+from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.request_setup import build_request_state, check_feasible
-from tokenmill.scheduler.request_state import RequestState, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
-from tokenmill.scheduler.sequence import Sequence
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
 from tokenmill.scheduler.stats import Counters, SchedulerStats
-from tokenmill.types import Request, RowResult, SequenceOutput, StepPlan, StepResult
+from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
+
+
+def never(_: RowInit) -> bool:
+    return False
 
 
 class Scheduler:
@@ -39,25 +43,25 @@ class Scheduler:
         cache: KVCache,
         max_rows: int,
         clock: Callable[[], float],
-        lookahead_tokens: int = 0,
+        continues: Callable[[RowInit], bool] = never,
         drafter: Drafter = NO_DRAFTS,
     ) -> None:
-        """`lookahead_tokens`: room beyond the planned tokens, where there is some, for a runner that works ahead.
-        `drafter`: guesses what running sequences will say."""
+        """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
+        `drafter`: guesses what running sequences will draw."""
         self._config = config
         self._cache = cache
-        # Every running sequence is promised a token a step, so no more may run than the budget has tokens.
+        # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
         self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
-        self._running = RunningSet(cache, self._num_rows, lookahead_tokens)
+        self._running = RunningSet(cache, self._num_rows)
         self._waiting = WaitingQueue()
         self._counters = Counters()
         self._admission = Admission(config, cache, self._running, self._waiting, self._counters, clock)
-        self._prefetcher = Prefetcher(config, cache, self._running, self._admission)
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
-        self._planned: list[Planned] = []
+        # Drafts are guessed behind the last known token, so a sequence that may have some waits for each result.
+        self._continues = continues if drafter is NO_DRAFTS else never
         self._drafter = drafter
-        self._drafts: dict[Sequence, list[int]] = {}  # for the plan being written
+        self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built
 
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
@@ -65,7 +69,7 @@ class Scheduler:
         if request.request_id in self._states:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
         check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)
-        state = build_request_state(request, self._num_added, self._cache, self._num_rows)
+        state = build_request_state(request, self._num_added, self._cache, self._num_rows, self._continues)
         self._num_added += 1
         self._states[request.request_id] = state
         for group in state.groups:
@@ -75,12 +79,12 @@ class Scheduler:
         return request_id in self._states
 
     def abort(self, request_id: str) -> None:
-        """Drops a request; one that is unknown or already over is no error."""
+        """Drop a request; one that is unknown or already over is no error."""
         if state := self._states.get(request_id):
             self._close(state)
 
     def abort_sequence(self, request_id: str, index: int) -> None:
-        """Drops one of the samples that a request streams. Held-back ones have no index before they are over."""
+        """Drop one of the samples that a request streams. Held-back ones have no index before they are over."""
         state = self._states.get(request_id)
         if state is None or state.output_mode.holds_back or (sequence := state.open_sequence(index)) is None:
             return
@@ -96,7 +100,7 @@ class Scheduler:
             self._close(state)
 
     def _close(self, state: RequestState) -> None:
-        """The request is over, whatever the reason: nothing of it stays behind."""
+        """End a request, whatever the reason; its rows and blocks go back once no step in flight uses them."""
         for group in list(state.groups):
             self._remove(group)
         del self._states[state.request.request_id]
@@ -115,7 +119,22 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._states)
+        """Tell whether a request is waiting or running, or a plan was handed out and not applied."""
+        return bool(self._states) or bool(len(self._running.in_flight))
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that run, in the order in which they are served."""
+        return [sequence for group in self._running.groups for sequence in group.members]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were handed out and not applied yet."""
+        return len(self._running.in_flight)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls: no block or row lost, leaked or shared wrongly."""
+        check_integrity(self._cache, self._running, self._waiting)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -129,53 +148,54 @@ class Scheduler:
     # ── plan ───────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> StepPlan | None:
-        """The next step; None when there is nothing to run. Each plan is applied before the next is asked for."""
+        """The next step, as if those in flight were done; None when there is nothing to run before one is applied."""
         self._admission.preempt_for_priority()
-        draft = PlanBuilder(self._running.prefetched.budget(self._config.num_tokens, self._running.num_sequences))
+        budget = TokenBudget(self._config.num_tokens, self._running.num_sequences)
+        builder = PlanBuilder(self._running.in_flight.next_step, budget)
         self._drafts = self._drafter.propose(self._running.groups)
-        self._serve_running(draft)
-        if not draft.num_preempted and draft.budget.spare >= self._running.prefetched.least_to_add(
-            self._config.num_tokens
-        ):
-            self._admission.admit(draft)
-        self._running.prefetched.join(draft)
-        self._planned = draft.planned
-        if not draft.planned:
+        self._serve_running(builder)
+        if not builder.is_short:
+            self._admission.admit(builder)
+        if not builder.planned:
             return None
         self._counters.steps += 1
-        return draft.step_plan(self._running.row_allocator.pop_released())
+        plan = builder.step_plan(self._running.row_allocator.pop_released())
+        self._running.in_flight.add(plan, builder.planned)
+        return plan
 
-    def _serve_running(self, draft: PlanBuilder) -> None:
-        """In order; the tail may be preempted on the way, so the list is walked by position."""
+    def _serve_running(self, builder: PlanBuilder) -> None:
+        """Plan running groups in order; the tail may be preempted on the way, so the list is walked by position."""
         position = 0
         while position < len(self._running.groups):
-            group = self._running.groups[position]
-            if group not in self._running.prefetched and not self._serve(group, draft):
+            if not self._serve(self._running.groups[position], builder):
                 return
             position += 1
 
-    def _serve(self, group: SequenceGroup, draft: PlanBuilder) -> bool:
-        """Plans all members of a gang; False when it had to be preempted itself (it was the last one)."""
+    def _serve(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
+        """Plan all members of a group; False when no group behind it may be planned in this step."""
         served = []
         for sequence in group.members:
-            if sequence.update_window():
-                self._running.reopen(sequence, self._admission.hit(group, sequence, group.target(sequence) - 1))
-            granted = draft.budget.grant(group.wants(sequence))
+            if not sequence.num_in_flight and sequence.update_window():
+                self._running.reopen(sequence, self._admission.match(group, sequence, group.target(sequence) - 1))
+            granted = builder.budget.grant(group.wants(sequence))
             if not granted:
                 continue
-            copies = self._make_room(group, sequence, granted, draft)
-            if copies is None:
+            copies = self._make_room(group, sequence, granted, builder)
+            if copies is not None:
+                drafts = self._fitting_drafts(sequence, granted, builder)
+                served.append((sequence, granted, copies, drafts))
+            elif sequence.num_in_flight:
+                builder.budget.refund(granted)
+            else:
                 return False
-            drafts = self._fitting_drafts(sequence, granted, draft)
-            served.append((sequence, granted, copies, drafts))
         for sequence, granted, copies, drafts in served:
-            draft.add(sequence, granted, copies, drafts)
+            builder.add(sequence, granted, copies, drafts)
         return True
 
-    def _fitting_drafts(self, sequence: Sequence, granted: int, draft: PlanBuilder) -> list[int]:
-        """Guesses ride along where tokens and blocks are left over: nobody is cut short or pushed out for them."""
-        end = sequence.computed + granted
-        drafts = self._drafts.get(sequence, [])[: draft.budget.spare]
+    def _fitting_drafts(self, sequence: Sequence, granted: int, builder: PlanBuilder) -> list[int]:
+        """Drafts as far as tokens and blocks are left over: no sequence gets less, or is preempted, for them."""
+        end = sequence.planned + granted
+        drafts = self._drafts.get(sequence, [])[: builder.budget.spare]
         if not drafts or end < len(sequence.window):
             return []
         room = self._cache.num_free - self._running.num_sequences * len(self._cache.windows)
@@ -186,58 +206,68 @@ class Scheduler:
         if copies is None:
             return []
         assert not copies, "the block behind the last token is shared"
-        draft.budget.spend(len(drafts))
+        builder.budget.spend(len(drafts))
         return drafts
 
     def _make_room(
-        self, group: SequenceGroup, sequence: Sequence, num_tokens: int, draft: PlanBuilder
+        self, group: SequenceGroup, sequence: Sequence, num_tokens: int, builder: PlanBuilder
     ) -> list[tuple[int, int]] | None:
-        """Blocks for the next tokens, if need be those of the last in order; None when that is the gang itself."""
-        start, end = sequence.computed, sequence.computed + num_tokens
+        """Reserve blocks for a sequence's next tokens, if need be those of the last group in order.
+
+        None: it has to wait. A sequence in flight does so rather than preempt others; a sequence that preempts others
+        does so where the blocks are still in use by steps in flight; the last group in order is preempted itself.
+        """
+        start, end = sequence.planned, sequence.planned + num_tokens
         while (copies := self._cache.reserve(sequence.held_table, start, end)) is None:
+            builder.is_short = True
+            if sequence.num_in_flight or self._running.in_flight.releases:
+                self._counters.block_waits += 1
+                return None
             victim = self._running.groups[-1]
-            draft.num_preempted += 1
-            if victim not in self._running.prefetched:
-                draft.budget.unreserve(len(victim.members))
+            builder.budget.unreserve(len(victim.members))
             self._admission.preempt(victim)
             if victim is group:
                 return None
-        return copies + self._running.look_ahead(sequence, end)
-
-    # ── plan ahead ─────────────────────────────────────────────────────────────────────────────────────
-
-    def plan_ahead(self) -> StepPlan | None:
-        """Rows of the next step that can be computed behind this one, whatever comes of it; the next plan repeats them.
-        May be called once between `plan` and `apply`."""
-        return None if self._drafter is not NO_DRAFTS else self._prefetcher.plan(self._planned)
-
-    def cancel_prefetch(self) -> None:
-        """The step failed: what was planned ahead waits again, as the runner may not have heard of it."""
-        for group in self._running.prefetched.groups:
-            self._admission.preempt(group)
+        return copies
 
     # ── apply ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """What the step brought. Rows of requests that were aborted meanwhile are ignored."""
+    def apply(self, result: StepResult) -> list[SequenceOutput]:
+        """Take in what the oldest step in flight brought. Rows whose sequence has ended, or was preempted, since the
+        step was planned are ignored."""
+        step = self._running.in_flight.pop(result.step)
         results = {row.row: row for row in result.rows}
-        planned, self._planned = self._planned, []
         outputs: list[SequenceOutput] = []
-        for one, row_plan in zip(planned, plan.rows, strict=True):
-            if not one.sequence.is_finished:
-                row = results.get(row_plan.row) or RowResult(row=row_plan.row)
-                outputs += self._advance(one, row)
-        self._drafter.note_step(plan, result)
+        for planned, row_plan in zip(step.planned, step.plan.rows, strict=True):
+            if not planned.is_void:
+                outputs += self._advance(planned, results.get(row_plan.row) or RowResult(row=row_plan.row))
+        self._running.free_releases(step)
+        self._drafter.note_step(step.plan, result)
+        return outputs
+
+    def apply_failure(self, failed: StepResult) -> list[SequenceOutput]:
+        """Take in a step that failed as a whole. The runner may not have heard of the steps behind it, so they are
+        void: their sequences are preempted and computed again."""
+        outputs = self.apply(failed)
+        for step in list(self._running.in_flight):
+            for planned in step.planned:
+                group = planned.sequence.group
+                if not planned.is_void and group is not None and group.is_running:
+                    self._admission.preempt(group)
+        for step in list(self._running.in_flight):
+            self._running.free_releases(self._running.in_flight.pop(step.plan.step))
         return outputs
 
     def _advance(self, planned: Planned, result: RowResult) -> list[SequenceOutput]:
-        sequence, num_tokens, drafts = planned
-        state, start = sequence.state, sequence.computed
+        sequence, start = planned.sequence, planned.sequence.computed
+        state = sequence.state
         group = state.group_of(sequence)
-        self._counters.computed_tokens += num_tokens + len(drafts)
+        self._counters.computed_tokens += planned.num_tokens + len(planned.drafts)
         if result.error is not None:
             return self._fail(state, result.error)
-        self._commit(sequence, num_tokens)
+        sequence.num_in_flight -= planned.num_tokens
+        sequence.num_pending -= planned.is_pending
+        self._commit(sequence, planned.num_tokens)
         if result.prompt_logprobs:
             state.keep_prompt_logprobs(start + sequence.num_dropped, result.prompt_logprobs)
         if sequence.computed < group.target(sequence) or not sequence.is_whole:
@@ -245,15 +275,16 @@ class Scheduler:
         if group.pending_forks:
             self._running.fork_pending(group)
             return []
-        return self._deliver(sequence, result, drafts)
+        return self._deliver(sequence, result, planned.drafts)
 
     def _commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more of its tokens are in the cache."""
+        """Count so many more of a sequence's tokens as computed."""
         sequence.computed += num_tokens
         chain = sequence.chain if sequence.state.is_shareable else None
         self._cache.commit(sequence.held_table, sequence.computed, sequence.window, chain)
 
     def _deliver(self, sequence: Sequence, result: RowResult, drafts: list[int]) -> list[SequenceOutput]:
+        """Append what was drawn, and end what it ends."""
         state = sequence.state
         right = self._count_drafts(sequence, drafts, result)
         if state.draws_tokens and not result.token_ids:
@@ -262,18 +293,18 @@ class Scheduler:
         num_before = len(sequence.tokens)
         outputs = state.output_mode.take(sequence, result)
         if right:
-            # A sequence that ended took fewer; the last token drawn was not fed, or not at its place.
+            # A sequence that ended took fewer; the last token drawn was not fed, or not at its position.
             self._commit(sequence, min(right, len(sequence.tokens) - num_before - 1))
         if isinstance(state.output_mode, BeamSearch) and (chosen := state.output_mode.next_beams()):
             self._running.branch(state.groups[0], chosen)
-        elif sequence.is_finished:  # its gang too: samples are alone in theirs, beams end together
+        elif sequence.is_finished:  # its group too: samples are alone in theirs, beams end together
             self._remove(state.group_of(sequence))
         if not state.groups:
             self._close(state)
         return outputs
 
     def _count_drafts(self, sequence: Sequence, drafts: list[int], result: RowResult) -> int:
-        """How many drafts were right, so that what was computed for them may stay."""
+        """Count how many drafts were right: what was computed for those may stay."""
         if not drafts:
             return 0
         right = num_right(drafts, result.token_ids)
@@ -284,7 +315,7 @@ class Scheduler:
         return right
 
     def _fail(self, state: RequestState, error: str) -> list[SequenceOutput]:
-        """This request ends here, on every index its reader still waits for; the others go on."""
+        """End a request with an error on every index that has not ended yet; other requests go on."""
         outputs = [failure(state, index, error) for index in state.open_indices()]
         self._close(state)
         return outputs

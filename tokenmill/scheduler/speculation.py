@@ -1,11 +1,11 @@
-"""What the scheduler asks of whoever guesses ahead. A wrong guess costs arithmetic and changes nothing else.
+"""What the scheduler asks of a drafter, which guesses tokens. A wrong guess costs computation and changes no token.
 
     tokens:  [ computed | wanted | drafts ]        the step draws after the last wanted token and after each draft
     drawn:                      [ a b c x ]        drafts a b c d: three were right, x is the model's own next token
     then:    [ computed ......... a b c | x ]      what was computed for a b c stays, what was for d is overwritten
 
-Right means equal to what the model drew at that place, with the random number of that place: the tokens of a sequence
-are the same with and without drafts.
+Right means equal to what the model drew at that position, with the random number of that position: the tokens of a
+sequence are the same with and without drafts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from tokenmill.scheduler.request_state import SequenceGroup
-from tokenmill.scheduler.sequence import Sequence
+from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.types import StepPlan, StepResult
 
@@ -25,15 +24,15 @@ NumAllowed = Callable[[int, Seq[int]], int]
 
 class Drafter(Protocol):
     def propose(self, groups: Seq[SequenceGroup]) -> dict[Sequence, list[int]]:
-        """Guesses for those of the running sequences that draw in the next step."""
+        """Drafts for those of the running sequences that draw in the next step."""
         ...
 
     def note_step(self, plan: StepPlan, result: StepResult) -> None:
-        """What a step cost."""
+        """Learn what a step cost."""
         ...
 
     def note_end(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Learn that a sequence is over."""
         ...
 
 
@@ -52,17 +51,17 @@ NO_DRAFTS: Drafter = _NoDrafts()
 
 
 class Speculation(Protocol):
-    """Guesses, without knowing of gangs and jobs (`speculate/`)."""
+    """A proposer of drafts that knows nothing of groups and requests (`speculate/`)."""
 
-    def propose(self, asks: Seq[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]: ...
+    def propose(self, requests: Seq[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]: ...
 
     def note_step(self, num_tokens: int, seconds: float) -> None: ...
 
-    def note_end(self, trail: DraftState, tokens: Seq[int], prompt_len: int) -> None: ...
+    def note_end(self, draft_state: DraftState, tokens: Seq[int], prompt_len: int) -> None: ...
 
 
 class Drafting:
-    """Asks a speculation about the sequences that may be drafted for, and cuts what their grammars refuse."""
+    """Asks a proposer about the sequences that may be drafted for, and cuts what their grammars refuse."""
 
     def __init__(self, speculation: Speculation, num_allowed: NumAllowed, token_budget: int) -> None:
         self._speculation = speculation
@@ -80,8 +79,8 @@ class Drafting:
             return {}
         num_rows = sum(len(group.members) for group in groups)
         num_tokens = sum(group.wants(sequence) for group in groups for sequence in group.members)
-        asks = [ask_for(sequence, most) for sequence, most in asked]
-        found = self._speculation.propose(asks, num_rows, min(num_tokens, self._token_budget))
+        requests = [draft_request(sequence, most) for sequence, most in asked]
+        found = self._speculation.propose(requests, num_rows, min(num_tokens, self._token_budget))
         drafts = zip(asked, found, strict=True)
         return {sequence: tokens for (sequence, _), guess in drafts if (tokens := self._allowed(sequence, guess))}
 
@@ -91,26 +90,26 @@ class Drafting:
         return drafts[: self._num_allowed(sequence.row, drafts)]
 
     def note_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Prompt chunks are left out: their tokens draw nothing, which is cheaper than drafts are."""
+        """Steps with prompt chunks are left out: their tokens draw nothing, which is cheaper than drafts are."""
         if all(row.sample and len(row.token_ids) == 1 + row.num_drafts for row in plan.rows):
             self._speculation.note_step(plan.num_tokens, result.step_s)
 
     def note_end(self, sequence: Sequence) -> None:
-        if sequence.trail is not None:
-            self._speculation.note_end(sequence.trail, sequence.tokens, sequence.prompt_len)
+        if sequence.draft_state is not None:
+            self._speculation.note_end(sequence.draft_state, sequence.tokens, sequence.prompt_len)
 
 
-def ask_for(sequence: Sequence, most: int) -> DraftRequest:
+def draft_request(sequence: Sequence, most: int) -> DraftRequest:
     request = sequence.state.request
-    if sequence.trail is None:
-        sequence.trail = DraftState(request.cache_salt)
+    if sequence.draft_state is None:
+        sequence.draft_state = DraftState(request.cache_salt)
     return DraftRequest(
-        sequence.trail, sequence.tokens, sequence.prompt_len, most, sequence.row, request.params, sequence.seed
+        sequence.draft_state, sequence.tokens, sequence.prompt_len, most, sequence.row, request.params, sequence.seed
     )
 
 
 def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
-    """The last token drawn follows the last right draft; it was not computed itself."""
+    """How many drafts equal what was drawn. The last token drawn was not computed itself, so it counts for none."""
     count = 0
     for draft, token in zip(drafts, drawn[:-1], strict=False):
         if draft != token:
@@ -122,14 +121,15 @@ def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
 def room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
     """How many drafts could be of use: one token is drawn anyway, and the last one is never computed.
 
-    None for beams, which choose among alternatives; none before the prompt's samples part or its logprobs are there;
-    none while the runner has not taken the row; none beyond the end of a context that shifts.
+    None for beams, which choose among alternatives; none before the prompt's samples fork or its logprobs are there;
+    none while the runner has not taken the row, or a step in flight will tell more; none beyond the end of a context
+    that shifts.
     """
     state, shift = sequence.state, sequence.state.request.shift
     is_excluded = (
         group.pending_forks or state.output_mode.holds_back or not state.draws_tokens or state.wants_prompt_logprobs
     )
-    if is_excluded or not sequence.is_on_runner or not sequence.is_whole:
+    if is_excluded or not sequence.is_on_runner or sequence.num_in_flight or not sequence.is_whole:
         return 0
     most = state.request.max_tokens - sequence.num_outputs - 1
     return max(0, most if shift is None else min(most, shift.context - len(sequence.window)))

@@ -18,15 +18,17 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0  # of admitted requests
     computed_tokens: int = 0  # fed to the model, recomputed ones included
     generated_tokens: int = 0
-    drafted_tokens: int = 0  # guesses that were computed
+    drafted_tokens: int = 0  # drafts that were computed
     accepted_tokens: int = 0  # ... and right
+    block_waits: int = 0  # rows left out of a plan because blocks were held by steps in flight
 
 
 class Counters:
-    """The growing half, while it grows."""
+    """The counters behind the stats that only grow."""
 
     __slots__ = (
         "accepted_tokens",
+        "block_waits",
         "computed_tokens",
         "drafted_tokens",
         "finished",
@@ -49,6 +51,7 @@ class Counters:
         self.generated_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.block_waits = 0
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}

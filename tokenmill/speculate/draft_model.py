@@ -33,9 +33,11 @@ PRIOR_RATE = 0.7
 
 
 class PlanRunner(Protocol):
-    """Runs one step of the draft model."""
+    """The part of a runner that drafting needs: one step at a time, without masks."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> int: ...
+
+    def collect(self, ticket: int) -> StepResult: ...
 
 
 @dataclass
@@ -170,7 +172,7 @@ class DraftModel:
         new_rows = [rows[plan.row] for plan in plans if not rows[plan.row].is_on_runner]
         freed, self._freed = self._freed, []
         step = StepPlan(new_rows=[row.new for row in new_rows], freed_rows=freed, rows=plans)
-        result = self._runner.run(step)
+        result = self._runner.collect(self._runner.launch(step))
         self.cost.note(step.num_tokens, result.step_s)
         for row in new_rows:
             row.is_on_runner = True

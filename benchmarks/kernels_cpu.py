@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.ops.cpu.availability import instruction_set, native
-from tokenmill.ops.cpu.decoder import FINE_ABOVE
+from tokenmill.ops.cpu.decoder import OUTLIER_THRESHOLDS
 
 SHAPES = {  # (outputs, inputs)
     "smollm2 qkv/o": (576, 576),
@@ -63,13 +63,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--isa", default="", help="instruction set; the best by default")
-    parser.add_argument("--activation-bits", choices=tuple(FINE_ABOVE), default="8")
+    parser.add_argument("--activation-bits", choices=tuple(OUTLIER_THRESHOLDS), default="8")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    bench = native().Bench(args.threads, args.isa, FINE_ABOVE[args.activation_bits])
+    bench = native().Bench(args.threads, args.isa, OUTLIER_THRESHOLDS[args.activation_bits])
     read = min(bench.time_read(256 << 20, 12))
     print(
         f"{args.isa or instruction_set()}, {args.threads} threads, read bandwidth {(256 << 20) / read / 1e9:.1f} GB/s"

@@ -33,6 +33,19 @@ struct Moe {
   std::optional<Mlp> shared;
 };
 
+// A gated short convolution: out(c * conv(b * x)). Every token's input b * x is kept in the paged cache, where the next
+// kernel - 1 tokens of its sequence read it.
+struct ShortConv {
+  Linear in;  // rows of b, then c, then x
+  Vector weight;  // [kernel][hidden], the oldest token's first
+  Vector bias;    // [hidden]
+  int kernel = 0;
+  float* inputs = nullptr;  // the cache: [block][token][hidden]
+  int block_size = 0;
+};
+
+inline constexpr int kMaxConvKernel = 16;
+
 struct Layer {
   Vector attn_norm, mlp_norm;
   Vector attn_post_norm, mlp_post_norm;  // empty unless the model has them
@@ -42,22 +55,28 @@ struct Layer {
   int rope = -1;
   int group = 0;
   int num_blocks = 0;
+  std::optional<ShortConv> conv;  // in the place of attention: then `o` projects its output, and q, k and v are empty
   std::optional<Mlp> mlp;
   std::optional<Moe> moe;
+
+  bool has_cache() const { return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr; }
+  int block_size() const { return conv ? conv->block_size : attention.cache.block_size; }
 };
 
 class Decoder {
  public:
-  // `fine_above`: see Form. Where some blocks have 16 bits, all of the last layer's and the head's do.
-  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads, float fine_above,
-          const Kernels& kernels);
+  // `outlier_threshold`: see Form. Where some blocks have 16 bits, all of the last layer's and the head's do.
+  Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
+          float outlier_threshold, const Kernels& kernels);
 
   int add_rope(RopeTable table);
   void add_layer(Layer layer);
   void set_embedding(Linear embedding);
   void set_head(Linear head);
   void set_final_norm(Vector weight) { final_norm_ = std::move(weight); }
-  void set_cache(int layer, const PagedCache& cache, int num_blocks);
+  // The cache of a layer of attention, or of a convolution; `group` says which of a batch's block tables is its own.
+  void set_cache(int layer, int group, const PagedCache& cache, int num_blocks);
+  void set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size);
 
   void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
   void logits(const float* hidden, int rows, float* out);  // [rows][vocab]
@@ -72,21 +91,29 @@ class Decoder {
   size_t weight_bytes() const;
 
  private:
+  bool attention_fits(const Layer& layer) const;
+  bool conv_fits(const Layer& layer) const;
   void check(const BatchView& batch) const;
   void embed(const BatchView& batch);
+  void mixer(const Layer& layer, const BatchView& batch);
   void last_layer(const Layer& layer, const BatchView& batch);
   void keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows);
-  void mix(const Layer& layer, int tokens);
-  static size_t qkv_width(const Layer& layer);
+  void output_and_mlp(const Layer& layer, int tokens);
+  size_t projected_width(const Layer& layer) const;
+  void convolve(const Layer& layer, const BatchView& batch);
+  void project_conv(const Layer& layer, const BatchView& batch);
+  void write_conv_inputs(const Layer& layer, const BatchView& batch);
+  void write_conv_input(const Layer& layer, const BatchView& batch, int token);
+  void conv_outputs(const Layer& layer, const BatchView& batch, bool writes_inputs);
   void attention(const Layer& layer, const BatchView& batch);
   void project(const Layer& layer, const BatchView& batch);
   void prepare_heads(const Layer& layer, int tokens);
-  void settle_heads(const Layer& layer, int tokens);
+  void finish_heads(const Layer& layer, int tokens);
   void place_all(const Layer& layer, const BatchView& batch);
   bool is_decode(const Layer& layer, const BatchView& batch) const;
   bool pays_to_split(const Layer& layer, const BatchView& batch) const;
   void attend_placed(const Layer& layer, const BatchView& batch);
-  void turn(const Layer& layer, const Vector& norm, int64_t position, float* head) const;
+  void norm_rope_head(const Layer& layer, const Vector& norm, int64_t position, float* head) const;
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
   void attend_all(const Layer& layer, const BatchView& batch);
   void attend_singles(const Layer& layer, const BatchView& batch, int segments);
@@ -99,12 +126,17 @@ class Decoder {
   void take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
                     const Partial* partial, int partial_stride);
   void feed_forward(const Layer& layer, int tokens);
-  void mlp(const Mlp& mlp, const Rows& in, float fine_above, Gemm::Mode mode, float* out);
-  void moe(const Moe& moe, int tokens, float fine_above, float* out);
+  void mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out);
+  void moe(const Moe& moe, int tokens, float outlier_threshold, float* out);
+  // body(t, out) gives the `cols` numbers of row t, which are kept in the form that is asked for.
+  template <class Body>
+  void fill_rows(int tokens, int cols, int work_per_row, Activations& to, const Form& form, const Body& body);
   void norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form);
-  void settle(Activations& rows);
-  float fine_above(const Layer& layer) const { return &layer == &layers_.back() ? fine_at_end() : fine_above_; }
-  float fine_at_end() const;
+  void mark_outliers(Activations& rows);
+  float outlier_threshold(const Layer& layer) const {
+    return &layer == &layers_.back() ? threshold_at_end() : outlier_threshold_;
+  }
+  float threshold_at_end() const;
   void add_normed(const Vector& weight, int tokens);
   Rows head_input(const float* hidden, int rows);
 
@@ -113,7 +145,7 @@ class Decoder {
   Runner runner_;
   int hidden_, vocab_;
   float eps_, embedding_scale_, logit_softcap_;
-  float fine_above_;
+  float outlier_threshold_;
   std::vector<RopeTable> ropes_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;
@@ -121,7 +153,7 @@ class Decoder {
 
   // ── buffers of a step, grown when needed ──
   PageVector<float> x_;       // [T][hidden] the residual stream
-  PageVector<float> qkv_;     // [T][q + 2 kv]
+  PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts

@@ -23,13 +23,13 @@ void Activations::prepare(int rows, int cols, const Kernels& kernels, const Form
   quant_.blocks = cols / kBlock;
   if (form.plain) grow(values_, static_cast<size_t>(rows) * cols);
   if (!form.quantised) return;
-  const bool fine = form.fine_above < std::numeric_limits<float>::infinity();
+  const bool fine = form.outlier_threshold < std::numeric_limits<float>::infinity();
   const int full = rows / quant_.tile, rest = rows % quant_.tile;
   const size_t of_block = full * QuantRows::record_bytes(quant_.tile) + QuantRows::record_bytes(rest);
   const size_t bytes = of_block * static_cast<size_t>(quant_.blocks);
   grow(records_, (fine ? 2 : 1) * bytes + 64);
   quant_.records = records_.data() + scratch_alignment(records_.data());
-  quant_.fine_at = fine ? bytes : 0;
+  quant_.remainder_at = fine ? bytes : 0;
   if (fine) grow(lists_, static_cast<size_t>(quant_.tiles()) * (quant_.blocks + 1));
   quant_.lists = lists_.data();
 }

@@ -16,11 +16,11 @@ struct Linear {
   std::vector<float> bias;  // empty: none
 };
 
-// What is kept of activations. Of quantised ones the blocks whose largest number is more than `fine_above` times the
+// What is kept of activations. Of quantised ones the blocks whose largest number is more than `outlier_threshold` times the
 // row's mean (the quadratic one, of all blocks) have 16 bits, the others 8: infinity is 8 bits everywhere, 0 is 16.
 struct Form {
   bool quantised, plain;
-  float fine_above;
+  float outlier_threshold;
 };
 
 // Activations with their own memory, kept from step to step.
@@ -33,14 +33,14 @@ class Activations {
   const QuantRows& quant() const { return quant_; }
   bool is_quantised() const { return form_.quantised; }
   bool is_plain() const { return form_.plain; }
-  bool needs_settling() const { return form_.quantised && quant_.fine_at != 0; }
+  bool marks_outliers() const { return form_.quantised && quant_.remainder_at != 0; }
   int cols() const { return cols_; }
   void quantise_rows(int r, int rows, const float* values, const Kernels& kernels) {
     kernels.quantise(values, static_cast<size_t>(cols_), rows, quant_.blocks, quant_, r, 0);
   }
   void put_row(int r, const float* values, const Kernels& kernels);  // in all forms
   // Once all rows of tile t are quantised: lists the blocks whose remainders count.
-  void settle(int t, const Kernels& kernels) { kernels.settle(quant_, t, form_.fine_above); }
+  void mark_outliers(int t, const Kernels& kernels) { kernels.mark_outliers(quant_, t, form_.outlier_threshold); }
 
  private:
   int cols_ = 0;

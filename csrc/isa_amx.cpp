@@ -92,7 +92,7 @@ struct Steps {
   const uint8_t* record(int step) const {  // scales and scaled sums of the rows come first in it
     const bool is_fine = step / halves >= chunk.blocks;
     const size_t block = static_cast<size_t>(chunk.block(step / halves));
-    return chunk.records + (is_fine ? chunk.fine_at : 0) + block * QuantRows::record_bytes(rows());
+    return chunk.records + (is_fine ? chunk.remainder_at : 0) + block * QuantRows::record_bytes(rows());
   }
   const int8_t* inputs(int step) const {
     return reinterpret_cast<const int8_t*>(record(step)) + QuantRows::numbers_at(rows()) + step % halves * 16;

@@ -18,13 +18,13 @@ namespace tokenmill {
 //   float scale | float scale * sum(q) | what takes the weights' offset back: int -128 * sum(q) | int -8 * sum(q) |
 //   int [2][M] -32 * sum(16 of q) | int8 q [M][32]
 //
-// What 8 bits leave over, in 1/256 of the scale, may lie in a second record of the same form, `fine_at` bytes behind the
-// first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0, and
+// What 8 bits leave over, in 1/256 of the scale, may lie in a second record of the same form, `remainder_at` bytes behind
+// the first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0, and
 // only there is more of it filled in than the numbers.
 struct QuantRows {
   int rows = 0, tile = 1, blocks = 0;
   uint8_t* records = nullptr;
-  size_t fine_at = 0;         // 0: numbers have 8 bits and that is all
+  size_t remainder_at = 0;         // 0: numbers have 8 bits and that is all
   uint16_t* lists = nullptr;  // [tile][1 + blocks]: how many blocks are listed, then which, ascending
 
   int rows_in(int t) const { return rows - t * tile < tile ? rows - t * tile : tile; }
@@ -135,14 +135,18 @@ struct Kernels {
   // `rows` rows of `blocks` blocks, `stride` apart: rows from `row` on, blocks from `block` on of `to`
   void (*quantise)(const float* x, size_t stride, int rows, int blocks, const QuantRows& to, int row, int block);
   // Once all rows of tile t are there: lists its blocks whose second bytes count, in which a row's largest number is more
-  // than `fine_above` times the quadratic mean of all blocks' largest.
-  void (*settle)(const QuantRows& rows, int t, float fine_above);
+  // than `outlier_threshold` times the quadratic mean of all blocks' largest.
+  void (*mark_outliers)(const QuantRows& rows, int t, float outlier_threshold);
   // act(gate) * up for 32 columns
   void (*gate)(const float* gate, const float* up, Activation, float* out);
   // the same for so many rows, which become one block of rows [row, row + rows) of `to`; the first begins a tile
   void (*gate_rows)(const float* gates, const float* ups, int rows, Activation, const QuantRows& to, int row, int block);
   void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
   void (*add)(float* x, const float* y, int size);
+  void (*multiply)(const float* x, const float* y, int size, float* out);
+  // gate * (bias + the sum of taps[k] * weight[k]), each of `size` numbers; a tap that is null counts as zeros
+  void (*short_conv)(const float* const* taps, const float* weight, const float* bias, const float* gate, int kernel,
+                     int size, float* out);
   void (*embed)(const Matrix&, int row, float scale, float* out);
   void (*rotate)(float* head, const float* cos, const float* sin, int half);
   void (*write_kv)(const PagedCache&, int64_t slot, int kv_head, const float* key, const float* value);

@@ -126,6 +126,12 @@ def qwen_coder_path(shared_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lfm2_dir(shared_dir: Path) -> Path:
+    """A trained model of short convolutions and attention with 200,000 parameters, and its golden answers."""
+    return shared_dir / "goldens" / "tiny" / "lfm2"
+
+
+@pytest.fixture(scope="session")
 def stories_dir(shared_dir: Path) -> Path:
     """The trained 260K-parameter Llama in Hugging Face layout."""
     return shared_dir / "goldens" / "stories260K" / "hf"

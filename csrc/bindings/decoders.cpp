@@ -22,8 +22,25 @@ Store store_of(const AnyArray& array) {
   throw std::invalid_argument("the KV cache must be float32, float16, bfloat16 or int8");
 }
 
-void bind_cache(HeldDecoder& decoder, int layer, AnyArray keys, AnyArray values, Scales key_scales, Scales value_scales) {
-  const Turn turn(decoder);
+void hold_cache(HeldDecoder& decoder, int layer, HeldCache cache) {
+  decoder.caches.resize(static_cast<size_t>(decoder.num_layers()));
+  decoder.caches[static_cast<size_t>(layer)] = std::move(cache);
+}
+
+void bind_conv_cache(HeldDecoder& decoder, int layer, int group, Array<float, 3> inputs) {
+  const DecoderLock lock(decoder);
+  if (inputs.shape(2) != static_cast<size_t>(decoder.hidden()) || inputs.shape(1) == 0)
+    throw std::invalid_argument("inputs of a convolution must be [blocks, block size, hidden]");
+  decoder.set_conv_cache(layer, group, inputs.data(), static_cast<int>(inputs.shape(0)),
+                         static_cast<int>(inputs.shape(1)));
+  HeldCache held;
+  held.inputs = std::move(inputs);
+  hold_cache(decoder, layer, std::move(held));
+}
+
+void bind_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys, AnyArray values, Scales key_scales,
+                Scales value_scales) {
+  const DecoderLock lock(decoder);
   if (keys.ndim() != 4 || values.ndim() != 4 || store_of(keys) != store_of(values))
     throw std::invalid_argument("keys and values must be [blocks, kv heads, block size, head dim] of one type");
   for (size_t i = 0; i < 4; ++i)
@@ -43,23 +60,47 @@ void bind_cache(HeldDecoder& decoder, int layer, AnyArray keys, AnyArray values,
   cache.kv_heads = static_cast<int>(keys.shape(1));
   cache.block_size = static_cast<int>(keys.shape(2));
   cache.head_dim = static_cast<int>(keys.shape(3));
-  decoder.set_cache(layer, cache, static_cast<int>(keys.shape(0)));
-  decoder.caches.resize(static_cast<size_t>(decoder.num_layers()));
-  decoder.caches[static_cast<size_t>(layer)] = {std::move(keys), std::move(values), std::move(key_scales),
-                                                std::move(value_scales)};
+  decoder.set_cache(layer, group, cache, static_cast<int>(keys.shape(0)));
+  hold_cache(decoder, layer,
+             {std::move(keys), std::move(values), std::move(key_scales), std::move(value_scales), std::nullopt});
 }
 
-void add_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm, std::optional<FloatVector> attn_post_norm,
-               std::optional<FloatVector> mlp_post_norm, const Linear& q, const Linear& k, const Linear& v,
-               const Linear& o, std::optional<FloatVector> q_norm, std::optional<FloatVector> k_norm,
-               std::optional<FloatVector> sinks, int heads, int kv_heads, int head_dim, float scale, int window,
-               float softcap, int rope, int group, std::optional<Mlp> mlp, std::optional<Moe> moe) {
+// What all layers have, whatever their mixer is.
+Layer layer_of(const HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm,
+               std::optional<FloatVector> attn_post_norm, std::optional<FloatVector> mlp_post_norm,
+               std::optional<Mlp> mlp, std::optional<Moe> moe) {
   Layer layer;
   const size_t hidden = static_cast<size_t>(self.hidden());
   layer.attn_norm = vector_of(attn_norm, hidden, "attn_norm");
   layer.mlp_norm = vector_of(mlp_norm, hidden, "mlp_norm");
   layer.attn_post_norm = vector_of(attn_post_norm, hidden, "attn_post_norm");
   layer.mlp_post_norm = vector_of(mlp_post_norm, hidden, "mlp_post_norm");
+  layer.mlp = std::move(mlp);
+  layer.moe = std::move(moe);
+  return layer;
+}
+
+void add_conv_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm,
+                    std::optional<FloatVector> attn_post_norm, std::optional<FloatVector> mlp_post_norm,
+                    const Linear& in, const Linear& out, Array<const float, 2> weight, std::optional<FloatVector> bias,
+                    std::optional<Mlp> mlp, std::optional<Moe> moe) {
+  Layer layer = layer_of(self, attn_norm, mlp_norm, attn_post_norm, mlp_post_norm, std::move(mlp), std::move(moe));
+  ShortConv conv;
+  conv.in = in;
+  conv.weight.assign(weight.data(), weight.data() + weight.size());
+  conv.bias = vector_of(bias, static_cast<size_t>(self.hidden()), "bias");
+  conv.kernel = static_cast<int>(weight.shape(0));
+  layer.conv = std::move(conv);
+  layer.o = out;
+  self.add_layer(std::move(layer));
+}
+
+void add_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm, std::optional<FloatVector> attn_post_norm,
+               std::optional<FloatVector> mlp_post_norm, const Linear& q, const Linear& k, const Linear& v,
+               const Linear& o, std::optional<FloatVector> q_norm, std::optional<FloatVector> k_norm,
+               std::optional<FloatVector> sinks, int heads, int kv_heads, int head_dim, float scale, int window,
+               float softcap, int rope, std::optional<Mlp> mlp, std::optional<Moe> moe) {
+  Layer layer = layer_of(self, attn_norm, mlp_norm, attn_post_norm, mlp_post_norm, std::move(mlp), std::move(moe));
   layer.q_norm = vector_of(q_norm, static_cast<size_t>(head_dim), "q_norm");
   layer.k_norm = vector_of(k_norm, static_cast<size_t>(head_dim), "k_norm");
   layer.sinks = vector_of(sinks, static_cast<size_t>(heads), "sinks");
@@ -74,9 +115,6 @@ void add_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm, s
   layer.attention.window = window;
   layer.attention.softcap = softcap;
   layer.rope = rope;
-  layer.group = group;
-  layer.mlp = std::move(mlp);
-  layer.moe = std::move(moe);
   self.add_layer(std::move(layer));
 }
 
@@ -100,11 +138,12 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
   nb::class_<HeldDecoder> decoder(m, "Decoder");
   decoder
       .def("__init__", [](HeldDecoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
-                          int threads, float fine_above, const std::string& isa) {
-        if (!(fine_above >= 0)) throw std::invalid_argument("fine_above must not be negative");
-        new (self) HeldDecoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, fine_above,
+                          int threads, float outlier_threshold, const std::string& isa) {
+        if (!(outlier_threshold >= 0)) throw std::invalid_argument("outlier_threshold must not be negative");
+        new (self) HeldDecoder(hidden, vocab, eps, embedding_scale, logit_softcap, threads, outlier_threshold,
                                kernels_or_best(isa));
-      }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a, "fine_above"_a = kNever,
+      }, "hidden"_a, "vocab"_a, "eps"_a, "embedding_scale"_a, "logit_softcap"_a, "threads"_a,
+           "outlier_threshold"_a = kNever,
            "isa"_a = "")
       .def("add_rope", [](HeldDecoder& self, Array<const float, 2> cos, Array<const float, 2> sin) {
         if (cos.shape(0) != sin.shape(0) || cos.shape(1) != sin.shape(1))
@@ -118,13 +157,16 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       }, "cos"_a, "sin"_a)
       .def("add_layer", &add_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(), "mlp_post_norm"_a.none(),
            "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "sinks"_a.none(), "heads"_a, "kv_heads"_a,
-           "head_dim"_a, "scale"_a, "window"_a, "softcap"_a, "rope"_a, "group"_a, "mlp"_a.none(), "moe"_a.none())
+           "head_dim"_a, "scale"_a, "window"_a, "softcap"_a, "rope"_a, "mlp"_a.none(), "moe"_a.none())
+      .def("add_conv_layer", &add_conv_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(),
+           "mlp_post_norm"_a.none(), "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none(), "mlp"_a.none(), "moe"_a.none())
+      .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
       .def("set_head", &HeldDecoder::set_head, "head"_a)
       .def("set_final_norm", [](HeldDecoder& self, FloatVector weight) {
         self.set_final_norm(vector_of(weight, static_cast<size_t>(self.hidden()), "final_norm"));
       }, "weight"_a)
-      .def("bind_cache", &bind_cache, "layer"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
+      .def("bind_cache", &bind_cache, "layer"_a, "group"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
            "key_scales"_a.none().noconvert() = nb::none(), "value_scales"_a.none().noconvert() = nb::none())
       .def_ro("kernel_s", &HeldDecoder::kernel_s)
       .def_prop_ro("weight_bytes", &HeldDecoder::weight_bytes)

@@ -55,7 +55,7 @@ Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
                   const Numbers& wanted, const Tables& tables, int block_size, const std::vector<float>& temperatures,
                   const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
                   const std::vector<double>& uniforms, const std::vector<bool>& takes_best) {
-  const Turn turn(decoder);
+  const DecoderLock lock(decoder);
   const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
   const size_t count = static_cast<size_t>(batch.wanted), vocab = static_cast<size_t>(decoder.vocab());
   const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};

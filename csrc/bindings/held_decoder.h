@@ -19,6 +19,7 @@ using Scales = std::optional<Array<float, 3>>;
 struct HeldCache {
   AnyArray keys, values;
   Scales key_scales, value_scales;
+  std::optional<Array<float, 3>> inputs;  // of a convolution
 };
 
 // A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.
@@ -42,14 +43,14 @@ class HeldDecoder : public Decoder {
 };
 
 // A step's memory is the decoder's own, and other Python threads run meanwhile: a second call has to be refused.
-class Turn {
+class DecoderLock {
  public:
-  explicit Turn(HeldDecoder& decoder) : is_busy_(decoder.is_busy) {
+  explicit DecoderLock(HeldDecoder& decoder) : is_busy_(decoder.is_busy) {
     if (is_busy_.exchange(true)) throw std::runtime_error("this model computes already: one thread at a time may use it");
   }
-  ~Turn() { is_busy_.store(false); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  ~DecoderLock() { is_busy_.store(false); }
+  DecoderLock(const DecoderLock&) = delete;
+  DecoderLock& operator=(const DecoderLock&) = delete;
 
  private:
   std::atomic<bool>& is_busy_;

@@ -11,8 +11,9 @@ namespace {
 
 class Bench {  // a matrix product with its own pool, without a model around it
  public:
-  Bench(int threads, const std::string& isa, float fine_above)
-      : kernels_(kernels_or_best(isa)), pool_(threads), runner_(pool_, kernels_), fine_above_(fine_above) {}
+  Bench(int threads, const std::string& isa, float outlier_threshold)
+      : kernels_(kernels_or_best(isa)), pool_(threads), runner_(pool_, kernels_),
+        outlier_threshold_(outlier_threshold) {}
 
   void linear(const Matrix& w, const std::optional<FloatVector>& bias, Array<const float, 2> x, Array<float, 2> out) {
     if (x.shape(1) != static_cast<size_t>(w.cols) || out.shape(0) != x.shape(0) ||
@@ -77,15 +78,15 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
  private:
   void take(const Matrix& w, const float* x, int rows) {
-    in_.prepare(rows, w.cols, kernels_, {is_quantised(w.kind), !is_quantised(w.kind), fine_above_});
+    in_.prepare(rows, w.cols, kernels_, {is_quantised(w.kind), !is_quantised(w.kind), outlier_threshold_});
     pool_.run(rows, [&](int r, int) { in_.put_row(r, x + static_cast<size_t>(r) * w.cols, kernels_); });
-    if (in_.needs_settling()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.settle(t, kernels_); });
+    if (in_.marks_outliers()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.mark_outliers(t, kernels_); });
   }
 
   const Kernels& kernels_;
   Pool pool_;
   Runner runner_;
-  float fine_above_;
+  float outlier_threshold_;
   Activations in_;
 };
 
@@ -93,7 +94,7 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
 void bind_single_kernels(nb::module_& m) {
   nb::class_<Bench>(m, "Bench")
-      .def(nb::init<int, const std::string&, float>(), "threads"_a, "isa"_a = "", "fine_above"_a = kNever)
+      .def(nb::init<int, const std::string&, float>(), "threads"_a, "isa"_a = "", "outlier_threshold"_a = kNever)
       .def("linear", &Bench::linear, "matrix"_a, "bias"_a.none(), "x"_a, "out"_a.noconvert())
       .def("time_linear", &Bench::time_linear, "matrices"_a, "rows"_a, "repeats"_a)
       .def("time_read", &Bench::time_read, "num_bytes"_a, "repeats"_a)

@@ -11,7 +11,7 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
              Array<const int32_t, 1> query_starts, Array<const int32_t, 1> context_lens,
              const std::vector<Array<const int32_t, 2>>& block_tables, const std::vector<Array<const int64_t, 1>>& slots,
              Array<const int64_t, 1> logit_rows, Array<float, 2> hidden) {
-  const Turn turn(decoder);
+  const DecoderLock lock(decoder);
   BatchView batch;
   batch.tokens = static_cast<int>(token_ids.shape(0));
   batch.rows = static_cast<int>(context_lens.shape(0));
@@ -34,7 +34,7 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
 }
 
 void logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<float, 2> out) {
-  const Turn turn(decoder);
+  const DecoderLock lock(decoder);
   if (hidden.shape(1) != static_cast<size_t>(decoder.hidden()) || out.shape(0) != hidden.shape(0) ||
       out.shape(1) != static_cast<size_t>(decoder.vocab()))
     throw std::invalid_argument("hidden must be [rows, hidden] and out [rows, vocab]");
@@ -43,7 +43,7 @@ void logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<float, 2> 
 }
 
 void best_logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<int64_t, 1> places, Array<float, 1> values) {
-  const Turn turn(decoder);
+  const DecoderLock lock(decoder);
   if (hidden.shape(1) != static_cast<size_t>(decoder.hidden()) || places.shape(0) != hidden.shape(0) ||
       values.shape(0) != hidden.shape(0))
     throw std::invalid_argument("hidden must be [rows, hidden], places and values [rows]");
@@ -55,7 +55,7 @@ void best_logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<int64
 
 Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
                   const Numbers& wanted, const Tables& tables, int block_size) {
-  const Turn turn(decoder);
+  const DecoderLock lock(decoder);
   const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
   Numbers places(static_cast<size_t>(batch.wanted));
   std::vector<float> values(static_cast<size_t>(batch.wanted));
@@ -71,7 +71,7 @@ Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
 
 void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
                  const Numbers& wanted, const Tables& tables, int block_size, Array<float, 2> out) {
-  const Turn turn(decoder);
+  const DecoderLock lock(decoder);
   const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size);
   if (out.shape(0) != static_cast<size_t>(batch.wanted) || out.shape(1) != static_cast<size_t>(decoder.vocab()))
     throw std::invalid_argument("out must be [wanted tokens, vocab]");

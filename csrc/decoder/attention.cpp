@@ -16,7 +16,8 @@ int most_segments(const BatchView& batch) {
 
 int padded16(int size) { return (size + 15) / 16 * 16; }
 
-// The queries of a tile: query i is head i % per_kv of token i / per_kv of the row. They are copies, which may be turned.
+// The queries of a tile: query i is head i % per_kv of token i / per_kv of the row. They are copies, which are normed and
+// rotated in place.
 struct QueryTile {
   float copies[kMaxQueryTile * kMaxHeadDim];
   float* q[kMaxQueryTile];
@@ -50,47 +51,43 @@ uint8_t* aligned(PageVector<uint8_t>& scratch) {
 
 }  // namespace
 
-size_t Decoder::qkv_width(const Layer& layer) {
-  return static_cast<size_t>(layer.attention.heads + 2 * layer.attention.cache.kv_heads) * layer.attention.cache.head_dim;
-}
-
 void Decoder::attention(const Layer& layer, const BatchView& batch) {
   project(layer, batch);
   prepare_heads(layer, batch.tokens);
   attend_all(layer, batch);
-  settle_heads(layer, batch.tokens);
+  finish_heads(layer, batch.tokens);
 }
 
 void Decoder::project(const Layer& layer, const BatchView& batch) {
   const int q_size = layer.attention.heads * layer.attention.cache.head_dim;
   const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
-  const size_t stride = qkv_width(layer);
+  const size_t stride = projected_width(layer);
   norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
-            form_for({&layer.q, &layer.k, &layer.v}, fine_above(layer)));
-  grow(qkv_, static_cast<size_t>(batch.tokens) * stride);
+            form_for({&layer.q, &layer.k, &layer.v}, outlier_threshold(layer)));
+  grow(projected_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
-  const Gemm gemms[3] = {{&layer.q, nullptr, in, Gemm::Mode::Store, qkv_.data(), stride},
-                         {&layer.k, nullptr, in, Gemm::Mode::Store, qkv_.data() + q_size, stride},
-                         {&layer.v, nullptr, in, Gemm::Mode::Store, qkv_.data() + q_size + kv_size, stride}};
+  const Gemm gemms[3] = {{&layer.q, nullptr, in, Gemm::Mode::Store, projected_.data(), stride},
+                         {&layer.k, nullptr, in, Gemm::Mode::Store, projected_.data() + q_size, stride},
+                         {&layer.v, nullptr, in, Gemm::Mode::Store, projected_.data() + q_size + kv_size, stride}};
   runner_.run(gemms, 3);
 }
 
 void Decoder::prepare_heads(const Layer& layer, int tokens) {
   const int dim = layer.attention.cache.head_dim;
-  Form form = form_for({&layer.o}, fine_above(layer));
+  Form form = form_for({&layer.o}, outlier_threshold(layer));
   form.plain |= dim % kBlock != 0;
   heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
 }
 
 // Heads that are no whole number of blocks can't be rounded one by one.
-void Decoder::settle_heads(const Layer& layer, int tokens) {
+void Decoder::finish_heads(const Layer& layer, int tokens) {
   if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
     for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_rows(t, 1, heads_.row(t), *kernels_); });
-  settle(heads_);
+  mark_outliers(heads_);
 }
 
 // Norms and rotates a query or a key in its place.
-void Decoder::turn(const Layer& layer, const Vector& norm, int64_t position, float* head) const {
+void Decoder::norm_rope_head(const Layer& layer, const Vector& norm, int64_t position, float* head) const {
   if (!norm.empty()) kernels_->rms_norm(head, norm.data(), eps_, layer.attention.cache.head_dim, head);
   if (layer.rope < 0) return;
   const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
@@ -98,14 +95,15 @@ void Decoder::turn(const Layer& layer, const Vector& norm, int64_t position, flo
   kernels_->rotate(head, rope.cos.data() + at, rope.sin.data() + at, rope.half);
 }
 
-// Turns a token's key and writes it to the cache, with its value. (Queries are turned by whoever attends.)
+// Norms and rotates a token's key and writes it to the cache, with its value. (Queries are normed and rotated by the piece
+// that attends.)
 void Decoder::place_token(const Layer& layer, const BatchView& batch, int token, int kv_head) {
   const AttentionTask& task = layer.attention;
   const int dim = task.cache.head_dim;
-  float* row = qkv_.data() + static_cast<size_t>(token) * qkv_width(layer);
+  float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
   float* key = row + static_cast<size_t>(task.heads + kv_head) * dim;
   const float* value = key + static_cast<size_t>(task.cache.kv_heads) * dim;
-  turn(layer, layer.k_norm, batch.positions[token], key);
+  norm_rope_head(layer, layer.k_norm, batch.positions[token], key);
   kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
 }
 
@@ -208,8 +206,8 @@ void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, 
 
 void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count,
                           uint64_t keys_id, int thread) {
-  QueryTile tile(layer, batch, qkv_.data(), row, kv_head, first, count);
-  for (int i = 0; i < count; ++i) turn(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
+  QueryTile tile(layer, batch, projected_.data(), row, kv_head, first, count);
+  for (int i = 0; i < count; ++i) norm_rope_head(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
   const int wide = padded16(layer.attention.cache.head_dim);
   float sums[kMaxQueryTile * kMaxHeadDim];
   Partial partial[kMaxQueryTile];
@@ -228,8 +226,8 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
 void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
   const int segments = most_segments(batch);
-  QueryTile tile(layer, batch, qkv_.data(), row, kv_head, 0, per_kv);
-  for (int i = 0; i < per_kv; ++i) turn(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
+  QueryTile tile(layer, batch, projected_.data(), row, kv_head, 0, per_kv);
+  for (int i = 0; i < per_kv; ++i) norm_rope_head(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
                    segment * kSegment, (segment + 1) * kSegment, 0,

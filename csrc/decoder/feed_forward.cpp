@@ -12,17 +12,17 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
   const bool post = !layer.mlp_post_norm.empty();
   if (layer.mlp) {
     norm_rows(layer.mlp_norm, x_.data(), tokens, normed_,
-              form_for({&layer.mlp->gate, &layer.mlp->up}, fine_above(layer)));
-    mlp(*layer.mlp, normed_.view(), fine_above(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add,
+              form_for({&layer.mlp->gate, &layer.mlp->up}, outlier_threshold(layer)));
+    mlp(*layer.mlp, normed_.view(), outlier_threshold(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add,
         post ? mixed_.data() : x_.data());
     if (post) add_normed(layer.mlp_post_norm, tokens);
     return;
   }
-  Form form = form_for({&layer.moe->router}, fine_above(layer));
+  Form form = form_for({&layer.moe->router}, outlier_threshold(layer));
   if (layer.moe->shared) form.quantised |= form_for({&layer.moe->shared->gate, &layer.moe->shared->up}, 0.0f).quantised;
   form.plain = true;  // experts take copies
   norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, form);
-  moe(*layer.moe, tokens, fine_above(layer), mixed_.data());
+  moe(*layer.moe, tokens, outlier_threshold(layer), mixed_.data());
   if (post) return add_normed(layer.mlp_post_norm, tokens);
   for_rows(pool_, tokens, hidden_, [&](int t) {
     const size_t at = static_cast<size_t>(t) * hidden_;
@@ -30,13 +30,13 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
   });
 }
 
-void Decoder::mlp(const Mlp& mlp, const Rows& in, float fine_above, Gemm::Mode mode, float* out) {
-  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, form_for({&mlp.down}, fine_above));
+void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out) {
+  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, form_for({&mlp.down}, outlier_threshold));
   Gemm gate{&mlp.gate, &mlp.up, in, Gemm::Mode::Gate};
   gate.activation = mlp.activation;
   gate.gated = &inner_;
   runner_.run(&gate, 1);
-  settle(inner_);
+  mark_outliers(inner_);
   const Gemm down{&mlp.down, nullptr, inner_.view(), mode, out, static_cast<size_t>(hidden_)};
   runner_.run(&down, 1);
 }
@@ -60,7 +60,7 @@ void choose_experts(const float* logits, int experts, int active, bool renormali
 
 }  // namespace
 
-void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
+void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* out) {
   const int experts = static_cast<int>(moe.experts.size()), active = moe.num_active;
   grow(router_logits_, static_cast<size_t>(tokens) * experts);
   grow(expert_ids_, static_cast<size_t>(tokens) * active);
@@ -86,8 +86,8 @@ void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
     const size_t at = static_cast<size_t>(e);
     if (counts[at] == 0) continue;
     const Mlp& expert = moe.experts[at];
-    expert_in_[at].prepare(counts[at], hidden_, *kernels_, form_for({&expert.gate, &expert.up}, fine_above));
-    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, form_for({&expert.down}, fine_above));
+    expert_in_[at].prepare(counts[at], hidden_, *kernels_, form_for({&expert.gate, &expert.up}, outlier_threshold));
+    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, form_for({&expert.down}, outlier_threshold));
     Gemm gate{&expert.gate, &expert.up, expert_in_[at].view(), Gemm::Mode::Gate};
     gate.activation = expert.activation;
     gate.gated = &expert_inner_[at];
@@ -100,13 +100,13 @@ void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
     const int place = places[static_cast<size_t>(i)];
     to.put_row(place, normed_.row(i / active), *kernels_);
   });
-  const auto settle_used = [&](std::vector<Activations>& rows) {
+  const auto mark_used = [&](std::vector<Activations>& rows) {
     for (size_t e = 0; e < counts.size(); ++e)
-      if (counts[e] > 0) settle(rows[e]);
+      if (counts[e] > 0) mark_outliers(rows[e]);
   };
-  settle_used(expert_in_);
+  mark_used(expert_in_);
   runner_.run(gates.data(), static_cast<int>(gates.size()));
-  settle_used(expert_inner_);
+  mark_used(expert_inner_);
   runner_.run(downs.data(), static_cast<int>(downs.size()));
   for_rows(pool_, tokens, active * hidden_, [&](int t) {
     float* to = out + static_cast<size_t>(t) * hidden_;
@@ -119,7 +119,7 @@ void Decoder::moe(const Moe& moe, int tokens, float fine_above, float* out) {
       for (int d = 0; d < hidden_; ++d) to[d] += share * from[d];
     }
   });
-  if (moe.shared) mlp(*moe.shared, normed_.view(), fine_above, Gemm::Mode::Add, out);
+  if (moe.shared) mlp(*moe.shared, normed_.view(), outlier_threshold, Gemm::Mode::Add, out);
 }
 
 }  // namespace tokenmill

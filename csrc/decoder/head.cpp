@@ -8,11 +8,11 @@ namespace tokenmill {
 
 Rows Decoder::head_input(const float* hidden, int rows) {
   if (head_.w.data == nullptr) throw std::invalid_argument("this decoder has no head");
-  normed_.prepare(rows, hidden_, *kernels_, form_for({&head_}, fine_at_end()));
+  normed_.prepare(rows, hidden_, *kernels_, form_for({&head_}, threshold_at_end()));
   for_rows(pool_, rows, hidden_, [&](int r) {
     normed_.put_row(r, hidden + static_cast<size_t>(r) * hidden_, *kernels_);
   });
-  settle(normed_);
+  mark_outliers(normed_);
   return normed_.view();
 }
 

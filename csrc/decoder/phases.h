@@ -24,10 +24,29 @@ void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body) {
   });
 }
 
+template <class Body>
+void Decoder::fill_rows(int tokens, int cols, int work_per_row, Activations& to, const Form& form, const Body& body) {
+  to.prepare(tokens, cols, *kernels_, form);
+  const bool in_tiles = tokens > kernels_->small_rows;  // of few rows each is a piece
+  const int tile = in_tiles ? to.quant().tile : 1;
+  for_tiles(pool_, tokens, work_per_row, tile, [&](int first, int end, int thread) {
+    Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
+    grow(scratch, static_cast<size_t>(tile) * cols);
+    for (int t = first; t < end; t += tile) {
+      const int rows = std::min(tile, end - t);
+      float* values = form.plain ? to.row(t) : scratch.data();
+      for (int r = 0; r < rows; ++r) body(t + r, values + static_cast<size_t>(r) * cols);
+      if (form.quantised) to.quantise_rows(t, rows, values, *kernels_);
+      if (in_tiles && to.marks_outliers()) to.mark_outliers(t / tile, *kernels_);
+    }
+  });
+  if (!in_tiles) mark_outliers(to);
+}
+
 // What the inputs of these must be kept as.
-inline Form form_for(std::initializer_list<const Linear*> readers, float fine_above) {
+inline Form form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) {
   const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
-  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), fine_above};
+  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
 }
 
 }  // namespace tokenmill

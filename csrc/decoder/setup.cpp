@@ -18,28 +18,39 @@ bool fits(const Linear& l, int64_t rows, int64_t cols) { return l.w.rows == rows
 }  // namespace
 
 Decoder::Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
-                 float fine_above, const Kernels& kernels)
+                 float outlier_threshold, const Kernels& kernels)
     : kernels_(&kernels), pool_(threads), runner_(pool_, kernels), hidden_(hidden), vocab_(vocab), eps_(eps),
       embedding_scale_(embedding_scale), logit_softcap_(logit_softcap),
-      fine_above_(fine_above), row_scratch_(static_cast<size_t>(threads)),
+      outlier_threshold_(outlier_threshold), row_scratch_(static_cast<size_t>(threads)),
       attention_scratch_(static_cast<size_t>(threads)) {}
 
-float Decoder::fine_at_end() const { return std::isinf(fine_above_) ? fine_above_ : 0.0f; }
+float Decoder::threshold_at_end() const { return std::isinf(outlier_threshold_) ? outlier_threshold_ : 0.0f; }
 
 int Decoder::add_rope(RopeTable table) {
   ropes_.push_back(std::move(table));
   return static_cast<int>(ropes_.size()) - 1;
 }
 
-void Decoder::add_layer(Layer layer) {
+bool Decoder::attention_fits(const Layer& layer) const {
   const AttentionTask& task = layer.attention;
   const int dim = task.cache.head_dim;
   const int64_t width = static_cast<int64_t>(task.heads) * dim, kv_width = static_cast<int64_t>(task.cache.kv_heads) * dim;
-  bool good = task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= 256;
-  good = good && fits(layer.q, width, hidden_) && fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_) &&
-         fits(layer.o, hidden_, width);
-  good = good && layer.rope < static_cast<int>(ropes_.size()) &&
+  return task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= 256 &&
+         fits(layer.q, width, hidden_) && fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_) &&
+         fits(layer.o, hidden_, width) && layer.rope < static_cast<int>(ropes_.size()) &&
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= dim);
+}
+
+bool Decoder::conv_fits(const Layer& layer) const {
+  const ShortConv& conv = *layer.conv;
+  const size_t hidden = static_cast<size_t>(hidden_);
+  return conv.kernel > 0 && conv.kernel <= kMaxConvKernel && conv.weight.size() == conv.kernel * hidden &&
+         (conv.bias.empty() || conv.bias.size() == hidden) && fits(conv.in, 3 * int64_t{hidden_}, hidden_) &&
+         fits(layer.o, hidden_, hidden_);
+}
+
+void Decoder::add_layer(Layer layer) {
+  bool good = layer.conv ? conv_fits(layer) : attention_fits(layer);
   const auto mlp_fits = [&](const Mlp& m) { return m.gate.w.cols == hidden_ && m.down.w.rows == hidden_; };
   good = good && layer.mlp.has_value() != layer.moe.has_value() && (!layer.mlp || mlp_fits(*layer.mlp));
   if (layer.moe)
@@ -48,7 +59,7 @@ void Decoder::add_layer(Layer layer) {
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
-    grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
+    if (!layer.conv) grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
@@ -64,8 +75,20 @@ void Decoder::set_head(Linear head) {
   head_ = std::move(head);
 }
 
-void Decoder::set_cache(int layer, const PagedCache& cache, int num_blocks) {
+void Decoder::set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
+  if (!to.conv) throw std::invalid_argument("the layer has no convolution");
+  if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
+  to.conv->inputs = inputs;
+  to.conv->block_size = block_size;
+  to.group = group;
+  to.num_blocks = num_blocks;
+}
+
+void Decoder::set_cache(int layer, int group, const PagedCache& cache, int num_blocks) {
+  Layer& to = layers_.at(static_cast<size_t>(layer));
+  if (to.conv) throw std::invalid_argument("the layer has no attention");
+  if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
   const PagedCache& own = to.attention.cache;
   if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim)
     throw std::invalid_argument("the cache has other heads than the layer");
@@ -74,6 +97,7 @@ void Decoder::set_cache(int layer, const PagedCache& cache, int num_blocks) {
   if (cache.store == Store::I8 && cache.head_dim % 4 != 0)
     throw std::invalid_argument("heads in an int8 KV cache must be a multiple of 4 numbers");
   to.attention.cache = cache;
+  to.group = group;
   to.num_blocks = num_blocks;
 }
 
@@ -84,6 +108,7 @@ size_t Decoder::weight_bytes() const {
   };
   for (const Layer& layer : layers_) {
     for (const Linear* l : {&layer.q, &layer.k, &layer.v, &layer.o}) total += l->w.num_bytes();
+    if (layer.conv) total += layer.conv->in.w.num_bytes();
     if (layer.mlp) add(*layer.mlp);
     if (layer.moe)
       for (const Mlp& expert : layer.moe->experts) add(expert);
@@ -106,10 +131,10 @@ void Decoder::check(const BatchView& batch) const {
   std::vector<const Layer*> checked(batch.groups.size(), nullptr);  // the layer whose cache the group was compared with
   for (const Layer& layer : layers_) {
     require(layer.group >= 0 && layer.group < static_cast<int>(batch.groups.size()), "a KV group is missing");
-    require(layer.attention.cache.keys != nullptr, "no cache is bound");
-    const int block_size = layer.attention.cache.block_size;
+    require(layer.has_cache(), "no cache is bound");
+    const int block_size = layer.block_size();
     const Layer*& before = checked[static_cast<size_t>(layer.group)];
-    if (before && before->num_blocks == layer.num_blocks && before->attention.cache.block_size == block_size) continue;
+    if (before && before->num_blocks == layer.num_blocks && before->block_size() == block_size) continue;
     before = &layer;
     const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];
     const int64_t slots = static_cast<int64_t>(layer.num_blocks) * block_size;

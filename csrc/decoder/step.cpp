@@ -2,6 +2,7 @@
 // independent):
 //
 //   norm → q, k, v → (rotate, write to the cache) → attend → o → + → norm → gate·up → down → +
+//   norm → b, c, x → (b * x, write to the cache) → convolve · c → o → + → ...
 #include <algorithm>
 
 #include "decoder/phases.h"
@@ -13,8 +14,8 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
   if (batch.tokens == 0) return;
   embed(batch);
   for (size_t i = 0; i + 1 < layers_.size(); ++i) {
-    attention(layers_[i], batch);
-    mix(layers_[i], batch.tokens);
+    mixer(layers_[i], batch);
+    output_and_mlp(layers_[i], batch.tokens);
   }
   last_layer(layers_.back(), batch);
   for_rows(pool_, batch.wanted, hidden_, [&](int i) {
@@ -23,23 +24,42 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
   });
 }
 
-// Of the last layer every token's key and value is kept, but only the wanted tokens go on from there: each of them is
-// then a row of its own whose context ends with it.
+void Decoder::mixer(const Layer& layer, const BatchView& batch) {
+  if (layer.conv) convolve(layer, batch);
+  else attention(layer, batch);
+}
+
+size_t Decoder::projected_width(const Layer& layer) const {
+  if (layer.conv) return 3 * static_cast<size_t>(hidden_);
+  return static_cast<size_t>(layer.attention.heads + 2 * layer.attention.cache.kv_heads) * layer.attention.cache.head_dim;
+}
+
+// Of the last layer every token's key and value (or input of the convolution) is kept, but only the wanted tokens go on
+// from there: each of them is then a row of its own whose context ends with it.
 void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   if (batch.wants_all()) {
-    attention(layer, batch);
-    return mix(layer, batch.tokens);
+    mixer(layer, batch);
+    return output_and_mlp(layer, batch.tokens);
   }
-  project(layer, batch);
-  place_all(layer, batch);
-  keep_wanted(batch, qkv_width(layer), qkv_);
+  if (layer.conv) {
+    project_conv(layer, batch);
+    write_conv_inputs(layer, batch);
+  } else {
+    project(layer, batch);
+    place_all(layer, batch);
+  }
+  keep_wanted(batch, projected_width(layer), projected_);
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
   if (batch.wanted == 0) return;
   narrowed_.take(batch, layer.group);
+  if (layer.conv) {
+    conv_outputs(layer, narrowed_.view, false);
+    return output_and_mlp(layer, batch.wanted);
+  }
   prepare_heads(layer, batch.wanted);
   attend_placed(layer, narrowed_.view);
-  settle_heads(layer, batch.wanted);
-  mix(layer, batch.wanted);
+  finish_heads(layer, batch.wanted);
+  output_and_mlp(layer, batch.wanted);
 }
 
 void Decoder::keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows) {
@@ -59,8 +79,8 @@ void Decoder::embed(const BatchView& batch) {
   });
 }
 
-// What follows attention: its output product, then the feed-forward part.
-void Decoder::mix(const Layer& layer, int tokens) {
+// What follows the mixer: its output product, then the feed-forward part.
+void Decoder::output_and_mlp(const Layer& layer, int tokens) {
   const bool post = !layer.attn_post_norm.empty();
   const Gemm o{&layer.o, nullptr, heads_.view(), post ? Gemm::Mode::Store : Gemm::Mode::Add,
                post ? mixed_.data() : x_.data(), static_cast<size_t>(hidden_)};
@@ -70,27 +90,15 @@ void Decoder::mix(const Layer& layer, int tokens) {
 }
 
 void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form) {
-  to.prepare(tokens, hidden_, *kernels_, form);
-  const bool in_tiles = tokens > kernels_->small_rows;  // of few rows each is a piece
-  const int tile = in_tiles ? to.quant().tile : 1;
-  for_tiles(pool_, tokens, 2 * hidden_, tile, [&](int first, int end, int thread) {
-    Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
-    grow(scratch, static_cast<size_t>(tile) * hidden_);
-    for (int t = first; t < end; t += tile) {
-      const int rows = std::min(tile, end - t);
-      float* normed = form.plain ? to.row(t) : scratch.data();
-      for (int r = 0; r < rows; ++r)
-        kernels_->rms_norm(x + static_cast<size_t>(t + r) * hidden_, weight.data(), eps_, hidden_, normed + r * hidden_);
-      if (form.quantised) to.quantise_rows(t, rows, normed, *kernels_);
-      if (in_tiles && to.needs_settling()) to.settle(t / tile, *kernels_);
-    }
+  fill_rows(tokens, hidden_, 2 * hidden_, to, form, [&](int t, float* out) {
+    kernels_->rms_norm(x + static_cast<size_t>(t) * hidden_, weight.data(), eps_, hidden_, out);
   });
-  if (!in_tiles) settle(to);
 }
 
-void Decoder::settle(Activations& rows) {
-  if (!rows.needs_settling()) return;
-  for_rows(pool_, rows.quant().tiles(), rows.quant().tile * rows.quant().blocks, [&](int t) { rows.settle(t, *kernels_); });
+void Decoder::mark_outliers(Activations& rows) {
+  if (!rows.marks_outliers()) return;
+  for_rows(pool_, rows.quant().tiles(), rows.quant().tile * rows.quant().blocks,
+           [&](int t) { rows.mark_outliers(t, *kernels_); });
 }
 
 void Decoder::add_normed(const Vector& weight, int tokens) {

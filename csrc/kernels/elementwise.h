@@ -78,6 +78,28 @@ inline void add_into(float* x, const float* y, int size) {
     store_some(x + i, add(a, load(other)), count);
   });
 }
+inline void multiply(const float* x, const float* y, int size, float* out) {
+  int i = 0;
+  for (; i + 16 <= size; i += 16) store(out + i, mul(load(x + i), load(y + i)));
+  for (; i < size; ++i) out[i] = x[i] * y[i];
+}
+// The oldest token's product is added first, whatever the step: equal inputs give equal sums.
+inline void short_conv(const float* const* taps, const float* weight, const float* bias, const float* gate, int kernel,
+                       int size, float* out) {
+  int i = 0;
+  for (; i + 16 <= size; i += 16) {
+    Floats sum = bias != nullptr ? load(bias + i) : zeros();
+    for (int k = 0; k < kernel; ++k)
+      if (taps[k] != nullptr) sum = fma(load(weight + static_cast<size_t>(k) * size + i), load(taps[k] + i), sum);
+    store(out + i, mul(load(gate + i), sum));
+  }
+  for (; i < size; ++i) {
+    float sum = bias != nullptr ? bias[i] : 0.0f;
+    for (int k = 0; k < kernel; ++k)
+      if (taps[k] != nullptr) sum += weight[static_cast<size_t>(k) * size + i] * taps[k][i];
+    out[i] = gate[i] * sum;
+  }
+}
 inline void softcap(float* x, float cap, int size) {
   in_vectors(size, x, [&](int i, Floats a, int count) {
     store_some(x + i, mul(splat(cap), tanh(mul(a, splat(1.0f / cap)))), count);

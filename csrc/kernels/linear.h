@@ -109,13 +109,13 @@ inline constexpr auto kInOrder = [] {
 template <Kind K, int M>
 struct TileChunk {
   const uint8_t* records;  // of the chunk's first block
-  size_t fine_at;
+  size_t remainder_at;
   const uint16_t* listed = nullptr;  // blocks of the chunk with remainders to add, counted from the first of all
   int first, blocks, num_listed = 0;
 
   TileChunk(const QuantRows& rows, int t, int from, int count)
-      : records(rows.record(t, from)), fine_at(rows.fine_at), first(from), blocks(count) {
-    if (fine_at == 0 || *rows.list(t) == 0) return;
+      : records(rows.record(t, from)), remainder_at(rows.remainder_at), first(from), blocks(count) {
+    if (remainder_at == 0 || *rows.list(t) == 0) return;
     const uint16_t* list = rows.list(t);
     listed = std::lower_bound(list + 1, list + 1 + *list, from);
     num_listed = static_cast<int>(std::lower_bound(listed, list + 1 + *list, from + count) - listed);
@@ -124,13 +124,13 @@ struct TileChunk {
   static constexpr int kPasses = 2;
   Pass pass(int number) const {
     if (number == 0) return {records, kInOrder.data(), 0, blocks};
-    return {records + fine_at, listed, first, num_listed};
+    return {records + remainder_at, listed, first, num_listed};
   }
   int steps() const { return blocks + num_listed; }
   // Which block step i is about, counted from the chunk's first, and its record.
   inline __attribute__((always_inline)) int block(int i) const { return i < blocks ? i : listed[i - blocks] - first; }
   inline __attribute__((always_inline)) Record<K, M> record(int i, int block) const {
-    return {records + (i < blocks ? 0 : fine_at) + static_cast<size_t>(block) * QuantRows::record_bytes(M)};
+    return {records + (i < blocks ? 0 : remainder_at) + static_cast<size_t>(block) * QuantRows::record_bytes(M)};
   }
 };
 

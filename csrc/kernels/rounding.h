@@ -34,9 +34,9 @@ inline void put_sums(uint8_t* record, int count, int m, Floats scale, Ints first
 }
 
 // R rows of 32 numbers, `stride` apart, as rows m and following of a record of `count` rows; `Fine`: and, in the record
-// `fine_at` bytes behind, what is left over of them.
+// `remainder_at` bytes behind, what is left over of them.
 template <int R, bool Fine>
-inline void round_rows(const float* x, size_t stride, size_t fine_at, uint8_t* record, int count, int m) {
+inline void round_rows(const float* x, size_t stride, size_t remainder_at, uint8_t* record, int count, int m) {
   Floats sizes[R];
   for (int r = 0; r < R; ++r) sizes[r] = max(abs(load(x + r * stride)), abs(load(x + r * stride + 16)));
   const Floats largest = largest_lanes<R>(sizes);
@@ -49,7 +49,7 @@ inline void round_rows(const float* x, size_t stride, size_t fine_at, uint8_t* r
     Ints a = to_ints(mul(load(x + r * stride), factor)), b = to_ints(mul(load(x + r * stride + 16), factor));
     if constexpr (Fine) {
       const TwoBytes of_a = two_bytes(a), of_b = two_bytes(b);
-      store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + fine_at, count, m + r));
+      store_numbers(of_a.low, of_b.low, QuantRows::numbers(record + remainder_at, count, m + r));
       a = of_a.high;
       b = of_b.high;
     }
@@ -77,10 +77,10 @@ inline void quantise(const float* x, size_t stride, int rows, int blocks, const 
     const int together = std::min({kRoundedRows, rows - done, count - m});
     const float* from = x + done * stride;
     uint8_t* record = to.record(t, block);
-    with_rows(together, to.fine_at != 0, [&](auto r, auto fine) {
+    with_rows(together, to.remainder_at != 0, [&](auto r, auto fine) {
       for (int b = 0; b < blocks; ++b)
         round_rows<decltype(r)::value, decltype(fine)::value>(
-            from + b * kBlock, stride, to.fine_at, record + b * QuantRows::record_bytes(count), count, m);
+            from + b * kBlock, stride, to.remainder_at, record + b * QuantRows::record_bytes(count), count, m);
     });
     done += together;
   }
@@ -99,20 +99,20 @@ inline void gate_rows(const float* gates, const float* ups, int rows, Activation
     const bool is_last = done + together == rows;
     for (int r = 0; r < together; ++r) {
       if (!is_last) prefetch_to_write(next + 64 * r);
-      if (!is_last && to.fine_at != 0) prefetch_to_write(next + to.fine_at + 64 * r);
+      if (!is_last && to.remainder_at != 0) prefetch_to_write(next + to.remainder_at + 64 * r);
       gate(gates + (done + r) * kBlock, ups + (done + r) * kBlock, kind, gated + r * kBlock);
     }
-    with_rows(together, to.fine_at != 0, [&](auto r, auto fine) {
-      round_rows<decltype(r)::value, decltype(fine)::value>(gated, kBlock, to.fine_at, record, count, m);
+    with_rows(together, to.remainder_at != 0, [&](auto r, auto fine) {
+      round_rows<decltype(r)::value, decltype(fine)::value>(gated, kBlock, to.remainder_at, record, count, m);
     });
     done += together;
   }
 }
 
 // The sums and scales of a block's second record.
-inline void complete_second(uint8_t* record, size_t fine_at, int count, const float* limit) {
+inline void complete_second(uint8_t* record, size_t remainder_at, int count, const float* limit) {
   const auto* scale = reinterpret_cast<const float*>(record);
-  uint8_t* fine = record + fine_at;
+  uint8_t* fine = record + remainder_at;
   for (int m = 0; m < count; ++m) {
     const int8_t* numbers = QuantRows::numbers(fine, count, m);
     const int32_t first = std::accumulate(numbers, numbers + kBlock / 2, 0);
@@ -121,9 +121,9 @@ inline void complete_second(uint8_t* record, size_t fine_at, int count, const fl
   }
 }
 
-// Lists the blocks of tile t of which a row's scale is more than `fine_above` times that row's mean (the quadratic one,
+// Lists the blocks of tile t of which a row's scale is more than `outlier_threshold` times that row's mean (the quadratic one,
 // of all blocks), and completes their second records: rows of theirs that do without get a scale of 0. Lanes are rows.
-inline void settle(const QuantRows& rows, int t, float fine_above) {
+inline void mark_outliers(const QuantRows& rows, int t, float outlier_threshold) {
   const int count = rows.rows_in(t);
   const size_t step = QuantRows::record_bytes(count);
   uint8_t* const first_record = rows.record(t, 0);
@@ -134,13 +134,13 @@ inline void settle(const QuantRows& rows, int t, float fine_above) {
   for (int b = 0; b < rows.blocks; ++b) squares = add(squares, mul(scales_of(b), scales_of(b)));
   alignas(64) float limit[16];
   store(limit, squares);
-  for (float& of_row : limit) of_row = fine_above * std::sqrt(of_row / static_cast<float>(rows.blocks));
+  for (float& of_row : limit) of_row = outlier_threshold * std::sqrt(of_row / static_cast<float>(rows.blocks));
   uint16_t* list = rows.list(t);
   uint16_t listed = 0;
   for (int b = 0; b < rows.blocks; ++b) {
     if (lanes_above(scales_of(b), load(limit)) == 0) continue;
     list[++listed] = static_cast<uint16_t>(b);
-    complete_second(first_record + b * step, rows.fine_at, count, limit);
+    complete_second(first_record + b * step, rows.remainder_at, count, limit);
   }
   list[0] = listed;
 }

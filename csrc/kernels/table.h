@@ -11,11 +11,13 @@ inline Kernels make_table(const char* name) {
   k.linear_scratch_bytes = linear_scratch_bytes;
   k.linear = linear;
   k.quantise = quantise;
-  k.settle = settle;
+  k.mark_outliers = mark_outliers;
   k.gate = gate;
   k.gate_rows = gate_rows;
   k.rms_norm = rms_norm;
   k.add = add_into;
+  k.multiply = multiply;
+  k.short_conv = short_conv;
   k.embed = embed;
   k.rotate = rotate;
   k.write_kv = write_kv;

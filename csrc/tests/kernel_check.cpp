@@ -38,7 +38,7 @@ const Format kFormats[] = {
 using Floats = std::vector<float>;
 
 constexpr float kNever = std::numeric_limits<float>::infinity();
-constexpr float kFineAbove[] = {kNever, 1.1f, 0.0f};  // inputs of 8 bits, of 8 or 16 block by block, of 16
+constexpr float kOutlierThresholds[] = {kNever, 1.1f, 0.0f};  // inputs of 8 bits, of 8 or 16 block by block, of 16
 
 std::mt19937 generator(1);
 Floats random_floats(size_t count) {
@@ -66,10 +66,10 @@ Matrix random_matrix(const Format& format, int rows, int columns) {
 struct Product {  // of one instruction set
   Product(const Kernels& of, int threads) : kernels(of), pool(threads), runner(pool, of) {}
 
-  void take(const Floats& x, int rows, int columns, float fine_above) {
-    in.prepare(rows, columns, kernels, {true, false, fine_above});
+  void take(const Floats& x, int rows, int columns, float outlier_threshold) {
+    in.prepare(rows, columns, kernels, {true, false, outlier_threshold});
     for (int r = 0; r < rows; ++r) in.put_row(r, x.data() + static_cast<size_t>(r) * columns, kernels);
-    for (int t = 0; in.needs_settling() && t < in.quant().tiles(); ++t) in.settle(t, kernels);
+    for (int t = 0; in.marks_outliers() && t < in.quant().tiles(); ++t) in.mark_outliers(t, kernels);
   }
   void run(const Linear& w, Gemm::Mode mode, float* out) {
     const Gemm gemm{&w, nullptr, in.view(), mode, out, static_cast<size_t>(w.w.rows)};
@@ -104,7 +104,7 @@ bool check_products(const Format& format, int outputs, int columns) {
   const std::vector<std::string> sets = runnable_kernels();
   bool good = true;
   for (const int rows : {1, 8, 9, 15, 16, 17, 31, 33, 100, 400})
-    for (const float fine_above : kFineAbove)
+    for (const float outlier_threshold : kOutlierThresholds)
       for (const Gemm::Mode mode : {Gemm::Mode::Store, Gemm::Mode::Add}) {
         const Floats x = random_floats(static_cast<size_t>(rows) * columns);
         const Floats before = random_floats(static_cast<size_t>(rows) * outputs);
@@ -112,12 +112,12 @@ bool check_products(const Format& format, int outputs, int columns) {
         for (const std::string& set : sets) {
           Floats out = before;
           Product product(*kernels_named(set), 2);
-          product.take(x, rows, columns, fine_above);
+          product.take(x, rows, columns, outlier_threshold);
           product.run(w, mode, out.data());
           if (expected.empty()) expected = out;
           char what[100];
           std::snprintf(what, sizeof what, "%s %d x %d, %d rows, fine above %g", format.name, outputs, columns, rows,
-                        static_cast<double>(fine_above));
+                        static_cast<double>(outlier_threshold));
           good &= agree(set, out, expected, what);
         }
       }
@@ -189,7 +189,7 @@ double seconds_of(Product& product, const Linear& w, float* out) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-void time_products(const Format& format, int outputs, int columns, int rows, int threads, float fine_above) {
+void time_products(const Format& format, int outputs, int columns, int rows, int threads, float outlier_threshold) {
   const Linear w{random_matrix(format, outputs, columns), {}};
   const Floats x = random_floats(static_cast<size_t>(rows) * columns);
   Floats out(static_cast<size_t>(rows) * outputs);
@@ -200,11 +200,11 @@ void time_products(const Format& format, int outputs, int columns, int rows, int
   for (int round = 0; round < 5; ++round)
     for (size_t s = 0; s < sets.size(); ++s) {
       Product product(*kernels_named(sets[s]), threads);
-      product.take(x, rows, columns, fine_above);
+      product.take(x, rows, columns, outlier_threshold);
       for (int i = 0; i < 3; ++i) seconds[s].push_back(seconds_of(product, w, out.data()));
     }
   std::printf("%-5s %5d x %5d, %4d rows, fine above %g, %2d threads:", format.name, outputs, columns, rows,
-              static_cast<double>(fine_above), threads);
+              static_cast<double>(outlier_threshold), threads);
   for (size_t s = 0; s < sets.size(); ++s) {
     std::sort(seconds[s].begin(), seconds[s].end());
     std::printf("   %s %.0f (median %.0f)", sets[s].c_str(), flops / seconds[s][0] / 1e9,

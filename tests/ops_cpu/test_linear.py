@@ -40,18 +40,18 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     return gguf.quants.dequantize(source, quant).astype(np.float64), source
 
 
-def rounded_inputs(x: np.ndarray, kind: str, fine_above: float) -> np.ndarray:
+def rounded_inputs(x: np.ndarray, kind: str, outlier_threshold: float) -> np.ndarray:
     """What the kernel multiplies where weights are quantised: whole numbers per block of 32 with one byte, or two where
-    the block's largest number is more than `fine_above` times the quadratic mean of all blocks' largest."""
+    the block's largest number is more than `outlier_threshold` times the quadratic mean of all blocks' largest."""
     if kind in PLAIN:
         return x.astype(np.float64)
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
     nonzero = np.where(largest == 0, 1, largest)
-    if math.isinf(fine_above):
+    if math.isinf(outlier_threshold):
         return (np.rint(blocks * (np.float32(127) / nonzero)) * (largest / np.float64(127))).reshape(x.shape)
     numbers = np.rint(blocks * (np.float32(127 * 256) / nonzero)).astype(np.int32)
-    is_fine = largest > fine_above * np.sqrt(np.mean(largest**2, axis=1, keepdims=True))
+    is_fine = largest > outlier_threshold * np.sqrt(np.mean(largest**2, axis=1, keepdims=True))
     numbers = np.where(is_fine, numbers, (numbers + 128) >> 8 << 8)
     return (numbers * (largest / np.float64(127 * 256))).reshape(x.shape)
 
@@ -67,19 +67,19 @@ def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = No
     return out
 
 
-@pytest.mark.parametrize("fine_above", [COARSE, 1.2, 0.0])
+@pytest.mark.parametrize("outlier_threshold", [COARSE, 1.2, 0.0])
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
 @pytest.mark.parametrize("shape", [(37, 256), (96, 768)])
 def test_product_is_right_and_rows_keep_their_bits(
-    isa: str, kind: str, shape: tuple[int, int], fine_above: float
+    isa: str, kind: str, shape: tuple[int, int], outlier_threshold: float
 ) -> None:
     values, source = random_blocks(kind, *shape)
     matrix = native().pack(kind, *shape, source)
     x = with_outliers(np.random.default_rng(1).standard_normal((MOST_ROWS, shape[1])))
-    bench = native().Bench(2, isa, fine_above)
+    bench = native().Bench(2, isa, outlier_threshold)
     together = product(bench, matrix, x)
-    expected = rounded_inputs(x, kind, fine_above) @ values.T
+    expected = rounded_inputs(x, kind, outlier_threshold) @ values.T
     assert np.abs(together - expected).max() < 2e-4 * np.abs(expected).max()
     for rows in (1, 2, 3, 5, 7, 8, 9, 12, 16, 17):
         assert np.array_equal(product(bench, matrix, x[:rows]), together[:rows])
@@ -107,13 +107,13 @@ def test_outliers_cost_little_where_their_blocks_are_fine() -> None:
     assert mixed < coarse / 3
 
 
-@pytest.mark.parametrize("fine_above", [COARSE, 1.2, 0.0])
+@pytest.mark.parametrize("outlier_threshold", [COARSE, 1.2, 0.0])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "F32"])
-def test_hundreds_of_rows_equal_single_ones(kind: str, fine_above: float) -> None:
+def test_hundreds_of_rows_equal_single_ones(kind: str, outlier_threshold: float) -> None:
     _, source = random_blocks(kind, 80, 1024)
     matrix = native().pack(kind, 80, 1024, source)
     x = with_outliers(np.random.default_rng(2).standard_normal((211, 1024)))
-    bench = native().Bench(2, "", fine_above)
+    bench = native().Bench(2, "", outlier_threshold)
     together = product(bench, matrix, x)
     for row in (0, 5, 95, 96, 97, 210):
         assert np.array_equal(product(bench, matrix, x[row : row + 1])[0], together[row])
@@ -138,12 +138,12 @@ def test_bias_is_added() -> None:
     assert np.array_equal(product(native().Bench(1), matrix, x, bias), np.tile(bias, (3, 1)))
 
 
-@pytest.mark.parametrize("fine_above", [COARSE, 1.2, 0.0])
-def test_zeros_and_huge_inputs_stay_finite(fine_above: float) -> None:
+@pytest.mark.parametrize("outlier_threshold", [COARSE, 1.2, 0.0])
+def test_zeros_and_huge_inputs_stay_finite(outlier_threshold: float) -> None:
     _, source = random_blocks("Q4_0", 16, 64)
     x = np.zeros((2, 64), np.float32)
     x[1, 3] = 1e30
-    out = product(native().Bench(1, "", fine_above), native().pack("Q4_0", 16, 64, source), x)
+    out = product(native().Bench(1, "", outlier_threshold), native().pack("Q4_0", 16, 64, source), x)
     assert np.array_equal(out[0], np.zeros(16, np.float32))
     assert np.isfinite(out[1]).all()
 

@@ -13,7 +13,7 @@ import torch
 
 from tokenmill.arch.gguf_parts import read_gguf_model
 from tokenmill.arch.read import read_spec
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, ShortConv
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.engine.backends import NATIVE
 from tokenmill.kv.layout import CacheDtypes, KVLayout
@@ -44,6 +44,7 @@ SETS = instruction_sets() if is_available()[0] else []
 
 ATTENTION = Gqa(num_heads=6, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeSpec(10000.0, 32))
 LAYER = LayerSpec(ATTENTION, MlpSpec(96))
+CONV = LayerSpec(ShortConv(64, 3), MlpSpec(96))
 LLAMA = ModelSpec("llama", 80, 64, (LAYER, LAYER), 1e-5, MAX_CONTEXT, tied_head=True)
 
 
@@ -67,6 +68,10 @@ VARIANTS = {
     "gelu_exact": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(50, "gelu")),)),
     "experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(5, 2, MlpSpec(48), renormalize=True)), LAYER)),
     "own_head": replace(LLAMA, tied_head=False),
+    "conv": replace(LLAMA, layers=(CONV, LAYER, CONV, replace(CONV, mixer=ShortConv(64, 4, bias=True)), LAYER)),
+    "conv_last": replace(LLAMA, layers=(LAYER, CONV)),
+    "conv_odd": replace(LLAMA, hidden_size=40, layers=(replace(CONV, mixer=ShortConv(40, 5), post_norms=True), LAYER)),
+    "conv_experts": replace(LLAMA, layers=(replace(CONV, mlp=MoeSpec(5, 2, MlpSpec(48), renormalize=True)), LAYER)),
 }
 
 
@@ -95,22 +100,13 @@ def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
     return RandomWeights(tensors)
 
 
-def one_shape(spec: ModelSpec) -> ModelSpec:
-    """Layers of one KV shape, as the cache needs: the first layer's attention everywhere."""
-    shapes = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in spec.layers}
-    return spec if len(shapes) == 1 else replace(spec, layers=spec.layers[:1])
-
-
 def native_model(
     spec: ModelSpec, weights: WeightReader, isa: str = "", threads: int = 2, activation_bits: str = "8"
 ) -> NativeDecoder:
-    tables = {
-        rope: make_rope_table(rope, MAX_CONTEXT, CPU) for rope in {layer.mixer.rope for layer in spec.layers} if rope
-    }
+    tables = {rope: make_rope_table(rope, MAX_CONTEXT, CPU) for rope in spec.ropes}
     ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
-    layout = KVLayout.from_spec(spec)
     return NativeDecoder(
-        spec, weights, layout, ropes, dequantize, threads, instruction_set=isa, activation_bits=activation_bits
+        spec, weights, ropes, dequantize, threads, instruction_set=isa, activation_bits=activation_bits
     )
 
 
@@ -118,20 +114,26 @@ def torch_model(spec: ModelSpec, weights: WeightReader) -> Decoder:
     return Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, CPU), MAX_CONTEXT)
 
 
+def layout_of(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> KVLayout:
+    return KVLayout.from_spec(spec, CacheDtypes(str(dtype).removeprefix("torch.")))
+
+
 def storage_for(spec: ModelSpec, rows: int, dtype: torch.dtype = torch.float32) -> KVStorage:
-    layout = KVLayout.from_spec(spec, CacheDtypes(str(dtype).removeprefix("torch.")))
+    layout = layout_of(spec, dtype)
     return KVStorage(layout, 1 + len(layout.groups) * rows * BLOCKS_PER_ROW, BLOCK, CPU)
 
 
-def batch_of(spec: ModelSpec, rows: list[tuple[int, list[int], int]]) -> ForwardBatch:
+def batch_of(
+    spec: ModelSpec, rows: list[tuple[int, list[int], int]], dtype: torch.dtype = torch.float32
+) -> ForwardBatch:
     """rows: (which sequence, new tokens, tokens already in the cache); logits of every token are wanted."""
-    groups = len(KVLayout.from_spec(spec).groups)
+    layout = layout_of(spec, dtype)
     ids = [token for _, tokens, _ in rows for token in tokens]
     positions = [start + i for _, tokens, start in rows for i in range(len(tokens))]
     counts = [len(tokens) for _, tokens, _ in rows]
     contexts = [start + len(tokens) for _, tokens, start in rows]
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    tables = tuple(_group(rows, group, groups) for group in range(groups))
+    tables = tuple(_group(rows, group, layout) for group in range(len(layout.groups)))
     return ForwardBatch(
         torch.tensor(ids),
         torch.tensor(positions),
@@ -145,10 +147,11 @@ def batch_of(spec: ModelSpec, rows: list[tuple[int, list[int], int]]) -> Forward
     )
 
 
-def _group(rows: list[tuple[int, list[int], int]], group: int, groups: int) -> GroupTables:
-    first = [1 + (row * groups + group) * BLOCKS_PER_ROW for row, _, _ in rows]
+def _group(rows: list[tuple[int, list[int], int]], group: int, layout: KVLayout) -> GroupTables:
+    first = [1 + (row * len(layout.groups) + group) * BLOCKS_PER_ROW for row, _, _ in rows]
     # blocks of a row are handed out backwards, so that a table that is ignored shows
-    tables = [[base + BLOCKS_PER_ROW - 1 - i for i in range(BLOCKS_PER_ROW)] for base in first]
+    scale = layout.rows_per_block[group]
+    tables = [[scale * (base + BLOCKS_PER_ROW - 1 - i) for i in range(BLOCKS_PER_ROW)] for base in first]
     slots = [
         table[(start + i) // BLOCK] * BLOCK + (start + i) % BLOCK
         for table, (_, tokens, start) in zip(tables, rows, strict=True)
@@ -171,7 +174,7 @@ def all_logits(
     """Logits of all tokens, fed in chunks of the given sizes."""
     storage, start, parts = storage_for(spec, 1, kv_dtype), 0, []
     for size in cuts:
-        batch = batch_of(spec, [(0, tokens[start : start + size], start)])
+        batch = batch_of(spec, [(0, tokens[start : start + size], start)], kv_dtype)
         parts.append(model.logits(model.forward(batch, storage)))
         start += size
     return torch.cat(parts)
@@ -179,7 +182,7 @@ def all_logits(
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_equals_the_torch_model(name: str) -> None:
-    spec = one_shape(VARIANTS[name])
+    spec = VARIANTS[name]
     weights = random_weights(spec)
     tokens = tokens_for(spec, 50)
     expected = all_logits(torch_model(spec, weights), spec, tokens, [33, 17])
@@ -188,8 +191,9 @@ def test_every_variant_equals_the_torch_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", SETS)
-def test_every_instruction_set_computes_the_same_model(isa: str) -> None:
-    spec = VARIANTS["window"]
+@pytest.mark.parametrize("name", ["window", "conv", "conv_odd"])
+def test_every_instruction_set_computes_the_same_model(name: str, isa: str) -> None:
+    spec = VARIANTS[name]
     weights = random_weights(spec)
     tokens = tokens_for(spec, 40)
     expected = all_logits(torch_model(spec, weights), spec, tokens, [40])
@@ -197,10 +201,10 @@ def test_every_instruction_set_computes_the_same_model(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("name", ["llama", "post_norms", "experts", "odd_heads"])
+@pytest.mark.parametrize("name", ["llama", "post_norms", "experts", "odd_heads", "conv"])
 def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) -> None:
     """Weights of 8 bits, activations of 16: what remains of rounding is a hundredth of what 8 bits leave."""
-    spec = one_shape(VARIANTS[name])
+    spec = VARIANTS[name]
     weights = random_weights(spec, quantised=True)
     tokens = tokens_for(spec, 40)
     expected = all_logits(torch_model(spec, weights), spec, tokens, [40])
@@ -211,7 +215,7 @@ def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) ->
 
 
 @pytest.mark.parametrize(("quantised", "bits"), [(False, "8"), (True, "8"), (True, "mixed"), (True, "16")])
-@pytest.mark.parametrize("name", ["llama", "window", "experts", "sinks"])
+@pytest.mark.parametrize("name", ["llama", "window", "experts", "sinks", "conv"])
 def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str) -> None:
     spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised), activation_bits=bits)
@@ -222,23 +226,27 @@ def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [("8", torch.float32), ("mixed", torch.float16), ("16", torch.bfloat16)])
-def test_neighbours_change_no_bit(bits: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["llama", "conv"])
+def test_neighbours_change_no_bit(name: str, bits: str, dtype: torch.dtype) -> None:
     """With numbers of two bytes, tiles of a prompt share the keys that one of them turned to floats."""
-    spec = VARIANTS["llama"]
+    spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised=True), activation_bits=bits)
     rows = [tokens_for(spec, length, seed) for seed, length in enumerate((5, 331, 1, 64, 17, 270))]
     alone = [all_logits(model, spec, tokens, [len(tokens)], dtype) for tokens in rows]
     storage = storage_for(spec, len(rows), dtype)
-    together = model.logits(model.forward(batch_of(spec, [(i, row, 0) for i, row in enumerate(rows)]), storage))
+    batch = batch_of(spec, [(i, row, 0) for i, row in enumerate(rows)], dtype)
+    together = model.logits(model.forward(batch, storage))
     for expected, found in zip(alone, together.split([len(row) for row in rows]), strict=True):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("wanted", [[4, 35, 36, 100], [36, 2, 70], [0], []])
-@pytest.mark.parametrize("name", ["llama", "window", "post_norms", "experts", "odd_heads", "many_heads"])
+@pytest.mark.parametrize(
+    "name", ["llama", "window", "post_norms", "experts", "odd_heads", "many_heads", "conv_last", "conv_odd"]
+)
 def test_tokens_without_logits_change_no_bit(name: str, wanted: list[int]) -> None:
     """The last layer computes only the wanted tokens, in any order; the cache holds what it would hold anyway."""
-    spec = one_shape(VARIANTS[name])
+    spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised=True))
     rows = [tokens_for(spec, length, seed) for seed, length in enumerate((5, 31, 1, 64))]
     batch = batch_of(spec, [(i, row, 0) for i, row in enumerate(rows)])
@@ -272,16 +280,18 @@ def test_the_best_logits_are_the_first_highest_of_all(cap: float | None, quantis
 
 def drawing_rows(spec: ModelSpec, rows: list[tuple[int, list[int], int]], wanted: list[int]) -> DrawingRows:
     """The rows of `batch_of`, among eight that have tables."""
-    groups = len(KVLayout.from_spec(spec).groups)
+    layout = layout_of(spec)
     every_row: list[tuple[int, list[int], int]] = [(row, [], 0) for row in range(8)]
-    tables = np.stack([_group(every_row, group, groups).block_tables.numpy() for group in range(groups)])
+    groups = range(len(layout.groups))
+    tables = np.stack([_group(every_row, group, layout).block_tables.numpy() for group in groups])
     numbers, tokens, starts = zip(*rows, strict=True)
     return DrawingRows(list(numbers), list(starts), list(tokens), wanted, tables, BLOCK)
 
 
-def test_rows_as_lists_are_the_same_batch() -> None:
-    """A chunk that draws nothing, a row that goes on in it, a draft, a row that ends a block; two KV groups."""
-    spec = VARIANTS["window"]
+@pytest.mark.parametrize("name", ["window", "conv"])
+def test_rows_as_lists_are_the_same_batch(name: str) -> None:
+    """A chunk that draws nothing, a row that goes on in it, a draft, a row that ends a block; several cache groups."""
+    spec = VARIANTS[name]
     model, tokens = native_model(spec, random_weights(spec)), tokens_for(spec, 60)
     prompts = [(5, tokens[:33], 0), (0, tokens[20:51], 0), (2, tokens[7:47], 0)]
     going_on = [(0, tokens[51:52], 31), (5, tokens[33:36], 33), (7, tokens[:20], 0), (2, tokens[47:60], 40)]
@@ -333,7 +343,7 @@ def test_long_contexts_shared_by_threads_change_no_bit() -> None:
     tokens = tokens_for(spec, 700)
     found = []
     for threads in (1, 3):
-        model = NativeDecoder(spec, weights, KVLayout.from_spec(spec), ropes, dequantize, threads)
+        model = NativeDecoder(spec, weights, ropes, dequantize, threads)
         storage = KVStorage(KVLayout.from_spec(spec), 64, BLOCK, CPU)
         batches = [_long_batch(tokens[:699], 0), _long_batch(tokens[699:], 699)]
         found.append([model.logits(model.forward(batch, storage))[-1] for batch in batches][-1])

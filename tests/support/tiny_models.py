@@ -68,6 +68,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {"sliding_window": None, "original_max_position_embeddings": 256, "rope_parameters": LONG_ROPE},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 16,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+        },
+    ),
+    "lfm2_no_conv": ("Lfm2Config", {"full_attn_idxs": [0, 1, 2], "block_auto_adjust_ff_dim": False}),
     "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4, "sliding_window": None}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

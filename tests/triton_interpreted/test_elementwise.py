@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.support.triton_inputs import assert_near
+from tests.support.triton_inputs import assert_near, paged_batch
+from tokenmill.ops.batch import GroupTables
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
@@ -27,6 +30,32 @@ def test_rms_norm_with_and_without_residual(rows: int, size: int) -> None:
 def test_gated_activation(kind: str) -> None:
     x = torch.randn(3, 2 * 1100)
     assert_near(OPS.act_mul(x, kind), PLAIN.act_mul(x, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kernel", "has_bias"), [(3, False), (4, True), (1, True)])
+@pytest.mark.parametrize(
+    "lengths", [[(1, 1), (1, 2), (1, 40)], [(1, 17), (5, 5), (2, 19), (33, 70), (1, 3)], [(40, 40)]]
+)
+def test_short_convolution(lengths: list[tuple[int, int]], kernel: int, has_bias: bool, dtype: torch.dtype) -> None:
+    """Single tokens, whole prompts and chunks: outputs, and what is left in the cache for later steps."""
+    width, batch = 600, paged_batch(lengths, 16)
+    tokens = sum(queries for queries, _ in lengths)
+    slots = []
+    for (queries, context), table in zip(lengths, batch.groups[0].block_tables.tolist(), strict=True):
+        slots += [table[at // 16] * 16 + at % 16 for at in range(context - queries, context)]
+    group = GroupTables(batch.groups[0].block_tables, torch.tensor(slots))
+    batch = replace(batch, groups=(group,), token_ids=torch.zeros(tokens, dtype=torch.int64))
+    projected = torch.randn(tokens, 3 * width).to(dtype)
+    weight, bias = torch.randn(width, kernel), torch.randn(width) if has_bias else None
+    kept = torch.randn(1 + batch.groups[0].block_tables.numel(), 16, width).to(dtype)
+    caches = [kept.clone(), kept.clone()]
+    found, expected = (
+        ops.short_conv(projected, cache, ops.plan_short_conv(batch, 0, kernel), weight, bias)
+        for ops, cache in zip((OPS, PLAIN), caches, strict=True)
+    )
+    assert_near(found, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+    assert_near(*caches, 1e-7 if dtype == torch.float32 else 1e-2)  # the interpreter rounds to bfloat16 its own way
 
 
 def test_gathered_rows_and_embeddings_are_copies() -> None:

@@ -10,13 +10,21 @@ from typing import Any
 
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.rules import Rules
-from tokenmill.arch.spec import MoeSpec
+from tokenmill.arch.spec import MoeSpec, ShortConv
 
 Windows = tuple[int | None, ...]  # one entry per layer
 
 
 def no_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return (None,) * num_layers
+
+
+def no_convolution(fields: ConfigFields, layer_index: int) -> ShortConv | None:
+    return None
+
+
+def as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config
 
 
 def no_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
@@ -30,6 +38,7 @@ class GGUFTraits:
     window_pattern: int = 0  # 0: no windows are expected; 1: every layer; n: all but every n-th
     default_window: int | None = None
     query_scale_from_width_at: int | None = None  # this many layers: scale is (hidden / heads) ** -0.5
+    conv_key: str | None = None  # has the kernel of short convolutions, in layers with no key/value heads
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Family:
     has_partial_rotary: bool = False
     windows: Callable[[ConfigFields, int], Windows] = no_windows
     experts: Callable[[ConfigFields, int], MoeSpec | None] = no_experts
+    convolution: Callable[[ConfigFields, int], ShortConv | None] = no_convolution  # of a layer, in attention's place
+    common_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is  # config.json in other families' words
     refused_flags: tuple[str, ...] = ()  # config keys that must be absent, false or null
     hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", in order of likelihood
     ignored_prefixes: tuple[str, ...] = field(default=())  # tensors of parts that text generation leaves out

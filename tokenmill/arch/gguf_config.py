@@ -28,6 +28,7 @@ from tokenmill.arch.spec import (
     MoeSpec,
     RopeScaling,
     RopeSpec,
+    ShortConv,
     YarnScaling,
 )
 from tokenmill.errors import UnsupportedModel
@@ -125,7 +126,20 @@ class _Reader:
         windows = self._windows()
         attention = {window: self._attention(window) for window in dict.fromkeys(windows)}
         mlp = self._experts() or self._mlp(self.fields.integer("feed_forward_length"))
-        return tuple(LayerSpec(attention[window], mlp, self.family.post_norms) for window in windows)
+        convolutions = self._convolutions()
+        return tuple(
+            LayerSpec(convolution or attention[window], mlp, self.family.post_norms)
+            for convolution, window in zip(convolutions, windows, strict=True)
+        )
+
+    def _convolutions(self) -> tuple[ShortConv | None, ...]:
+        """Layers without key/value heads are short convolutions, in families that have some."""
+        heads = self.fields.integers("attention.head_count_kv")
+        if self.family.gguf.conv_key is None or len(heads) != self.num_layers:
+            return (None,) * self.num_layers
+        kernel = self.fields.integer(self.family.gguf.conv_key)
+        convolution = ShortConv(self.hidden, kernel, "blk.0.shortconv.conv.bias" in self.gguf.tensors)
+        return tuple(None if count else convolution for count in heads)
 
     def _windows(self) -> tuple[int | None, ...]:
         traits = self.family.gguf
@@ -150,7 +164,7 @@ class _Reader:
 
     def _per_layer(self, key: str) -> int:
         """A value files may give once per layer; only equal layers are implemented."""
-        values = set(self.fields.integers(key))
+        values = set(self.fields.integers(key)) - ({0} if self.family.gguf.conv_key else set())
         if len(values) > 1:
             self.fields.refuse(f"{key} differs between layers, which is not implemented")
         return int(values.pop()) if values else 0

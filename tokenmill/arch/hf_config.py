@@ -36,7 +36,8 @@ def spec_from_hf(config: Mapping[str, Any], *, generation: Mapping[str, Any] | N
     _check_quantization(whole)
     _check_task(whole)
     text = whole.section("text_config")
-    fields = ConfigFields({**config, **text} if text else config, str(config["model_type"]), family.defaults)
+    merged = family.common_keys({**config, **text} if text else config)
+    fields = ConfigFields(merged, str(config["model_type"]), family.defaults)
     for key in family.refused_flags:
         if fields.get(key) not in (None, False):
             fields.refuse(f"{key} is set, which is not implemented")
@@ -116,7 +117,11 @@ def _layers(fields: ConfigFields, family: Family) -> tuple[LayerSpec, ...]:
     attention = {window: _attention(fields, family, window) for window in dict.fromkeys(windows)}
     mlp = _mlp(fields, family)
     return tuple(
-        LayerSpec(attention[window], _with_activation(family.experts(fields, index), mlp) or mlp, family.post_norms)
+        LayerSpec(
+            family.convolution(fields, index) or attention[window],
+            _with_activation(family.experts(fields, index), mlp) or mlp,
+            family.post_norms,
+        )
         for index, window in enumerate(windows)
     )
 

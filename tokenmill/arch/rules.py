@@ -7,6 +7,7 @@ Transformations, all of them on whole rows, so that quantised rows take part:
     fused        theirs holds several of ours, rows one after another (Phi-3's qkv_proj)
     {e}          one of theirs per expert, stacked into one of ours
     add          a constant added to each value (Gemma stores a norm's weight minus one)
+    unit_axis    theirs has an axis of length one that ours has not (the channel axis of a depthwise convolution)
     interleaved  rows of each head alternate between the two halves of the rotation (GGUF's llama files);
                  ours has the first half, then the second
 """
@@ -26,6 +27,7 @@ class Rule:
     fused: tuple[str, ...] = ()  # our parts, in the order of their rows in the fused tensor
     add: float = 0.0
     interleaved: bool = False
+    unit_axis: int | None = None
 
 
 Rules = Mapping[str, Rule]
@@ -39,6 +41,7 @@ class TensorSource:
     shape: tuple[int, ...]  # each of theirs
     rows: tuple[int, int] | None = None  # which of its rows are ours (the axis before the last, or the only one)
     add: float = 0.0
+    unit_axis: int | None = None  # of theirs, which is dropped
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
 
@@ -55,6 +58,9 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     source = TensorSource((rule.pattern.replace("{i}", index),), shape, add=rule.add)
     if rule.interleaved:
         source = _interleaved(source, layer, part)
+    if rule.unit_axis is not None:
+        at = rule.unit_axis
+        source = replace(source, shape=(*shape[:at], 1, *shape[at:]), unit_axis=at)
     if rule.fused:
         source = _fused(source, layer, rule, part)
     if "{e}" in rule.pattern:

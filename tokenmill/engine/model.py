@@ -54,7 +54,6 @@ def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSo
     decoder = NativeDecoder(
         spec,
         source,
-        KVLayout.from_spec(spec),
         {rope: (table.cos, table.sin) for rope, table in tables.items()},
         lambda raw: dequantize(raw, torch.float32),
         config.ops.threads,

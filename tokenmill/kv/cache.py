@@ -157,7 +157,7 @@ class KVCache:
         return copies
 
     def _is_own(self, table: BlockTable, index: int) -> bool:
-        """Whether the entry is there in every group and no other table holds it."""
+        """True where every group has the entry and no other table holds it."""
         refs = self.pool.refs
         return all(index < len(blocks) and refs[blocks[index]] == 1 for blocks in table.groups)
 

@@ -57,6 +57,9 @@ class CacheGroup:
     window: int | None
     layers: tuple[int, ...]
 
+    def keeps(self, name: str) -> bool:
+        return any(field.name == name for field in self.fields)
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -91,7 +94,7 @@ class KVLayout:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all groups keep the same fields: then every field is a tensor of its own."""
+        """True where all groups keep the same fields: then every field is a tensor of its own."""
         return len({group.fields for group in self.groups}) == 1
 
     @cached_property

@@ -110,10 +110,12 @@ class KVStorage:
 
     def _share(self, group: CacheGroup, rows: int, shared: torch.Tensor, scales: torch.Tensor | None) -> None:
         """Views of the rows that belong to a group's fields: the first layer's fields, then the second's ..."""
+        length = (self.num_blocks - 1) * rows + 1  # of each view: up to the first row of the last block
         for index, layer in enumerate(group.layers):
             for number, field in enumerate(group.fields, start=index * len(group.fields)):
-                values = shared.view(self.num_blocks * rows, -1)[number:].view(DTYPES[field.dtype])
-                own = None if scales is None else scales.view(-1, *scales.shape[3:])[number:]
+                own_rows = slice(number, number + length)
+                values = shared.view(self.num_blocks * rows, -1)[own_rows].view(DTYPES[field.dtype])
+                own = None if scales is None else scales.view(-1, *scales.shape[3:])[own_rows]
                 self._keep(layer, field, values.view(-1, *self._block_shape(field)), own)
 
     def _keep(self, layer: int, field: CacheField, values: torch.Tensor, scales: torch.Tensor | None) -> None:

@@ -39,7 +39,7 @@ class Attention:
             self._norms,
             self._eps,
             None if rope is None else step.cos_sin[rope],
-            step.attention_plans[group],
+            step.mixer_plans[group],
             self._args,
         )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tokenmill.arch.spec import RopeSpec
+from tokenmill.kv.layout import CacheGroup
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.rope import RopeTable
 from tokenmill.ops.batch import ForwardBatch
@@ -21,7 +21,7 @@ class ForwardContext:
     batch: ForwardBatch
     storage: KVStorage
     cos_sin: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # of this step's positions
-    attention_plans: tuple[Any, ...]  # one per KV group
+    mixer_plans: tuple[Any, ...]  # one per cache group, as its layers' mixer reads it
     batch_class: BatchClass  # of layers that compute all tokens
     gathering: tuple[BatchClass, BatchClass]  # of one that goes on with `batch.logit_rows`: before and behind its mixer
 
@@ -29,13 +29,20 @@ class ForwardContext:
 def plan_forward(
     ops: Ops, ropes: dict[RopeSpec, RopeTable], classes: BatchClasses, batch: ForwardBatch, storage: KVStorage
 ) -> ForwardContext:
-    windows: Iterable[int | None] = storage.layout.windows
     num_tokens, num_outputs, mode = len(batch.token_ids), len(batch.logit_rows), batch.mode
     return ForwardContext(
         batch,
         storage,
         cos_sin={rope: table.at(batch.positions, ops) for rope, table in ropes.items()},
-        attention_plans=tuple(ops.plan_attention(batch, group, window) for group, window in enumerate(windows)),
+        mixer_plans=tuple(_plan(ops, batch, number, group) for number, group in enumerate(storage.layout.groups)),
         batch_class=classes.of(num_tokens, mode),
         gathering=(classes.of(num_tokens, mode, gathers=True), classes.of(num_outputs, mode, gathers=True)),
     )
+
+
+def _plan(ops: Ops, batch: ForwardBatch, number: int, group: CacheGroup) -> Any:
+    """What the mixers of a cache group read, worked out once a step."""
+    if group.keeps("inputs"):
+        assert group.window is not None, "a convolution has a window"
+        return ops.plan_short_conv(batch, number, group.window)
+    return ops.plan_attention(batch, number, group.window)

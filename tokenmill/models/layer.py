@@ -18,11 +18,12 @@ from typing import Protocol
 import torch
 
 from tokenmill.arch.regions import Experts, Feed, LayerRegions
-from tokenmill.arch.spec import Gqa, LayerSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, ShortConv
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
+from tokenmill.models.short_conv import ShortConvolution
 from tokenmill.ops.interface import (
     BatchClass,
     FeedWeights,
@@ -82,8 +83,8 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
     match attend.mixer:
         case Gqa() as spec:
             return Attention(spec, attend.name, attend.layer, norm_eps, load)
-        case spec:
-            raise UnsupportedModel(f"layers of {type(spec).__name__} are not implemented")
+        case ShortConv() as spec:
+            return ShortConvolution(spec, attend.name, attend.layer, load)
 
 
 def load_weights(regions: LayerRegions, norm_eps: float, load: Loader) -> LayerWeights:

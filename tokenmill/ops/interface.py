@@ -190,6 +190,20 @@ class Linear(Protocol):
         ...
 
 
+class ShortConvolve(Protocol):
+    def __call__(
+        self,
+        projected: torch.Tensor,
+        inputs: torch.Tensor,
+        plan: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """projected [T, 3 * width] (b, c, x) → c * conv(b * x) [T, width]; weight [width, kernel] and bias [width] in
+        float32. Every token's b * x is written into `inputs` [blocks, block_size, width], where later steps read it."""
+        ...
+
+
 class GatedLinear(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
@@ -227,6 +241,9 @@ class Ops:
     """(cache, keys, values [T, kv_heads, D], slots [T]); writes into the cache."""
     attention: Callable[[torch.Tensor, LayerCache, Any, AttentionArgs], torch.Tensor]
     """queries [T, heads, D] over the paged context → [T, heads * D]"""
+    plan_short_conv: Callable[[ForwardBatch, int, int], Any]
+    """(batch, group, kernel) → what `short_conv` of this group's layers reads; once a step."""
+    short_conv: ShortConvolve
     act_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
     """[T, 2 * inter], gate then up → act(gate) * up"""
     route: Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]

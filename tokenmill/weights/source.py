@@ -148,6 +148,9 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         data = data.index_select(axis, row_order(shape[axis], source.interleaved_heads, source.rotary_dim))
     if source.add:
         data = _added(raw, data, source.add)
+    if source.unit_axis is not None:
+        data = data.squeeze(source.unit_axis)
+        shape = (*shape[: source.unit_axis], *shape[source.unit_axis + 1 :])
     return replace(raw, shape=shape, data=data)
 
 

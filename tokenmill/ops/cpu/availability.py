@@ -9,10 +9,11 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-from tokenmill.arch.spec import MoeSpec
+from tokenmill.arch.spec import MoeSpec, ShortConv
 from tokenmill.ops.compute_request import ComputeRequest
 
 MAX_HEAD_DIM = 256
+MAX_CONV_KERNEL = 16
 
 
 @cache
@@ -38,12 +39,13 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     if request.block_size % 16:
         return f"KV blocks of {request.block_size} tokens; the native kernels need a multiple of 16"
     sizes = {attention.head_dim for attention in request.spec.attentions}
-    if len(request.spec.attentions) != request.spec.num_layers:
-        return "short convolutions, which the native kernels don't have"
-    if max(sizes) > MAX_HEAD_DIM:
+    if max(sizes, default=0) > MAX_HEAD_DIM:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
+    mixers = (layer.mixer for layer in request.spec.layers)
+    if any(isinstance(mixer, ShortConv) and mixer.kernel > MAX_CONV_KERNEL for mixer in mixers):
+        return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate for layer in request.spec.layers):
         return "a shared expert with a gate of its own, which the native kernels don't have"
     return None

@@ -10,40 +10,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
 
-from tokenmill.arch.regions import (
-    Attend,
-    Experts,
-    GatedMlp,
-    LayerRegions,
-    Matrices,
-    NormProject,
-    ProjectAdd,
-    Region,
-    layer_regions,
-)
-from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, RopeSpec
+from tokenmill.arch.regions import Experts, Feed, LayerRegions, Matrices, NormProject, ProjectAdd, layer_regions
+from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, RopeSpec, ShortConv
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
 
 KEPT_LINES = 64  # of logits, whose memory is kept from step to step
-FINE_ABOVE = {"8": math.inf, "mixed": 2.5, "16": 0.0}
+OUTLIER_THRESHOLDS = {"8": math.inf, "mixed": 2.5, "16": 0.0}
 """Blocks of 32 activations keep 16 bits where their largest number is more than so many times the row's mean; where
 some do, all do in the last layer and the head."""
 
 
-class Layout(Protocol):
-    def place(self, layer: int) -> tuple[int, int]:
-        """(KV group, index within the group)"""
-        ...
-
-
 class Storage(Protocol):
+    def group(self, layer: int) -> int: ...
+
     def layer(self, number: int) -> LayerCache: ...
+
+    def fields(self, layer: int) -> dict[str, torch.Tensor]: ...
 
 
 RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
@@ -55,7 +43,6 @@ class NativeDecoder:
         self,
         spec: ModelSpec,
         weights: Weights,
-        layout: Layout,
         ropes: RopeTables,
         dense: Dense,
         threads: int,
@@ -64,11 +51,10 @@ class NativeDecoder:
         activation_bits: str = "8",
         kept: PackedMatrices | None = None,
     ) -> None:
-        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best;
-        `activation_bits` (a name of FINE_ABOVE) is how finely the inputs of quantised matrices are rounded; `kept` has
-        matrices that were packed before, or takes those packed now."""
+        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (a
+        name of OUTLIER_THRESHOLDS) is how finely the inputs of quantised matrices are rounded; `kept` has matrices that
+        were packed before, or takes those packed now."""
         self.spec = spec
-        self.layout = layout
         cap = spec.logit_softcap or 0.0
         self._decoder = native().Decoder(
             hidden=spec.hidden_size,
@@ -77,7 +63,7 @@ class NativeDecoder:
             embedding_scale=spec.embedding_scale,
             logit_softcap=cap,
             threads=threads,
-            fine_above=FINE_ABOVE[activation_bits],
+            outlier_threshold=OUTLIER_THRESHOLDS[activation_bits],
             isa=instruction_set,
         )
         self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept))
@@ -163,8 +149,12 @@ class NativeDecoder:
         if self._cache_owner is storage:
             return
         for number in range(self.spec.num_layers):
+            group, fields = storage.group(number), storage.fields(number)
+            if "inputs" in fields:
+                self._decoder.bind_conv_cache(number, group, fields["inputs"])
+                continue
             cache = storage.layer(number)
-            self._decoder.bind_cache(number, cache.keys, cache.values, cache.key_scales, cache.value_scales)
+            self._decoder.bind_cache(number, group, cache.keys, cache.values, cache.key_scales, cache.value_scales)
         self._cache_owner = storage
 
     def _add_ends(self) -> None:
@@ -175,34 +165,33 @@ class NativeDecoder:
 
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
         """The regions of a layer as the arguments of one call."""
-        layer: dict[str, Any] = {}
-        for region in regions:
-            layer |= self._arguments(region, ropes)
-        self._decoder.add_layer(**layer)
+        project, attend, add, feed = regions
+        common = {
+            "attn_norm": self._parts.norm(project.norm),
+            "attn_post_norm": self._parts.norm(add.post_norm),
+            **self._feed(feed),
+        }
+        if isinstance(attend.mixer, Gqa):
+            self._decoder.add_layer(**common, **self._attention(project, attend.mixer, attend.name, add, ropes))
+        else:
+            self._decoder.add_conv_layer(**common, **self._convolution(project, attend.mixer, attend.name, add))
 
-    def _arguments(self, region: Region, ropes: Mapping[RopeSpec, int]) -> dict[str, Any]:
-        parts = self._parts
-        match region:
-            case NormProject(norm, projection):
-                q, k, v = parts.linears(projection)
-                return {"attn_norm": parts.norm(norm), "q": q, "k": k, "v": v}
-            case Attend(attention, name, layer):
-                assert isinstance(attention, Gqa), "see `unsupported_reason`"
-                rope = -1 if attention.rope is None else ropes[attention.rope]
-                return {**self._attention(name, attention), "rope": rope, "group": self.layout.place(layer)[0]}
-            case ProjectAdd(projection, post_norm):
-                (o,) = parts.linears(projection)
-                return {"o": o, "attn_post_norm": parts.norm(post_norm)}
-            case GatedMlp(norm, gate_up, down, spec, post_norm):
-                mlp = parts.mlp(gate_up, down, spec)
-                return {"mlp_norm": parts.norm(norm), "mlp": mlp, "moe": None, "mlp_post_norm": parts.norm(post_norm)}
-            case Experts():
-                norms = {"mlp_norm": parts.norm(region.norm), "mlp_post_norm": parts.norm(region.post_norm)}
-                return {**norms, "mlp": None, "moe": parts.moe(region)}
-        assert_never(region)
+    def _feed(self, feed: Feed) -> dict[str, Any]:
+        norms = {"mlp_norm": self._parts.norm(feed.norm), "mlp_post_norm": self._parts.norm(feed.post_norm)}
+        if isinstance(feed, Experts):
+            return {**norms, "mlp": None, "moe": self._parts.moe(feed)}
+        return {**norms, "mlp": self._parts.mlp(feed.gate_up, feed.down, feed.spec), "moe": None}
 
-    def _attention(self, name: str, attention: Gqa) -> dict[str, Any]:
+    def _attention(
+        self, project: NormProject, attention: Gqa, name: str, add: ProjectAdd, ropes: Mapping[RopeSpec, int]
+    ) -> dict[str, Any]:
+        q, k, v = self._parts.linears(project.projection)
+        (o,) = self._parts.linears(add.projection)
         return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "o": o,
             "q_norm": self._parts.norm(f"{name}.q_norm" if attention.qk_norm else None),
             "k_norm": self._parts.norm(f"{name}.k_norm" if attention.qk_norm else None),
             "sinks": self._parts.vector(f"{name}.sinks") if attention.has_sinks else None,
@@ -212,6 +201,16 @@ class NativeDecoder:
             "scale": attention.scale,
             "window": attention.window or 0,
             "softcap": attention.softcap or 0.0,
+            "rope": -1 if attention.rope is None else ropes[attention.rope],
+        }
+
+    def _convolution(self, project: NormProject, conv: ShortConv, name: str, add: ProjectAdd) -> dict[str, Any]:
+        (conv_in,), (conv_out,) = self._parts.linears(project.projection), self._parts.linears(add.projection)
+        return {
+            "conv_in": conv_in,
+            "conv_out": conv_out,
+            "weight": self._parts.vector(f"{name}.conv.weight").t().contiguous(),  # [kernel, hidden]
+            "bias": self._parts.vector(f"{name}.conv.bias") if conv.bias else None,
         }
 
 

@@ -11,6 +11,7 @@ from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.norm import add_rms_norm, rms_norm
 from tokenmill.ops.reference.rotate import rotate
+from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
 
 REFERENCE_OPS = Ops(
     name="reference",
@@ -26,6 +27,8 @@ REFERENCE_OPS = Ops(
     rotate=rotate,
     write_kv=write_kv,
     attention=attention,
+    plan_short_conv=plan_short_conv,
+    short_conv=short_conv,
     act_mul=act_mul,
     route=route,
     experts=experts,

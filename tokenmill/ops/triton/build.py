@@ -13,6 +13,7 @@ from tokenmill.ops.triton.attention.plan import attention, plan_attention
 from tokenmill.ops.triton.elementwise.activation import act_mul
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
 from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
+from tokenmill.ops.triton.elementwise.short_conv import plan_short_conv, short_conv
 from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
 from tokenmill.ops.triton.gemm.linear import PackLinear, linear
 from tokenmill.ops.triton.moe.deterministic import deterministic_experts
@@ -38,6 +39,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         attention=attention,
+        plan_short_conv=plan_short_conv,
+        short_conv=short_conv,
         act_mul=act_mul,
         route=route,
         experts=experts,

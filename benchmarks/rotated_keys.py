@@ -2,7 +2,7 @@
 
 Rotations compose, so a key at position p becomes one at p - d by turning it back by d. It is what llama.cpp does and
 what the StreamingLLM paper describes; cheap, but a key then depends on everything that was ever in the context. Here it
-is measured in the torch reference; the engine computes a window anew instead (`tokenmill/scheduler/window.py`).
+is measured in the torch reference; the engine computes a window anew instead (`tokenmill/scheduler/request.py`).
 """
 
 from __future__ import annotations

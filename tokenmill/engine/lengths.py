@@ -1,5 +1,5 @@
 """How long a prompt may be, and whether and how a request continues past the end of the context. The shift itself is in
-`scheduler/window.py`."""
+`scheduler/request.py`."""
 
 from __future__ import annotations
 

@@ -72,6 +72,20 @@ def test_a_failed_load_is_told_by_the_command(environment: dict[str, str], smoll
     wait_for_no_engine(environment)
 
 
+def test_an_ordinary_start_answers_the_same(environment: dict[str, str], smollm2_path: Path, tmp_path: Path) -> None:
+    """By the flag, before any core is started, and by a settings file, which is read after one was."""
+    config = tmp_path / "plain.toml"
+    config.write_text("[ops]\nfast_start = false\n")
+    asked = ("run", str(smollm2_path), "hi", "--temperature", "0", "--max-tokens", "4")
+    answers = [
+        real({**environment, **more}, *asked, *flags)
+        for flags, more in (((), {}), (("--no-fast-start",), {}), ((), {"TOKENMILL_CONFIG": str(config)}))
+    ]
+    assert [(done.returncode, done.stderr) for done in answers] == [(0, "")] * 3
+    assert len({done.stdout for done in answers}) == 1 and answers[0].stdout.strip()
+    wait_for_no_engine(environment)
+
+
 @pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 def test_libraries_are_loaded_or_not_without_a_fuss(tmp_path: Path) -> None:
     broken = tmp_path / "libbroken.so"

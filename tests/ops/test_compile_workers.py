@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tokenmill.ops.triton.launch import compile_workers, preload
-from tokenmill.ops.triton.launch.compile_workers import Compilers
+from tokenmill.ops.triton.launch.compile_workers import CompileWorkers
 
 SLOW_S = 0.3
 
@@ -35,10 +35,10 @@ def test_who_is_free_takes_the_next_kernel(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     kernels: list[Callable[[], SimpleNamespace]] = [partial(compiled, tmp_path, number) for number in range(9)]
-    workers = Compilers()
+    workers = CompileWorkers()
     workers.start(kernels[:6], 0)
     workers.start(kernels[6:], 6)
-    done = list(workers.made())
+    done = list(workers.finished())
     made_by = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
     assert sorted(done) == sorted(map(int, made_by)) == [number for number in range(9) if number != 1]
     assert all(len(makers) == 1 for makers in made_by.values())
@@ -71,18 +71,18 @@ def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: p
             file.write(f"{metadata.num_ctas} ")
 
     monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher_of)))
-    workers = Compilers()
+    workers = CompileWorkers()
     workers.start([kernel_of(tmp_path, 0, "i32"), kernel_of(tmp_path, 1, "tensordesc<bf16[64, 64]>")], 0)
-    assert sorted(workers.made()) == [0, 1]
+    assert sorted(workers.finished()) == [0, 1]
     assert [(tmp_path / name).read_text() for name in "01"] == ["None 1 ", "1 "]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_who_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_workers, "PATIENCE_S", 0.1)
-    workers = Compilers()
+    monkeypatch.setattr(compile_workers, "COMPILE_TIMEOUT_S", 0.1)
+    workers = CompileWorkers()
     workers.start([partial(time.sleep, 60)] * 3, 0)
-    assert list(workers.made()) == []
+    assert list(workers.finished()) == []
     assert not leftovers()
 
 

@@ -1,4 +1,4 @@
-"""What a GPU computes a model in, where nobody asks for a precision: one rule for the engine and the planner.
+"""The default precision of a model on a GPU: one rule for the engine and the planner.
 
               mantissa   largest number   what a residual stream reaches (`docs/experiments/gpu-precision.md`)
     bfloat16    8 bits      3e38

@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol):
         self._inbox.put(self._read, data, time.perf_counter() - self._began)
 
     def eof_received(self) -> None:
-        self._is_lost = True  # at once: nobody may take this connection while its last bytes wait to be read
+        self._is_lost = True  # at once: this connection must not be reused while its last bytes wait to be read
         self._inbox.put(self._read, None, time.perf_counter() - self._began)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,7 +2,7 @@
 
 The table is allocated once, a line for every row of the runner; rows with drafts have further lines behind those, one
 after each draft. A step's masks are computed in a thread of their own (llguidance works without Python's lock, on
-several cores where there are some) while the model computes; whoever reads them waits for what is missing.
+several cores where there are some) while the model computes; a reader waits for masks that are missing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def allow_only(line: Table, token_ids: Sequence[int]) -> None:
 
 
 def fill_behind(grammar: RowGrammar, drafts: Sequence[int], lines: Table) -> None:
-    """What may follow each draft, as long as the drafts are allowed themselves; behind that nobody will draw."""
+    """Fill what may follow each draft token, as far as the draft tokens are allowed; behind that nothing is drawn."""
     lines[:] = 0
     for choices, line in zip(grammar.walk(drafts), lines, strict=False):
         if choices:

@@ -44,7 +44,7 @@ def _properties(node: Path) -> dict[str, int]:
 
 
 def _describe(root: Path, properties: dict[str, int]) -> Gpu | None:
-    """None for nodes that are processors, and for devices whose memory nobody tells."""
+    """Describe a node; None for processors, and for devices of unknown memory."""
     version = properties.get("gfx_target_version", 0)
     device = root / DRM / f"renderD{properties.get('drm_render_minor', 0)}" / "device"
     total, used = _text(device / "mem_info_vram_total"), _text(device / "mem_info_vram_used")

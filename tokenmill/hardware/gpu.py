@@ -1,4 +1,4 @@
-"""What is known of a GPU without opening it, whoever made it. `nvidia.py` and `amd.py` find them."""
+"""A GPU as far as it is known without opening it. `nvidia.py` and `amd.py` find them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ sampling   `SamplingParams`: what users write, what travels to the engine proces
 parts      the parameters that have parameters of their own: what an answer must follow, beams, a watermark
 checks     how a value is refused
 
-A value that cannot be honoured raises `InvalidRequest` naming the field; nobody checks again later.
+A value that cannot be honoured raises `InvalidRequest` naming the field; later stages do not check again.
 """
 
 from tokenmill.params.parts import (

@@ -196,7 +196,7 @@ def num_blocks_that_fit(
 ) -> int:
     """As many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use.
 
-    The first block is nobody's: tables point to it where a window has passed.
+    The first block is the null block: tables point to it where a window has passed.
     """
     affordable = int(free_bytes * memory_fraction) // block_bytes
     useful = max_rows * blocks_for_context(layout, max_context, block_size, max_chunk) + 1

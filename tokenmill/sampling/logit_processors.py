@@ -92,7 +92,8 @@ def hold_back_stops(logits: Tensor, rows: RowsInUse) -> Tensor:
 
 
 def _held_back(state: RowState, output_index: int) -> list[int]:
-    """All stop tokens before `min_tokens`; later, where a grammar's end is to be ignored, those that nobody named."""
+    """Stop tokens that may not be drawn: all before `min_tokens`; later, where a grammar's end is ignored, those that
+    the request did not name."""
     params = state.params
     if output_index < params.min_tokens:
         return state.stop_token_ids

@@ -1,6 +1,6 @@
 """Random numbers without state: a pure function of (seed, output index, purpose).
 
-A row's n-th draw is the same number whoever else is in the batch, in whatever order the rows lie, and after any
+A row's n-th draw is the same number whatever else is in the batch, in whatever order the rows lie, and after any
 preemption, because nothing is consumed: the counter is the position in the output. The mixing is SplitMix64's
 finaliser (Steele, Lea, Flood 2014) applied once per word of the key, on the host, in whole numbers.
 """

@@ -67,7 +67,7 @@ def _existing_path(text: str) -> LocalModel | None:
     try:
         path = Path(text).expanduser()
         usable = path.is_dir() or (path.is_file() and path.suffix in MODEL_FILES)
-    except (OSError, RuntimeError):  # the latter where nobody is called so, or has a home
+    except (OSError, RuntimeError):  # the latter for a user who does not exist or has no home
         return None
     # A bare word is a path only with a separator or suffix: a folder called "qwen3" must not hide the catalog.
     named_as_path = (

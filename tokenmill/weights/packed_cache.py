@@ -87,8 +87,8 @@ class PackedCache:
             return None
 
     def finish(self) -> threading.Thread | None:
-        """All weights are packed: from now on every start finds them. Getting them onto the disk takes seconds, which
-        nobody needs to wait for; whoever starts next goes on with it if this process ends first."""
+        """Publish the file of packed weights: from now on every start finds them. Writing it to the disk takes
+        seconds in the background; the next start continues if this process ends first."""
         try:
             if self._writing is not None:
                 self._writing.finish()
@@ -155,7 +155,7 @@ def _settle(path: Path) -> None:
 
 
 def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
-    """Remove files that nobody can use any more, then the longest unused until the rest fits; bytes freed."""
+    """Remove files that can't be used any more, then the longest unused until the rest fits; bytes freed."""
     folder = folder or packed_folder()
     freed = 0
     kept: list[tuple[float, int, Path]] = []

@@ -4,11 +4,11 @@
     256 KiB  matrices of one weight after another, each weight at a multiple of 4096
     ...      index: name, kind, shape, offset of every weight; its digest is in the header
 
-A file is written aside under a name of its own, completed and renamed into place; nobody changes it after that. It is
+A file is written aside under a name of its own, completed and renamed into place; it is not changed after that. It is
 then written out to the disk, which may take longer than the process lives, and made read-only as a sign that it is
 (`settle`): one that is not is good until the machine goes down. A reader believes the header only if its digest fits,
-the index only if the header's digest of it fits, and both only in a file that belongs to this user and that nobody else
-may write. Whatever is wrong is one `Unusable`.
+the index only if the header's digest of it fits, and both only in a file that belongs to this user and that no
+other user may write. Whatever is wrong is one `Unusable`.
 """
 
 from __future__ import annotations

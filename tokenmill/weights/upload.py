@@ -1,7 +1,7 @@
 """From a mapped file onto a GPU: in pieces through page-locked memory, two pieces a thread.
 
 Reading the file's pages, copying them and the bus then work at the same time, and several threads read at once. All
-copies lie on the caller's stream, so whoever uses the tensor there finds it filled.
+copies lie on the caller's stream, so work on that stream finds the tensor filled.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def decode_rate(pipe: Any, ids: Any, tokens: int) -> float:
     times_ms, made = list(steps.m_new_token_times), list(steps.m_batch_sizes)
     if len(ids) not in made[:-1]:
         raise SystemExit(f"no step decoded all {len(ids)} sequences together (ask for longer answers)")
-    first = made.index(len(ids))  # as many tokens as sequences: nobody waits for its prompt any more
+    first = made.index(len(ids))  # as many tokens as sequences: no sequence waits for its prompt any more
     return float(sum(made[first + 1 :]) / (times_ms[-1] - times_ms[first]) * 1e3)
 
 

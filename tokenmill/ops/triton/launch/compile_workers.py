@@ -2,8 +2,8 @@
 
 Threads would take turns: most of a kernel's half second holds Python's lock, and requests served meanwhile would wait
 for it too. A worker is a copy of this process, so it has everything imported; it touches no device, and ends without
-cleaning up. Whoever asked hears of each kernel as it is done and finds it on disk; what no worker made, because it came
-to grief, he compiles after all.
+cleaning up. The parent is told of each kernel as it is done and finds it on disk; a kernel that a worker failed to
+compile is compiled by the parent when it is needed.
 
     this process ──fork──► first worker ──fork──► the others        copying takes milliseconds each: one of them here
          ▲                      │                    │
@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 _is_enabled = False  # forking a process that has threads and a CUDA context is for processes of our own
 MAX_WORKERS = 32
 WORKERS_A_CORE = 2  # half of a kernel's time is spent waiting: for ptxas, for the C compiler that makes its launcher
-PATIENCE_S = 60.0
+COMPILE_TIMEOUT_S = 60.0
 NUMBER_BYTES = 2
 
 
@@ -42,53 +42,55 @@ def is_enabled() -> bool:
     return _is_enabled
 
 
-class Compilers:
+class CompileWorkers:
+    """Processes that compile kernels, and a pipe in which they report the numbers of those that are done."""
+
     def __init__(self) -> None:
-        self._heard, self._told = os.pipe()  # numbers of kernels that are done
-        self._groups: list[int] = []  # of processes, by their first
+        self._done_reader, self._done_writer = os.pipe()  # numbers of kernels that are done
+        self._groups: list[int] = []  # process groups, by the pid of their first worker
 
     def start(self, kernels: Sequence[Callable[[], Any]], first_number: int) -> None:
-        """`kernels`: what compiles each of them; they are numbered from `first_number` on. Some take ten times as long
-        as others, so whoever is free takes the next one: their places in the list lie in a pipe."""
+        """Start workers on `kernels`, functions that compile one each, numbered from `first_number` on. Some take ten
+        times as long as others, so a free worker takes the next index from a pipe."""
         if not kernels:
             return
-        taken, given = os.pipe()
+        queue_reader, queue_writer = os.pipe()
         try:
-            os.write(given, b"".join(place.to_bytes(NUMBER_BYTES) for place in range(len(kernels))))
-            os.close(given)
+            os.write(queue_writer, b"".join(index.to_bytes(NUMBER_BYTES) for index in range(len(kernels))))
+            os.close(queue_writer)
             num_workers = min(len(kernels), MAX_WORKERS, WORKERS_A_CORE * len(os.sched_getaffinity(0)))
             worker = _fork()
             if worker == 0:
-                _work(kernels, first_number, num_workers, taken, self._told)
+                _work(kernels, first_number, num_workers, queue_reader, self._done_writer)
             self._groups.append(worker)
         finally:
-            os.close(taken)
+            os.close(queue_reader)
 
-    def made(self) -> Iterator[int]:
-        """Numbers of kernels as they are done, until all workers have ended, of themselves or because they take too
-        long. Nothing can be started any more."""
-        os.close(self._told)  # at once: whoever forks meanwhile must not hold the pipe open
-        return self._as_they_are_done(time.monotonic() + PATIENCE_S)
+    def finished(self) -> Iterator[int]:
+        """Numbers of kernels as they are done, until all workers have ended or run out of time. No kernels can be
+        started after this call."""
+        os.close(self._done_writer)  # at once: a process forked meanwhile must not hold the pipe open
+        return self._read_finished(time.monotonic() + COMPILE_TIMEOUT_S)
 
-    def _as_they_are_done(self, deadline: float) -> Iterator[int]:
-        hearing = poll()
-        hearing.register(self._heard, POLLIN)
+    def _read_finished(self, deadline: float) -> Iterator[int]:
+        poller = poll()
+        poller.register(self._done_reader, POLLIN)
         try:
-            while hearing.poll(1000 * max(0.0, deadline - time.monotonic())):
-                number = os.read(self._heard, NUMBER_BYTES)
+            while poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+                number = os.read(self._done_reader, NUMBER_BYTES)
                 if not number:
                     return
                 yield int.from_bytes(number)
             for first in self._groups:
                 os.killpg(first, signal.SIGKILL)
         finally:
-            os.close(self._heard)
+            os.close(self._done_reader)
             for first in self._groups:
                 os.waitpid(first, 0)
 
 
-def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: int, taken: int, told: int) -> None:
-    """In the first worker: starts the others, works, and ends as the last of them, so that all are waited for."""
+def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: int, queue: int, done: int) -> None:
+    """Run the first worker: it starts the others, works, and ends as the last of them, so that all are waited for."""
     num_others = 0
     try:
         os.setpgid(0, 0)
@@ -96,35 +98,36 @@ def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: 
         while num_others < num_workers - 1 and _fork():
             num_others += 1
         num_others = num_others if num_others == num_workers - 1 else 0  # the others have none
-        _compile(kernels, first_number, taken, told)
+        _compile(kernels, first_number, queue, done)
     finally:
-        os.close(told)
+        os.close(done)
         for _ in range(num_others):
             os.wait()
         os._exit(0)
 
 
-def _compile(kernels: Sequence[Callable[[], Any]], first_number: int, taken: int, told: int) -> None:
+def _compile(kernels: Sequence[Callable[[], Any]], first_number: int, queue: int, done: int) -> None:
+    """Compile kernels until the queue is empty; the C compiler builds a launcher meanwhile."""
     beside = ThreadPoolExecutor(1)
-    while place := os.read(taken, NUMBER_BYTES):
-        kernel = kernels[int.from_bytes(place)]
+    while index := os.read(queue, NUMBER_BYTES):
+        kernel = kernels[int.from_bytes(index)]
         launcher = beside.submit(_build_launcher, kernel)
         made = kernel()
         wait((launcher,))
-        driver.active.launcher_cls(made.src, made.metadata)  # which is there, or else is built now
-        os.write(told, (first_number + int.from_bytes(place)).to_bytes(NUMBER_BYTES))
+        driver.active.launcher_cls(made.src, made.metadata)  # built already, or else now
+        os.write(done, (first_number + int.from_bytes(index)).to_bytes(NUMBER_BYTES))
 
 
 def _build_launcher(kernel: Any) -> None:
-    """The C compiler's part of a kernel, a third of a second, needs nothing but its signature: Triton's own function
-    that compiles it has that in `src`. Descriptors of tensors are another matter."""
+    """Compile a kernel's launcher in C, a third of a second. It needs only the signature, which Triton's own compile
+    function has in `src`; kernels with tensor descriptors need more."""
     source = getclosurevars(kernel.func).nonlocals["src"]
     if not any(str(kind).startswith("tensordesc") for kind in source.signature.values()):
         driver.active.launcher_cls(source, _Unknown())
 
 
 class _Unknown:
-    """What is known of a kernel before it is compiled; a launcher keeps it, and this one is given up."""
+    """Metadata of a kernel that is not compiled yet: a launcher keeps it, and this launcher is thrown away."""
 
     def __getattr__(self, name: str) -> None:
         return None

@@ -19,7 +19,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from tokenmill.ops.triton.launch import compile_workers, preload
-from tokenmill.ops.triton.launch.compile_workers import Compilers
+from tokenmill.ops.triton.launch.compile_workers import CompileWorkers
 
 USUAL_STAGES = 3  # where a launch does not say
 FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
@@ -158,14 +158,14 @@ class Compiling(Executor):
 
     def make(self, *asks: Callable[[], object]) -> None:
         """What was noted is made from now on; what one of `asks` asks for, while the next one is called."""
-        compilers, first = Compilers(), self._num_begun
+        compilers, first = CompileWorkers(), self._num_begun
         for ask in (nothing_more, *asks):
             self.note(ask)
             compilers.start([compiled for _, compiled in self._kernels[self._num_begun :]], self._num_begun)
             self._num_begun = len(self._kernels)
         new = range(first, self._num_begun)
         self._loading = threading.Thread(
-            target=self._load_all, args=(new, compilers.made()), name="compilers", daemon=True
+            target=self._load_all, args=(new, compilers.finished()), name="compilers", daemon=True
         )
         self._loading.start()
 

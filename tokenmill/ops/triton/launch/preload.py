@@ -1,4 +1,4 @@
-"""What Triton does once before it compiles anything, done by threads while other parts of a start wait for the device.
+"""Triton's one-time preparations, done by threads while other parts of a start wait for the device.
 
     keys      every kernel is looked up by a hash of all of Triton's own files, 400 MB
     driver    a helper in C is compiled, ptxas is asked for its version
@@ -26,7 +26,7 @@ def begin() -> tuple[Future[str], ...]:
 
 
 def finish() -> None:
-    """Returns when both have ended. What went wrong there is met again, and told, by whoever compiles."""
+    """Wait until both have ended. An error in them is raised again by the first compilation."""
     wait(begin())
 
 

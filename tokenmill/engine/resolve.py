@@ -99,7 +99,7 @@ def resolve(
 ) -> Resolved:
     _require_ranges(config)
     reasons: list[str] = []
-    device = choose_device(config.ops, machine)
+    device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
     ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons)
     free_bytes = machine.free_bytes[device.name]
@@ -138,9 +138,10 @@ def _require_ranges(config: EngineConfig) -> None:
             raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
 
 
-def choose_device(ops: OpsConfig, machine: MachineFacts) -> Device:
-    """The first device that is asked for and can be used."""
-    for device in DEVICES:
+def choose_device(ops: OpsConfig, machine: MachineFacts, backends: Sequence[Backend] = BACKENDS) -> Device:
+    """The first device that is asked for and can be used, and that a backend which is asked for computes on, if any."""
+    named = [device for row in backends if row.name == ops.backend for device in row.devices]
+    for device in (*named, *DEVICES):
         if ops.device in ("auto", device.name) and device.name in machine.free_bytes:
             return device
     raise InvalidConfig(

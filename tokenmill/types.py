@@ -2,8 +2,8 @@
 
     front process                                   engine process (or the same one)
     ─────────────                                   ────────────────────────────────
-    ChatRequest / PromptRequest ──intake──► Request ──► scheduler ──► StepPlan ──► runner
-    Event ◄──outlet── SequenceOutput ◄─────────────── scheduler ◄── StepResult ◄──┘
+    ChatRequest / PromptRequest ──► InputProcessor ──► Request ──► scheduler ──► StepPlan ──► runner
+    Event ◄── OutputProcessor ◄── SequenceOutput ◄──────────────── scheduler ◄── StepResult ◄──┘
 
 Text lives on the left only: the engine process sees token ids. Everything is a msgspec struct, so it crosses
 a socket without pickle. `FinishReason` has OpenAI's words; "abort" and "error" never reach a typed client.
@@ -96,7 +96,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     eos_token_ids: list[int] = []
     max_tokens: int  # settled: never None; prompt + max_tokens fits the context, or the context shifts
-    seed: int  # settled: the user's, or drawn at intake
+    seed: int  # settled: the user's, or drawn by the input processor
     priority: int = 0  # smaller runs first
     arrival_s: float = 0.0
     cache_salt: str = ""

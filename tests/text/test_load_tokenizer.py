@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,18 @@ def test_stories_equals_transformers(stories_dir: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert (ours.bos_token_id, ours.eos_token_ids, ours.vocab_size) == (1, [2], 512)
     assert ours.chat_template is None
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised(stories_dir: Path) -> None:
+    """The library holds the GIL in `encode`, from beginning to end, and releases it in `encode_batch`."""
+    tokenizer = load_tokenizer(stories_dir)
+    working = threading.Thread(target=tokenizer.encode, args=("Once upon a time there was a miller. " * 20_000,))
+    working.start()
+    num_turns = 0
+    while working.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 5
 
 
 def test_stories_token_counts(shared_dir: Path, stories_dir: Path) -> None:

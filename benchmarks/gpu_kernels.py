@@ -19,8 +19,8 @@ import triton
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tokenmill.ops.triton.attention.plan import decode
-from tokenmill.ops.triton.attention.plan import prefill as chunk
+from tokenmill.ops.triton.attention import decode
+from tokenmill.ops.triton.attention import prefill as chunk
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 

@@ -17,7 +17,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.ops.reference.rotate import rotate
+from tokenmill.ops.reference.elementwise import rotate
 from tokenmill.runner.inputs import build_batch
 from tokenmill.types import RowPlan
 from tokenmill.weights.source import open_weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,9 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.reference import attention_plan
-from tokenmill.ops.reference.attention import attention, write_kv
-from tokenmill.ops.reference.attention_plan import plan_attention
+from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
 
 DIM, SCALE = 8, 0.3
 # (tokens in the cache before the step, tokens of the step) of each row
@@ -141,8 +140,9 @@ def test_neighbours_leave_no_trace_in_a_decoding_row() -> None:
 
 
 def test_long_rows_are_cut_into_bounded_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "MAX_QUERIES", 16)
-    monkeypatch.setattr(attention_plan, "MAX_GATHERED_KEYS", 64)
+    module = import_module("tokenmill.ops.reference.attention")  # the package has a function of that name
+    monkeypatch.setattr(module, "MAX_QUERIES", 16)
+    monkeypatch.setattr(module, "MAX_GATHERED_KEYS", 64)
     case = Case([(40, 1), (41, 1), (42, 1), (100, 1), (10, 50)], 4, 2, 4, stale=0.0)
     plan = plan_attention(case.batch(), 0, None)
     assert max(task.visible.shape[1] for task in plan) == 16

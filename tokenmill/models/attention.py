@@ -13,7 +13,7 @@ import torch
 from tokenmill.arch.spec import Gqa
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
-from tokenmill.ops.interface import AttentionArgs, Regions
+from tokenmill.ops.interface import AttendInputs, AttentionArgs, Regions
 
 
 class Attention:
@@ -32,7 +32,7 @@ class Attention:
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
         """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
         rope, group = self.spec.rope, step.storage.group(self._layer)
-        return regions.attend(
+        inputs = AttendInputs(
             projected,
             step.storage.layer(self._layer),
             step.batch.groups[group].slots,
@@ -42,6 +42,7 @@ class Attention:
             step.mixer_plans[group],
             self._args,
         )
+        return regions.attend(inputs)
 
     @staticmethod
     def _head_norms(name: str, load: Loader) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tokenmill.arch.spec import Activation
-from tokenmill.ops.batch import LayerCache, Mode
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import (
-    AttentionArgs,
+    AttendInputs,
     BatchClass,
     GatedLinear,
     GatedMlpWeights,
@@ -73,17 +73,8 @@ class ComposedRegions:
         normed, stream = self.normed(stream, norm)
         return self.ops.linear(normed, projection.weight, self.mode), stream
 
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        cache: LayerCache,
-        slots: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-        plan: Any,
-        args: AttentionArgs,
-    ) -> torch.Tensor:
+    def attend(self, inputs: AttendInputs) -> torch.Tensor:
+        qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs
         _, kv_heads, _, dim = cache.keys.shape
         heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
         queries, keys, values = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)

@@ -129,22 +129,17 @@ class BatchClass(NamedTuple):
     gathers: bool  # in the layer that goes on with the rows alone whose results are looked at
 
 
-class AttendRegion(Protocol):
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        cache: LayerCache,
-        slots: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-        plan: Any,
-        args: AttentionArgs,
-    ) -> torch.Tensor:
-        """qkv [T, (heads + 2 kv_heads) * D], slots [T], norms of q and k [D] each, cos and sin [T, rotary / 2] each: q
-        and k are normed and rotated, keys and values written into the cache; queries over the context → [T, heads * D]
-        """
-        ...
+class AttendInputs(NamedTuple):
+    """What attention of one layer is computed from"""
+
+    qkv: torch.Tensor  # [T, (heads + 2 kv_heads) * D]
+    cache: LayerCache
+    slots: torch.Tensor  # int64 [T], where the tokens' keys and values go
+    norms: tuple[torch.Tensor, torch.Tensor] | None  # of queries and keys, [D] each
+    eps: float
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None  # [T, rotary / 2] each
+    plan: Any  # the backend's own, see `plan_attention`
+    args: AttentionArgs
 
 
 Stream = Any
@@ -159,8 +154,9 @@ class Regions:
     """[T, H] → the stream that begins with it"""
     norm_project: Callable[[Stream, Norm, ProjectionWeights], tuple[torch.Tensor, Stream]]
     """→ norm(stream) times the matrix [T, rows]; the stream"""
-    attend: AttendRegion
-    """The op of grouped-query attention; mixers of other kinds bring their own."""
+    attend: Callable[[AttendInputs], torch.Tensor]
+    """Queries and keys are normed and rotated, keys and values written into the cache; queries over the context →
+    [T, heads * D]. Mixers of other kinds have ops of their own."""
     gather: Callable[[Stream, torch.Tensor], Stream]
     """(stream of T rows, indices [L]) → the stream of those rows"""
     project_add: Callable[[torch.Tensor, ProjectionWeights, Stream, Norm | None], Stream]

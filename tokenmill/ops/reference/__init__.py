@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from tokenmill.ops.compose import composed
 from tokenmill.ops.interface import Ops
-from tokenmill.ops.reference.activation import act_mul, softcap
-from tokenmill.ops.reference.attention import attention, write_kv
-from tokenmill.ops.reference.attention_plan import plan_attention
+from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
+from tokenmill.ops.reference.elementwise import act_mul, add_rms_norm, rms_norm, rotate, softcap
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
-from tokenmill.ops.reference.norm import add_rms_norm, rms_norm
-from tokenmill.ops.reference.rotate import rotate
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
 
 REFERENCE_OPS = Ops(

@@ -9,7 +9,7 @@ import torch
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import Dense, ExpertsWeight
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.reference.activation import act_mul
+from tokenmill.ops.reference.elementwise import act_mul
 from tokenmill.ops.reference.linear import multiply
 
 

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.ops.batch import LayerCache, Mode
+from tokenmill.ops.batch import Mode
 from tokenmill.ops.compose import ComposedRegions, PlainStream
 from tokenmill.ops.interface import (
-    AttentionArgs,
+    AttendInputs,
     BatchClass,
     GatedMlpWeights,
     LayerWeights,
@@ -33,7 +33,6 @@ from tokenmill.ops.interface import (
 )
 from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
 from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
-from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.select import takes_fused_decode
 from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
@@ -85,34 +84,16 @@ class FusedRegions:
             return replace(table, gated_mlp=self.gated_mlp_in_place) if is_added else table
         return replace(table, experts=self.few_experts) if _are_few(feed, batch) else table
 
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        cache: LayerCache,
-        slots: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-        plan: AttentionPlan,
-        args: AttentionArgs,
-    ) -> torch.Tensor:
-        num_tokens, gpu = len(qkv), capabilities_of(qkv.device)
+    def attend(self, inputs: AttendInputs) -> torch.Tensor:
+        qkv, cache, _, norms, eps, cos_sin, plan, args = inputs
+        num_tokens, kv_heads, gpu = len(qkv), cache.keys.shape[1], capabilities_of(qkv.device)
         is_decode = plan.num_single == num_tokens
-        if is_decode and takes_fused_decode(num_tokens, cache.keys.shape[1], plan.max_context, gpu):
+        if is_decode and takes_fused_decode(num_tokens, kv_heads, plan.max_context, gpu):
             return fused_decode_attention(qkv, cache, norms, eps, cos_sin, plan, args)
-        return self.write_and_attend(qkv, cache, slots, norms, eps, cos_sin, plan, args)
+        return self.write_and_attend(inputs)
 
-    def write_and_attend(
-        self,
-        qkv: torch.Tensor,
-        cache: LayerCache,
-        slots: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
-        plan: AttentionPlan,
-        args: AttentionArgs,
-    ) -> torch.Tensor:
+    def write_and_attend(self, inputs: AttendInputs) -> torch.Tensor:
+        qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs
         queries = norm_rope_write_kv(qkv, cache, slots, norms, eps, cos_sin)
         return self.composed.ops.attention(queries, cache, plan, args)
 

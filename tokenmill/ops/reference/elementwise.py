@@ -1,0 +1,45 @@
+"""Norms, rotary positions, gated activations and soft caps: what is computed element by element, or row by row.
+
+RMSNorm    x / sqrt(mean(x²) + eps) * weight, in float32 whatever the activations are
+rotation   each pair (x[i], x[i + half]) turns by its token's angle for frequency i
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenmill.arch.spec import Activation
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D]; cos, sin [T, half] float32, with half <= D / 2. Dimensions beyond 2 * half stay as they are."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same angle for every head
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * half :]), dim=-1) if 2 * half < x.shape[-1] else turned
+
+
+def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return torch.tanh(x / cap) * cap

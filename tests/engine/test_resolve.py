@@ -81,6 +81,13 @@ def test_a_backend_that_cannot_is_not_replaced_silently(ops: OpsConfig, changes:
         settle(EngineConfig(ModelConfig(**changes), ops=ops))
 
 
+def test_a_backend_that_is_asked_for_runs_where_it_can() -> None:
+    found = settle(EngineConfig(ops=OpsConfig(backend="cpu")), SERVER).config
+    assert (found.ops.device, found.ops.backend, found.cache.kv_dtype) == ("cpu", "cpu", "float16")
+    with pytest.raises(InvalidConfig, match="on a CPU, not on cuda"):
+        settle(EngineConfig(ops=OpsConfig(device="cuda", backend="cpu")), SERVER)
+
+
 def test_a_gpu_is_not_left_for_the_processor_because_its_kernels_can_not() -> None:
     """What was asked for fits the native kernels, but nobody asked for a CPU."""
     asked = EngineConfig(ModelConfig(quantization="int8"), ops=OpsConfig(deterministic=True))

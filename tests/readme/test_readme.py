@@ -110,12 +110,41 @@ def test_every_file_and_folder_named_in_the_tree_exists() -> None:
     assert [package for package in sorted(packages) if f"\n  {package}/" not in tree] == []
 
 
+def linked_from(page: Path) -> list[Path]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", text)
+    return [(page.parent / link).resolve() for link in links if "://" not in link]
+
+
+def every_page() -> list[Path]:
+    return [
+        *ROOT.glob("*.md"),
+        *[page for folder in ("docs", "benchmarks", "examples") for page in (ROOT / folder).rglob("*.md")],
+    ]
+
+
 def test_every_page_that_is_linked_to_is_there() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-    for page in pages:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        links = [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", text) if "://" not in link]
-        assert [link for link in links if not (page.parent / link).exists()] == [], page.name
+    assert [(page.name, link) for page in every_page() for link in linked_from(page) if not link.exists()] == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        links = {link / "README.md" if link.is_dir() else link for page in new for link in linked_from(page)}
+        new = {link for link in links if link.suffix == ".md" and link.exists()} - reached
+    assert set(every_page()) - reached == set()
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    """Files in backquotes, from the repository's root or from the package; experiments and changes tell of old ones."""
+    named = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|h|cpp|toml|md))`")
+    for page in every_page():
+        if page.parent.name == "experiments" or page.name == "CHANGELOG.md":
+            continue
+        for name in named.findall(page.read_text(encoding="utf-8")):
+            folders = (ROOT, ROOT / "tokenmill", page.parent)
+            assert "NAME" in name or any((folder / name).exists() for folder in folders), f"{name} in {page.name}"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ KV_SCALE_BYTES: Mapping[str, int] = {"int8": 4, "fp8": 4}  # float32, one a head
 
 
 def bytes_per_value(dtype: str) -> float:
-    """Of a torch-like dtype or a GGUF type ("Q4_K": 4.5 bits)."""
+    """Bytes that a value of a torch-like dtype or a GGUF type takes ("Q4_K": 4.5 bits)."""
     if dtype in DTYPE_BYTES:
         return DTYPE_BYTES[dtype]
     kind = GGML_TYPE_BY_NAME[dtype]
@@ -70,7 +70,7 @@ def kv_bytes_per_token(model: Model, dtype: str) -> int:
 
 
 def kv_bytes(model: Model, dtype: str, context: int) -> int:
-    """Of one sequence with `context` tokens; a windowed layer keeps its window only, a recurrent one its state."""
+    """KV bytes of a sequence of `context` tokens; a windowed layer keeps its window only, a recurrent one its state."""
     layers = outline_of(model).layers
     kept = sum(_kept_bytes(layer, dtype) * _visible(layer, context) for layer in layers)
     return kept + int(sum(layer.state_values for layer in layers) * bytes_per_value(dtype))
@@ -82,7 +82,7 @@ def kv_vector_bytes(head_dim: int, dtype: str) -> int:
 
 
 def _kept_bytes(layer: LayerOutline, dtype: str) -> int:
-    """Of one token in one layer."""
+    """Bytes that one token keeps in one layer."""
     scales = 2 * layer.num_kv_heads * KV_SCALE_BYTES.get(dtype, 0) if layer.kv_values else 0
     return int(layer.kv_values * bytes_per_value(dtype)) + scales
 

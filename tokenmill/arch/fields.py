@@ -25,7 +25,7 @@ class ConfigFields:
         raise UnsupportedModel(f"{self.source}: {problem}", hint=hint)
 
     def has(self, key: str) -> bool:
-        """Whether the file itself gives the key a value."""
+        """Return whether the file itself gives the key a value."""
         return self.values.get(key) is not None
 
     def get(self, key: str) -> Any:

@@ -56,7 +56,7 @@ def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int
 
 
 def share_of_experts(model: Model, num_tokens: int) -> float:
-    """Of all expert weights, how much at least one of `num_tokens` tokens is expected to need."""
+    """Share of all expert weights that at least one of `num_tokens` tokens is expected to need."""
     shares = [
         1.0 - (1.0 - layer.num_active / layer.num_experts) ** num_tokens
         for layer in outline_of(model).layers

@@ -1,4 +1,4 @@
-"""Which layers attend through a sliding window, in the several ways configurations say it.
+"""Sliding-window layers, in the several ways that configurations describe them.
 
 `layer_types` (recent files) names each layer; older files give a rule, and each function here is one such rule.
 """

@@ -86,7 +86,7 @@ def command(
 
 
 def print_kernels(model: str, device: str | None, quantization: str, context: int) -> int:
-    """Which GPU kernel would compute each part of a model, and why; needs no GPU."""
+    """Print which GPU kernel would compute each part of a model, and why; needs no GPU."""
     import torch
 
     from tokenmill.ops.triton.describe import PlannedWeights, describe_kernels

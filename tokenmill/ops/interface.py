@@ -68,8 +68,8 @@ class ProjectionWeights(Protocol):
 
     @property
     def is_self_contained(self) -> bool:
-        """Whether the product with `weight` is the whole result: no other rank has a part of it, no adapter adds to
-        it. Fused regions take only such projections."""
+        """True where the product with `weight` is the whole result: no other rank has a part of it, no adapter adds
+        to it. Fused regions take only such projections."""
         ...
 
 

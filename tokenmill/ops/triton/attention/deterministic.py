@@ -160,7 +160,7 @@ def _join_segments(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SEGMENT: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of rows with one query each, a program for a head."""
+    """Join the segments of rows with one query each; one program for each head."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     place = tl.program_id(0).to(tl.int64)  # row * heads + head

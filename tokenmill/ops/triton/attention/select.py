@@ -1,4 +1,4 @@
-"""Which kernel computes attention, for the rows of a step that are computed together: one ordered table.
+"""Selection of the attention kernel for the rows of a step that are computed together: one ordered table.
 
     one query a row      a few rows: cache write and attention in one kernel, each context split among many programs;
                          more rows: the decode kernel, with fewer splits as rows become more
@@ -50,17 +50,17 @@ def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabili
 
 
 def takes_fused_decode(num_rows: int, kv_heads: int, max_context: int, gpu: Capabilities) -> bool:
-    """Whether rows of one query each are so few that the gaps between kernels are what takes the time"""
+    """Return whether rows of one query each are so few that the gaps between kernels take most of the time."""
     return num_splits_for(num_rows, kv_heads, max_context, gpu) >= gpu.tuning.attention_fused_min_splits
 
 
 def is_whole_prompt(num_queries: int, context: int, gpu: Capabilities) -> bool:
-    """Whether a row is a prompt that begins and ends in this step, long enough for dense attention"""
+    """Return whether a row is a prompt that begins and ends in this step and is long enough for dense attention."""
     return num_queries == context >= gpu.tuning.attention_dense_min_tokens
 
 
 def can_be_dense(dtype: torch.dtype, head_dim: int, *, has_extras: bool) -> bool:
-    """Whether torch's attention computes what the layer needs"""
+    """Return whether torch's attention computes what the layer needs."""
     return not has_extras and dtype != torch.float32 and head_dim in DENSE_HEAD_DIMS
 
 

@@ -120,7 +120,7 @@ def _change(changes, tables, num_changes, CHANGES: tl.constexpr) -> None:
 def gather_inputs(
     size: int, exchange: StepMailbox, tables: torch.Tensor, newest: torch.Tensor, block_size: int
 ) -> GatheredInputs:
-    """Of the step whose turn it is, which has `size` lines"""
+    """Gather the inputs of the next step in the ring, which has `size` rows."""
     device = tables.device
     groups, max_rows, max_blocks = tables.shape
     found = GatheredInputs(

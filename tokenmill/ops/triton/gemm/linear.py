@@ -165,7 +165,7 @@ def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, 
 
 
 def can_add(weight: LinearWeight, num_rows: int, mode: Mode) -> bool:
-    """Whether `add_linear` takes so many rows"""
+    """Return whether `add_linear` takes so many rows."""
     return _fused_choice(weight, num_rows, mode, "add") is not None
 
 

@@ -60,7 +60,7 @@ class Product(NamedTuple):
 
     @property
     def is_half(self) -> bool:
-        """Whether activations have 16 bits"""
+        """True where activations have 16 bits."""
         return self.form.dtype != torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Which kernel multiplies: one ordered table for every product of activations with a weight matrix.
+"""Selection of the GEMM kernel: one ordered table for every product of activations with a weight matrix.
 
 The first row that accepts a product is taken. What a row depends on is all in `Product`: the number of rows m, the
 matrix [n, k] and its form, what the GPU can do and its measured limits (`launch/capabilities.py`), and whether the

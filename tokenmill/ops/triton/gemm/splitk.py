@@ -119,7 +119,7 @@ def _splitk_kernel(
 
 @triton.jit
 def scales_from(places, stride, GROUPS: tl.constexpr):
-    """Of that many groups one after the other, a tensor each"""
+    """Load the scales of GROUPS consecutive groups, one tensor for each."""
     found = (tl.load(places),)
     for i in tl.static_range(1, GROUPS):
         found = found + (tl.load(places + i * stride),)

@@ -199,7 +199,7 @@ def _triton_version() -> tuple[int, ...]:
 
 @cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether fp8 numbers can be multiplied; kernels in the interpreter can."""
+    """Return whether the device multiplies fp8 numbers; the interpreter does."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -33,7 +33,7 @@ def wait_for_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def is_last_to_arrive(counter, num):
-    """Whether the num - 1 other programs were here before; what they stored until then can be read (with ".cg")."""
+    """Return whether the num - 1 other programs arrived before; what they stored can then be read (with ".cg")."""
     tl.debug_barrier()  # what all threads stored is announced by one of them
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num - 1
     if is_last:

@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 @triton.jit
 def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constexpr = False):
-    """Whose tile this program's is; the place of its first pair, and the end of that expert's pairs. IS_PART:
-    `offsets` begins with another expert's than the first."""
+    """Find the expert of this program's tile, the index of its first pair and the end of that expert's pairs.
+    IS_PART: `offsets` begins with another expert's than the first."""
     tile = tl.program_id(0)
     if IS_PART:
         tile += tl.load(offsets) // TILE
@@ -79,7 +79,7 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> SortedPairs:
-    """Of the experts that tokens chose, and how much these count: [T, k] both"""
+    """Sort (token, expert) pairs by expert; `weights` and `ids` of the chosen experts are [T, k]."""
     ids, weights = ids.contiguous().flatten(), weights.contiguous()
     if len(ids) > MAX_FEW_PAIRS:
         sorted_ids, order = ids.sort(stable=True)

@@ -64,7 +64,7 @@ def _pairs_from(row, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, 
 def _scales(
     lines, stride, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Of the first, second ... group of each piece, [rows] each; `lines` points at the lines' first scales"""
+    """Load the scales of the first, second ... group of each piece, [rows] each; `lines` points at first scales."""
     parts: tl.constexpr = SPAN // PIECE
     groups: tl.constexpr = PIECE * 32 // BITS // GROUP
     first = pieces // parts * (groups * parts) + pieces % parts

@@ -1,4 +1,4 @@
-"""Which kernels compute routed experts: one ordered table, by the number of tokens and the form of the matrices.
+"""Selection of the kernels for routed experts: one ordered table, by the number of tokens and the form of the matrices.
 
     a few tokens   each (token, expert) pair streams its expert's matrices, as a GEMV does
     more tokens    pairs are sorted by expert and multiplied in tiles: a grouped GEMM
@@ -38,7 +38,7 @@ class ExpertsRow(NamedTuple):
 
 
 def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is_fused: bool) -> bool:
-    """Whether each pair streams its expert's matrices. Packed ones only where norm and router are fused with them."""
+    """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too."""
     has_kernel = kind == "plain" or (is_fused and kind == "int")
     return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
 

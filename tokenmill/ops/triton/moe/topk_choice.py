@@ -1,6 +1,6 @@
-"""Who a router chose, found by the program that works for him: the best of a token's logits, the second, ...
+"""Expert chosen by a router, found by the program that computes it: the highest of a token's logits, the second, ...
 
-A few dozen steps of a warp. Logits are compared as whole numbers, of which a maximum is two instructions.
+A few dozen steps of a warp. Logits are compared as integers, whose maximum takes two instructions.
 """
 
 from __future__ import annotations

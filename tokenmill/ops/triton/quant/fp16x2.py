@@ -105,7 +105,7 @@ def half_of(pair, NUMBER: tl.constexpr):
 
 @triton.jit
 def as_pair(low, high, HAS_PTX: tl.constexpr):
-    """Of columns themselves, which are made smaller"""
+    """Pack two columns of activations into one word of two float16, scaled down."""
     low, high = low.to(tl.float32) * SMALLER, high.to(tl.float32) * SMALLER
     if HAS_PTX:
         pair = tl.inline_asm_elementwise(PAIR, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)

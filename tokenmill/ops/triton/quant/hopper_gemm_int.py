@@ -87,7 +87,7 @@ cvt.rn.{kind}x2.f32 $0, high, low;
 
 @gluon.jit
 def _scale_and_rest(found, BITS: gl.constexpr, NUMBER: gl.constexpr):
-    """Of scales as they were loaded, float32 [lines, 1] each; for value NUMBER of a word"""
+    """Split loaded scales into scale and offset, float32 [rows, 1] each, for value NUMBER of a word."""
     excess: gl.constexpr = _excess(BITS, NUMBER)
     if found.dtype == gl.int32:
         scale = found.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)

@@ -37,7 +37,7 @@ class Fp8Matrix:
     scales: torch.Tensor  # float32 [rows]
 
     def form(self, dtype: torch.dtype) -> WeightForm:
-        """Its form in products with activations of `dtype`"""
+        """Form of this matrix in products with activations of `dtype`."""
         return FP8_FORMS[dtype]
 
 
@@ -62,7 +62,7 @@ class PackedIntMatrix:
         return self.num_columns // len(self.scales)
 
     def form(self, dtype: torch.dtype) -> WeightForm:
-        """Its form in products with activations of `dtype`"""
+        """Form of this matrix in products with activations of `dtype`."""
         return int_form(dtype, self.bits, self.interleave)
 
 
@@ -175,7 +175,7 @@ def expanded(matrix: Fp8Matrix | PackedIntMatrix) -> torch.Tensor:
 
 
 def has_gemv_int4(matrix: PackedIntMatrix) -> bool:
-    """Whether the GEMV for 4-bit matrices takes it"""
+    """Return whether the GEMV for 4-bit matrices takes this one."""
     return matrix.bits == 4 and matrix.interleave == INTERLEAVE
 
 

@@ -50,7 +50,7 @@ def _bits(distance):
 
 @triton.jit
 def _weights(distance, unit, limit, COUNTS: tl.constexpr):
-    """Of each token: 1 (COUNTS) or its mass; nothing beyond `limit`."""
+    """Weight of each token: 1 (COUNTS) or its probability mass; 0 beyond `limit`."""
     inside = _bits(distance) <= limit
     if COUNTS:
         return inside.to(tl.int64)

@@ -1,0 +1,158 @@
+"""The CUDA runner behind a core with two steps in flight: the same tokens as one step at a time on a CPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.support.eager_device import CPU, eager_runner
+from tokenmill.config import SchedulerConfig
+from tokenmill.engine.core import EngineCore, Runner
+from tokenmill.engine.status import CoreInfo
+from tokenmill.kv.cache import KVCache
+from tokenmill.kv.storage import KVStorage
+from tokenmill.params import SamplingParams
+from tokenmill.runner.runner import ModelRunner
+from tokenmill.sampling.sampler import Sampler
+from tokenmill.scheduler import Scheduler
+from tokenmill.testing.scripted_models import ContextModel
+from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput
+
+VOCAB, BLOCK, ROWS, CONTEXT = 64, 4, 6, 96
+INFO = CoreInfo(max_context=CONTEXT, num_blocks=0, block_size=BLOCK)
+
+
+def core_over(
+    make_runner: Any, num_blocks: int, windows: tuple[int | None, ...] = (None,)
+) -> tuple[EngineCore, Scheduler]:
+    model = ContextModel(VOCAB, windows)
+    storage = KVStorage(model.layout, num_blocks, BLOCK, CPU)
+    runner: Runner = make_runner(model, storage, Sampler(VOCAB, ROWS, CPU), ROWS, CONTEXT)
+    cache = KVCache(windows=windows, num_blocks=num_blocks, block_size=BLOCK)
+    config = SchedulerConfig(max_running=ROWS, token_budget=24)
+    scheduler = Scheduler(config=config, cache=cache, max_rows=ROWS, clock=time.monotonic, continues=runner.continues)
+    return EngineCore(scheduler, runner, INFO), scheduler
+
+
+def requests() -> list[Request]:
+    """Every way through the runner: greedy on the device; logprobs, scored prompts, vectors and rare parameters on the
+    host; samples of one prompt; contexts that shift; answers that end by a stop token while the next step runs."""
+    kinds: list[dict[str, Any]] = [
+        {}, {"stop_token_ids": list(range(20, 30))}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 3},
+        {"typical_p": 0.8, "temperature": 0.7}, {"logprobs": 0, "prompt_logprobs": 0},
+    ]  # fmt: skip
+    found = []
+    for number in range(28):
+        params = SamplingParams(**{"temperature": 0.0, **kinds[number % len(kinds)]})
+        prompt = [1 + number % 3] * (number % 9) + [5 + (number * 7 + place) % 50 for place in range(number % 13 + 1)]
+        shift = ContextShift(24, 2, 8) if number % 5 == 4 and params.n == 1 else None
+        found.append(
+            Request(
+                request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=30, seed=number, shift=shift,
+                pooling=Pooling() if number == 13 else None, priority=number % 2,
+            )
+        )  # fmt: skip
+    return found
+
+
+Answers = dict[tuple[str, int], list[Any]]
+
+
+def answers(core: EngineCore, scheduler: Scheduler, aborted: set[str] = frozenset()) -> Answers:  # type: ignore[assignment]
+    for request in requests():
+        core.add(request)
+    found: Answers = {}
+    outputs: list[SequenceOutput] = []
+    steps = 0
+    while core.has_work:
+        outputs = core.step()
+        scheduler.check_integrity()
+        steps += 1
+        if steps == 7:
+            for name in aborted:
+                core.abort(name)
+        for output in outputs:
+            said = found.setdefault((output.request_id, output.index), [])
+            said += [*output.token_ids, *(output.logprobs or ()), *(output.prompt_logprobs or ())]
+            said += [output.finish_reason] if output.finish_reason else []
+            said += [round(value, 5) for value in output.embedding or ()]
+            assert output.error is None, output.error
+    return {key: said for key, said in found.items() if key[0] not in aborted}
+
+
+@pytest.mark.parametrize(("num_blocks", "windows"), [(200, (None,)), (40, (None,)), (60, (None, 9))])
+def test_two_steps_in_flight_say_the_same(
+    num_blocks: int, windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, scheduler = core_over(eager_runner(monkeypatch), num_blocks, windows)
+    found = answers(core, scheduler)
+    assert found == answers(*core_over(ModelRunner, 400, windows))
+    graphs: Any = core.runner._graphs  # type: ignore[attr-defined]
+    assert graphs.num_pending > graphs.num_given, "most tokens are fed before the host has seen them"
+    if num_blocks == 40:
+        assert scheduler.stats().preemptions > 0
+
+
+def test_aborted_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = {"0", "1", "4", "5"}
+    found = answers(*core_over(eager_runner(monkeypatch), 60), aborted)
+    assert found == {k: v for k, v in answers(*core_over(ModelRunner, 400)).items() if k[0] not in aborted}
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of the failed step end with an error; those that came in with the step behind it are computed
+    again and say what they would have said."""
+    runner_type = eager_runner(monkeypatch)
+    collect, num_collected = runner_type.collect, 0
+
+    def failing(self: Any, ticket: int, masks: Any = None) -> Any:
+        nonlocal num_collected
+        num_collected += 1
+        result = collect(self, ticket, masks)
+        if num_collected == 3:
+            raise RuntimeError("the device is gone")
+        return result
+
+    monkeypatch.setattr(runner_type, "collect", failing)
+    core, scheduler = core_over(runner_type, 200)
+    for request in requests():
+        core.add(request)
+    said: dict[str, list[int]] = {}
+    failed: set[str] = set()
+    while core.has_work:
+        for output in core.step():
+            if output.index == 0:
+                said.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.error:
+                assert "the device is gone" in output.error
+                failed.add(output.request_id)
+        scheduler.check_integrity()
+    assert 0 < len(failed) <= ROWS and len(said) == len(requests())
+    expected = answers(*core_over(ModelRunner, 400))
+    for name in said.keys() - failed:
+        tokens = [one for one in expected[(name, 0)] if isinstance(one, int)]
+        assert said[name] == tokens
+
+
+def test_results_that_are_not_finite_end_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ContextModel(VOCAB, nan_token=63)
+    storage = KVStorage(model.layout, 100, BLOCK, CPU)
+    runner = eager_runner(monkeypatch)(model, storage, Sampler(VOCAB, ROWS, torch.device("cpu")), ROWS, CONTEXT)
+    cache = KVCache(windows=(None,), num_blocks=100, block_size=BLOCK)
+    scheduler = Scheduler(
+        config=SchedulerConfig(max_running=ROWS, token_budget=24), cache=cache, max_rows=ROWS, clock=time.monotonic,
+        continues=runner.continues,
+    )  # fmt: skip
+    core = EngineCore(scheduler, runner, INFO)
+    for name, prompt in (("good", [5, 6, 7]), ("bad", [5, 63, 7])):
+        params = SamplingParams(temperature=0.0)
+        core.add(Request(request_id=name, prompt_token_ids=prompt, params=params, max_tokens=2, seed=1))
+    endings = {}
+    while core.has_work:
+        endings |= {one.request_id: one.error for one in core.step() if one.finish_reason}
+    assert endings["good"] is None and "NaN" in str(endings["bad"])

@@ -1,0 +1,99 @@
+"""A CUDA runner without a GPU: graphs are forward passes at once, in the order of their launch, as on a stream.
+
+Everything but the kernels is the real runner: which rows go where, what is kept until a step is collected, which tokens
+are known to the device alone. Rows take the most likely token; those that sample are left to tests on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.protocol import Model
+from tokenmill.runner import cuda_runner
+from tokenmill.runner.cuda_runner import CudaRunner
+from tokenmill.runner.decode_graphs import DecodeInputs, PendingTokens
+from tokenmill.runner.device_sampler import DeviceSampler
+from tokenmill.runner.inputs import build_batch
+from tokenmill.types import PENDING, RowPlan
+
+CPU = torch.device("cpu")
+
+
+def greedy(model: Model, hidden: torch.Tensor, _mode: str = "eager") -> torch.Tensor:
+    """The most likely tokens, negative where the logits are not finite, as the kernels say it."""
+    logits = model.logits(hidden)
+    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
+
+
+class Arrived:
+    def synchronize(self) -> None:
+        pass
+
+
+class EagerGraphs:
+    """Stands in for `DecodeGraphs`; the tables of the rows are its own, as they are a device's."""
+
+    def __init__(
+        self, model: Model, storage: KVStorage, sampler: DeviceSampler, max_rows: int, max_blocks: int, max_context: int
+    ) -> None:
+        self._model, self._storage = model, storage
+        self.newest = torch.zeros(max_rows, dtype=torch.int64)
+        self._tables = torch.zeros(len(storage.layout.groups), max_rows, max_blocks, dtype=torch.int32).numpy()
+        self._hidden = torch.empty(0)  # where every step leaves its states
+        self.rows = SimpleNamespace(change=self._change)
+        self.num_pending = self.num_given = 0
+
+    def _change(self, changes: Sequence[tuple[int, int, int, list[int]]]) -> None:
+        for group, row, start, blocks in changes:
+            self._tables[group, row, start : start + len(blocks)] = blocks
+
+    def start(self, inputs: DecodeInputs, kind: str) -> PendingTokens:
+        assert kind == "greedy"
+        drawn = greedy(self._model, self._forward(inputs))
+        self.newest[inputs.rows] = drawn
+        event: Any = Arrived()
+        return PendingTokens({row: line for line, row in enumerate(inputs.rows)}, drawn, event)
+
+    def hidden(self, inputs: DecodeInputs) -> torch.Tensor:
+        states = self._forward(inputs)
+        self._hidden.fill_(float("nan"))  # the states of the step before are overwritten
+        self._hidden = states
+        return states
+
+    def _forward(self, inputs: DecodeInputs) -> torch.Tensor:
+        self.num_pending += inputs.tokens.count(PENDING)
+        self.num_given += len(inputs.tokens) - inputs.tokens.count(PENDING)
+        fed = [
+            int(self.newest[row]) if token == PENDING else token
+            for row, token in zip(inputs.rows, inputs.tokens, strict=True)
+        ]
+        plans = [
+            RowPlan(row=row, start=position, token_ids=[max(0, token)])
+            for row, position, token in zip(inputs.rows, inputs.positions, fed, strict=True)
+        ]
+        batch = build_batch(plans, [[0]] * len(plans), self._tables, self._storage.block_size, CPU)
+        return self._model.forward(batch, self._storage)
+
+
+def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
+    """The CUDA runner, with everything that needs a GPU replaced."""
+    event: Any = Arrived()
+
+    def to_host(self: CudaRunner, drawn: torch.Tensor, rows: list[int]) -> PendingTokens:
+        return PendingTokens({row: line for line, row in enumerate(rows)}, drawn, event)
+
+    def to_device(self: CudaRunner, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    monkeypatch.setattr(cuda_runner, "DecodeGraphs", EagerGraphs)
+    monkeypatch.setattr(cuda_runner, "best_tokens", greedy)
+    monkeypatch.setattr(cuda_runner, "WarmUp", lambda *_: None)
+    monkeypatch.setattr(CudaRunner, "_to_host", to_host)
+    monkeypatch.setattr(CudaRunner, "_to_device", to_device)
+    return CudaRunner

@@ -19,8 +19,10 @@ import triton
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tokenmill.ops.triton.attention import decode
-from tokenmill.ops.triton.attention import prefill as chunk
+from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.interface import AttentionArgs
+from tokenmill.ops.triton.attention.decode import decode_attention
+from tokenmill.ops.triton.attention.prefill import PrefillConfig, prefill_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 
@@ -43,13 +45,13 @@ def graph_ms(work: Callable[[], object], repeats: int = 5) -> float:
     return sorted(times)[repeats // 2]
 
 
-def paged(num_rows: int, context: int, layers: int) -> tuple[list[decode.LayerCache], torch.Tensor, torch.Tensor]:
+def paged(num_rows: int, context: int, layers: int) -> tuple[list[LayerCache], torch.Tensor, torch.Tensor]:
     per_row = -(-context // BLOCK)
     num_blocks = num_rows * per_row + 1
     storage = torch.randn(2, layers, num_blocks, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
     tables = (torch.randperm(num_blocks - 1, device="cuda")[: num_rows * per_row] + 1).int().view(num_rows, per_row)
     contexts = torch.full((num_rows,), context, device="cuda", dtype=torch.int32)
-    return [decode.LayerCache(storage[0, i], storage[1, i]) for i in range(layers)], tables, contexts
+    return [LayerCache(storage[0, i], storage[1, i]) for i in range(layers)], tables, contexts
 
 
 def dense_of(cache: torch.Tensor, table: torch.Tensor, context: int) -> torch.Tensor:
@@ -63,7 +65,7 @@ def decode_variants() -> Iterator[tuple[int, int, int, int]]:
 
 
 def bench_decode() -> None:
-    args = decode.AttentionArgs(DIM**-0.5)
+    args = AttentionArgs(DIM**-0.5)
     for num_rows, context in ((1, 512), (8, 512), (32, 512), (128, 512), (512, 640)):
         layers = 32 if num_rows < 256 else 8
         caches, tables, contexts = paged(num_rows, context, layers)
@@ -80,10 +82,10 @@ def bench_decode() -> None:
 
             def work(t=tile, s=splits, w=warps, g=stages, o=out, q=q, c=caches, tb=tables, cx=contexts) -> None:  # type: ignore[no-untyped-def]
                 for cache in c:
-                    decode.decode_attention(q, cache, tb, cx, args, o, s, tile=t, warps=w, stages=g)
+                    decode_attention(q, cache, tb, cx, args, o, s, tile=t, warps=w, stages=g)
 
             try:
-                decode.decode_attention(
+                decode_attention(
                     q, caches[0], tables, contexts, args, out, splits, tile=tile, warps=warps, stages=stages
                 )
                 error = float((out[0].float() - expected.squeeze(1)).norm() / expected.norm())
@@ -98,7 +100,7 @@ def bench_decode() -> None:
 
 
 def bench_chunk() -> None:
-    args = chunk.AttentionArgs(DIM**-0.5)
+    args = AttentionArgs(DIM**-0.5)
     for num_rows, length in ((2, 4096), (16, 512)):
         caches, tables, contexts = paged(num_rows, length, 4)
         q = torch.randn(num_rows * length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -126,13 +128,13 @@ def bench_chunk() -> None:
                 m=queries, t=tile, w=warps, g=stages, c=caches, q=q, o=out, tb=tables, s=starts, cx=contexts
             ) -> None:  # type: ignore[no-untyped-def]
                 for cache in c:
-                    chunk.prefill_attention(
-                        q, cache, tb, s, cx, range(len(cx)), len(q), args, o, queries_tile=m, tile=t, warps=w, stages=g
+                    prefill_attention(
+                        q, cache, tb, s, cx, range(len(cx)), len(q), args, o, config=PrefillConfig(m, t, w, g)
                     )
 
             try:
                 work()
-                chunk.prefill_attention(
+                prefill_attention(
                     q,
                     caches[0],
                     tables,
@@ -142,10 +144,7 @@ def bench_chunk() -> None:
                     len(q),
                     args,
                     out,
-                    queries_tile=queries,
-                    tile=tile,
-                    warps=warps,
-                    stages=stages,
+                    config=PrefillConfig(queries, tile, warps, stages),
                 )
                 error = float((out.float() - expected.float()).norm() / expected.float().norm())
                 assert error < 1e-2, f"error {error}"

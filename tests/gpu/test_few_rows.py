@@ -43,8 +43,8 @@ def caches_of(num_blocks: int, kv_heads: int, dtype: torch.dtype) -> list[LayerC
 def test_placing_and_attending_at_once(
     contexts: list[int], kv_heads: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
-    from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
+    from tokenmill.ops.triton.attention.decode import fused_decode_attention
+    from tokenmill.ops.triton.attention.kv_cache import norm_rope_write_kv
     from tokenmill.ops.triton.attention.select import takes_fused_decode
     from tokenmill.ops.triton.build import build_ops
     from tokenmill.ops.triton.launch.capabilities import capabilities_of

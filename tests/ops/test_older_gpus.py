@@ -110,7 +110,7 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[La
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
         patch("tokenmill.runner.warmup.compile_beside", asked_at_once),
         patch("tokenmill.ops.triton.launch.pdl.overlaps", lambda: isinstance(name, int) and name >= 90),
-        patch("tokenmill.ops.triton.attention.kv_dtypes.has_fp8", lambda device: isinstance(name, int) and name >= 89),
+        patch("tokenmill.ops.triton.attention.kv_cache.has_fp8", lambda device: isinstance(name, int) and name >= 89),
         patch.object(splitk, "has_ptx", lambda: isinstance(name, int)),
         patch.object(gemv_int4, "has_ptx", lambda: isinstance(name, int)),
         patch.object(moe_gemv_int, "has_ptx", lambda: isinstance(name, int)),
@@ -141,7 +141,7 @@ def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
     """Ampere; what decodes one row, the dearest of them to be wrong about"""
     forms = launches(80, LLAMA, kv_dtype=torch.float8_e4m3fn)
     found = {one.jitted.fn.__name__: one for one in forms}
-    for kernel in ("_place", "_fused_decode_attention"):
+    for kernel in ("_norm_rope_write_kv", "_fused_decode_attention"):
         require_fits(found[kernel], 80)
 
 

@@ -17,9 +17,9 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import LARGEST
-from tokenmill.ops.triton.attention.dense_prefill import dense_prefill_attention
-from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
-from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
+from tokenmill.ops.triton.attention.decode import fused_decode_attention
+from tokenmill.ops.triton.attention.kv_cache import norm_rope_write_kv
+from tokenmill.ops.triton.attention.prefill import dense_prefill_attention
 from tokenmill.ops.triton.build import build_ops
 
 OPS = build_ops()
@@ -165,7 +165,7 @@ class TestDevicesWithoutFp8:
 
     @pytest.fixture(autouse=True)
     def no_fp8(self) -> None:
-        with patch("tokenmill.ops.triton.attention.kv_dtypes.has_fp8", lambda device: False):
+        with patch("tokenmill.ops.triton.attention.kv_cache.has_fp8", lambda device: False):
             yield
 
     def test_every_number_is_kept_and_others_become_the_nearest(self) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
-from tokenmill.ops.triton.attention.plan import attention, plan_attention
+from tokenmill.ops.triton.attention.plan import plan_attention
+from tokenmill.ops.triton.attention.step import attention
 from tokenmill.ops.triton.elementwise.activation import act_mul
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
 from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm

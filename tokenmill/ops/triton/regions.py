@@ -31,8 +31,8 @@ from tokenmill.ops.interface import (
     ProjectionWeights,
     Regions,
 )
-from tokenmill.ops.triton.attention.fused_decode import fused_decode_attention
-from tokenmill.ops.triton.attention.norm_rope_cache import norm_rope_write_kv
+from tokenmill.ops.triton.attention.decode import fused_decode_attention
+from tokenmill.ops.triton.attention.kv_cache import norm_rope_write_kv
 from tokenmill.ops.triton.attention.select import takes_fused_decode
 from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear
 from tokenmill.ops.triton.launch.capabilities import capabilities_of

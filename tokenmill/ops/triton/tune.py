@@ -23,8 +23,9 @@ import torch
 
 from tokenmill.ops.batch import LayerCache, Mode
 from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
-from tokenmill.ops.triton.attention.plan import AttentionPlan, attention
-from tokenmill.ops.triton.gemm.linear import add_linear, gated_linear, linear
+from tokenmill.ops.triton.attention.plan import AttentionPlan
+from tokenmill.ops.triton.attention.step import attention
+from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear, linear
 from tokenmill.ops.triton.launch.capabilities import Capabilities, Tuning, assume_capabilities, capabilities_of
 from tokenmill.ops.triton.moe.grouped_gemm import experts
 from tokenmill.ops.triton.quant.quantized import to_fp8, to_int4, to_int8
@@ -72,8 +73,9 @@ class Workbench:
 
         def run(number: int) -> object:
             weight = weights[number % len(weights)]
-            total = add_linear(x, weight, residual)
-            return residual + linear(x, weight) if total is None else total
+            if can_add(weight, m, "eager"):
+                return add_linear(x, weight, residual)
+            return residual + linear(x, weight)
 
         return run
 

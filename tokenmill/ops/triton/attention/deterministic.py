@@ -1,15 +1,16 @@
-"""Attention whose sums depend on a query and its context alone, never on the batch or on how a prompt was cut.
+"""Attention whose sums depend on a query and its context alone, never on the batch or on how a prompt was cut into
+chunks: for `--deterministic`.
 
-A tile is a few consecutive queries of one row, each with all the heads that share a key head. Keys are cut into
-segments at fixed positions. A segment's softmax state (highest score, sum, weighted values) is worked out by itself and
-then joined with that of the segments before it, in their order:
+A tile is a few consecutive queries of one row, each with all the heads that share a KV head. Keys are cut into segments
+at fixed positions. A segment's softmax state is computed by itself and then merged with that of the segments before it,
+in their order:
 
-    context   [ segment 0 | segment 1 | ... | the query's own ]      state = join(join(state 0, state 1), ...)
+    context   [ segment 0 | segment 1 | ... | the query's own ]      state = merge(merge(state 0, state 1), ...)
 
 Where there are many tiles a program takes the segments in turn; where a few rows decode, each segment has programs of
-its own, and a second kernel joins. A key that a query does not see changes no bit of its state, so it does not matter
-which other queries share the tile. Multiplications and additions are not fused: a compiler would do it here and not
-there.
+its own, and a second kernel merges. A key that a query does not see changes no bit of its state, so it does not matter
+which other queries share the tile. Multiplications and additions are not fused into one instruction: a compiler would
+do it in one kernel and not in another.
 """
 
 from __future__ import annotations
@@ -20,69 +21,54 @@ import triton.language as tl
 
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.attention.decode import LOG2E, NO_WINDOW, precision_of
-from tokenmill.ops.triton.attention.kv_dtypes import as_factors, numbers_of
+from tokenmill.ops.triton.attention.kv_cache import cache_tensors
 from tokenmill.ops.triton.attention.plan import AttentionPlan
-from tokenmill.ops.triton.elementwise.activation import tanh
-from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.attention.softmax import (
+    NO_WINDOW,
+    add_keys,
+    attention_output,
+    attention_scores,
+    empty_state,
+    load_kv_rows,
+    load_scale,
+    merge_states,
+)
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 
 SEGMENT = 256  # keys
 PROGRAMS_WANTED = 128
-LOWEST = tl.constexpr(-1e30)  # the highest score of a query that has seen no key
-
-
-@triton.jit
-def _joined(highest, total, mixed, next_highest, next_total, next_mixed):
-    """One state after another: [LINES], [LINES], [LINES, D]"""
-    both = tl.maximum(highest, next_highest)
-    old, new = tl.exp2(highest - both), tl.exp2(next_highest - both)
-    return both, total * old + next_total * new, mixed * old[:, None] + next_mixed * new[:, None]
 
 
 @triton.jit
 def _segment_state(
-    query, keys, values, key_scales, value_scales, table, kv_head, positions, low, high, context,
-    scale, softcap, window, d,
+    query, cache, table, kv_head, q_positions, low, high, context, scale, softcap, window, offs_d,
     LINES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax state of keys [low, high), of which each line sees those up to its position and within its window."""
-    highest = tl.full((LINES,), LOWEST, tl.float32)
-    total = tl.zeros((LINES,), tl.float32)
-    mixed = tl.zeros((LINES, DIM_PADDED), tl.float32)
+    """The state of keys [low, high), of which each line of the tile sees those up to its position, within its window"""
+    keys, values, key_scales, value_scales = cache
+    m_i, l_i, acc = empty_state(LINES, DIM_PADDED)
     for start in range(low, high, TILE):
-        places = start + tl.arange(0, TILE)
-        inside = places < context
-        blocks = tl.load(table + places // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
-        kv_inside = inside[:, None] & (d < DIM)[None, :]
-        key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
-        value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
-        key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        if IS_SCALED:
-            scores = scores * tl.load(key_scales + lines, mask=inside, other=0.0)[None, :]
-        if HAS_SOFTCAP:
-            scores = softcap * tanh(scores / softcap)
-        seen = (places[None, :] <= positions[:, None]) & (places[None, :] > positions[:, None] - window)
-        scores = tl.where(seen, scores * LOG2E, LOWEST)
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp2(scores - new_highest[:, None]), 0.0)
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        if IS_SCALED:
-            weights = weights * tl.load(value_scales + lines, mask=inside, other=0.0)[None, :]
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision=PRECISION)
-        highest = new_highest
-    return highest, total, mixed
+        offs_n = start + tl.arange(0, TILE)
+        inside = offs_n < context
+        kv_rows = load_kv_rows(table, kv_head, offs_n, inside, KV_HEADS, BLOCK_SIZE)
+        kv_inside = inside[:, None] & (offs_d < DIM)[None, :]
+        key = tl.load(keys + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
+        value = tl.load(values + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
+        key_scale = load_scale(key_scales, kv_rows, inside, IS_SCALED)
+        qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
+        seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] > q_positions[:, None] - window)
+        qk = tl.where(seen, qk, float("-inf"))
+        value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
+        m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, query.dtype, IS_SCALED, PRECISION)
+    return m_i, l_i, acc
 
 
 @kernel_unspecialized("num_rows")
 def _attend(
-    queries, keys, values, key_scales, value_scales, out, part_states, part_mixed,
+    queries, keys, values, key_scales, value_scales, out, segment_sums, segment_accs,
     tables, query_starts, contexts, sinks, scale, softcap, window, table_stride, num_rows,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
@@ -110,76 +96,75 @@ def _attend(
         length = tl.load(query_starts + row + 1) - begin
         offset = (tile - begin // QUERIES - row) * QUERIES
     context = tl.load(contexts + row)
-    if offset < length:  # a row that only fills up has context 0, sees nothing and gets zeros
+    if offset < length:  # a row that only pads the batch has context 0, sees nothing and gets zeros
         lines = tl.arange(0, LINES)
         local, member = offset + lines // MEMBERS, lines % MEMBERS
-        positions = context - length + local
+        q_positions = context - length + local
         heads = kv_head * GROUP + member
-        d = tl.arange(0, DIM_PADDED)
+        offs_d = tl.arange(0, DIM_PADDED)
         is_line = (local < length) & (member < GROUP)
-        places = (begin + local).to(tl.int64) * NUM_HEADS + heads
-        q_inside = is_line[:, None] & (d < DIM)[None, :]
-        query = tl.load(queries + places[:, None] * DIM + d[None, :], mask=q_inside, other=0.0)
+        q_rows = (begin + local).to(tl.int64) * NUM_HEADS + heads
+        q_inside = is_line[:, None] & (offs_d < DIM)[None, :]
+        query = tl.load(queries + q_rows[:, None] * DIM + offs_d[None, :], mask=q_inside, other=0.0)
+        cache = (keys, values, key_scales, value_scales)
         table = tables + tl.cast(row, tl.int64) * table_stride
         oldest = tl.maximum(context - length + offset - window + 1, 0)
         last = tl.minimum(context - length + offset + QUERIES, context)
         if IN_TURN:
-            highest = tl.full((LINES,), LOWEST, tl.float32)
-            total = tl.zeros((LINES,), tl.float32)
-            mixed = tl.zeros((LINES, DIM_PADDED), tl.float32)
+            m_i, l_i, acc = empty_state(LINES, DIM_PADDED)
             for first in range(oldest // SEGMENT * SEGMENT, last, SEGMENT):
-                next_highest, next_total, next_mixed = _segment_state(
-                    query, keys, values, key_scales, value_scales, table, kv_head, positions,
+                segment = _segment_state(
+                    query, cache, table, kv_head, q_positions,
                     tl.maximum(first, oldest // TILE * TILE), tl.minimum(first + SEGMENT, last), context,
-                    scale, softcap, window, d, LINES, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
+                    scale, softcap, window, offs_d, LINES, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
                     IS_SCALED, PRECISION,
                 )  # fmt: skip
-                highest, total, mixed = _joined(highest, total, mixed, next_highest, next_total, next_mixed)
+                m_i, l_i, acc = merge_states((m_i, l_i, acc), segment)
+            sink = is_line
             if HAS_SINKS:
-                total += tl.exp2(tl.load(sinks + heads, mask=is_line, other=0.0) * LOG2E - highest)
-            mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-            tl.store(out + places[:, None] * DIM + d[None, :], mixed.to(out.dtype.element_ty), mask=q_inside)
+                sink = tl.load(sinks + heads, mask=is_line, other=0.0)
+            result = attention_output((m_i, l_i, acc), sink, HAS_SINKS)
+            tl.store(out + q_rows[:, None] * DIM + offs_d[None, :], result.to(out.dtype.element_ty), mask=q_inside)
         else:
             first = tl.program_id(2) * SEGMENT
             if (first < last) & (first + SEGMENT > oldest):
-                highest, total, mixed = _segment_state(
-                    query, keys, values, key_scales, value_scales, table, kv_head, positions,
+                m_i, l_i, acc = _segment_state(
+                    query, cache, table, kv_head, q_positions,
                     tl.maximum(first, oldest // TILE * TILE), tl.minimum(first + SEGMENT, last), context,
-                    scale, softcap, window, d, LINES, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
+                    scale, softcap, window, offs_d, LINES, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
                     IS_SCALED, PRECISION,
                 )  # fmt: skip
-                part = places * NUM_SEGMENTS + tl.program_id(2)
-                tl.store(part_states + part * 2, highest, mask=is_line)
-                tl.store(part_states + part * 2 + 1, total, mask=is_line)
-                tl.store(part_mixed + part[:, None] * DIM + d[None, :], mixed, mask=q_inside)
+                index = q_rows * NUM_SEGMENTS + tl.program_id(2)
+                tl.store(segment_sums + index * 2, m_i, mask=is_line)
+                tl.store(segment_sums + index * 2 + 1, l_i, mask=is_line)
+                tl.store(segment_accs + index[:, None] * DIM + offs_d[None, :], acc, mask=q_inside)
 
 
 @kernel
-def _join_segments(
-    part_states, part_mixed, contexts, sinks, out, window,
+def _merge_segments(
+    segment_sums, segment_accs, contexts, sinks, out, window,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SEGMENT: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Join the segments of rows with one query each; one program for each head."""
+    """Merge the segments of rows with one query each; a program for each head of each row."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
-    place = tl.program_id(0).to(tl.int64)  # row * heads + head
-    context = tl.load(contexts + place // NUM_HEADS)
-    d = tl.arange(0, DIM_PADDED)
+    q_row = tl.program_id(0).to(tl.int64)  # row * heads + head
+    context = tl.load(contexts + q_row // NUM_HEADS)
+    offs_d = tl.arange(0, DIM_PADDED)
     one = tl.arange(0, 1)
-    highest = tl.full((1,), LOWEST, tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    mixed = tl.zeros((1, DIM_PADDED), tl.float32)
+    m_i, l_i, acc = empty_state(1, DIM_PADDED)
     for number in range(tl.maximum(context - window, 0) // SEGMENT, tl.cdiv(context, SEGMENT)):
-        part = place * NUM_SEGMENTS + number
-        states = part_states + part * 2 + one
-        parts = tl.load(part_mixed + part * DIM + d, mask=d < DIM, other=0.0)[None, :]
-        highest, total, mixed = _joined(highest, total, mixed, tl.load(states), tl.load(states + 1), parts)
+        index = q_row * NUM_SEGMENTS + number
+        sums = segment_sums + index * 2 + one
+        segment_acc = tl.load(segment_accs + index * DIM + offs_d, mask=offs_d < DIM, other=0.0)[None, :]
+        m_i, l_i, acc = merge_states((m_i, l_i, acc), (tl.load(sums), tl.load(sums + 1), segment_acc))
+    sink = one
     if HAS_SINKS:
-        total += tl.exp2(tl.load(sinks + place % NUM_HEADS + one) * LOG2E - highest)
-    mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-    targets = out + place * DIM + d[None, :] + one[:, None]
-    tl.store(targets, mixed.to(out.dtype.element_ty), mask=(d < DIM)[None, :])
+        sink = tl.load(sinks + q_row % NUM_HEADS + one)
+    result = attention_output((m_i, l_i, acc), sink, HAS_SINKS)
+    targets = out + q_row * DIM + offs_d[None, :] + one[:, None]
+    tl.store(targets, result.to(out.dtype.element_ty), mask=(offs_d < DIM)[None, :])
 
 
 def deterministic_attention(
@@ -198,17 +183,17 @@ def deterministic_attention(
     num_segments = next_power_of_2(cdiv(plan.max_position, SEGMENT))  # few variants to compile
     if in_turn is None:
         in_turn = not are_single or num_segments == 1 or tiles * kv_heads >= PROGRAMS_WANTED
-    states = mixed = out
+    sums = accs = out
     if in_turn:
         num_segments = 1
     else:
-        states = torch.empty(num_tokens, num_heads, num_segments, 2, dtype=torch.float32, device=out.device)
-        mixed = torch.empty(num_tokens, num_heads, num_segments, dim, dtype=torch.float32, device=out.device)
+        sums = torch.empty(num_tokens, num_heads, num_segments, 2, dtype=torch.float32, device=out.device)
+        accs = torch.empty(num_tokens, num_heads, num_segments, dim, dtype=torch.float32, device=out.device)
     sinks = args.sinks if args.sinks is not None else queries
     window = args.window or NO_WINDOW
     padded = max(16, next_power_of_2(dim))
     _attend[(tiles, kv_heads, num_segments)](
-        queries, *numbers_of(cache), out, states, mixed,
+        queries, *cache_tensors(cache), out, sums, accs,
         plan.tables, plan.query_starts, plan.contexts, sinks,
         args.scale, args.softcap or 1.0, window, plan.tables.stride(0), num_rows,
         num_heads, kv_heads, group, members, dim, padded, block_size, lines, tile, SEGMENT, num_segments, in_turn,
@@ -217,8 +202,8 @@ def deterministic_attention(
         num_warps=warps, num_stages=stages, enable_fp_fusion=False, **launch_options(),
     )  # fmt: skip
     if not in_turn:
-        _join_segments[(num_rows * num_heads,)](
-            states, mixed, plan.contexts, sinks, out, window,
+        _merge_segments[(num_rows * num_heads,)](
+            sums, accs, plan.contexts, sinks, out, window,
             num_heads, dim, padded, SEGMENT, num_segments, args.sinks is not None,
             num_warps=1, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip

@@ -1,24 +1,19 @@
-"""Attention of a whole step, by kinds of rows, in this order:
+"""What attention of a step needs to know of its rows, worked out once for all layers of a KV group.
 
-[ one query each: decoding kernel | chunks: chunk kernel | whole long prompts: dense attention ]
+Rows of a step lie in this order, and each part has a kernel of its own (`attention/select.py`):
+
+    [ one query each: decode | chunks of prompts: prefill | whole long prompts: dense ]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
-from tokenmill.ops.batch import ForwardBatch, LayerCache
-from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.attention.decode import decode_attention
-from tokenmill.ops.triton.attention.dense_prefill import dense_prefill_attention
-from tokenmill.ops.triton.attention.prefill import prefill_attention
-from tokenmill.ops.triton.attention.select import TILE, can_be_dense, is_whole_prompt, num_splits_for
+from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.triton.attention.select import TILE, is_whole_prompt
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
-
-SPLITS_BESIDE = 8  # of few rows' contexts beside chunks, or none: fewer kernels to compile
 
 
 @dataclass(frozen=True)
@@ -55,40 +50,3 @@ def _trailing_prompts(lengths: tuple[tuple[int, int], ...], gpu: Capabilities) -
             break
         found.insert(0, queries)
     return tuple(found)
-
-
-def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
-    """queries [T, heads, D] → [T, heads * D]"""
-    queries = queries.contiguous()
-    single, num_rows = plan.num_single, plan.contexts.shape[0]
-    has_extras = args.window is not None or args.softcap is not None or args.sinks is not None
-    prompts = plan.prompts if can_be_dense(queries.dtype, queries.shape[2], has_extras=has_extras) else ()
-    if len(prompts) == num_rows and len(set(prompts)) == 1:  # nothing to put together
-        return (
-            dense_prefill_attention(queries.unflatten(0, (num_rows, -1)), cache, plan.tables, args)
-            .flatten(0, 1)
-            .flatten(1)
-        )
-    out = torch.empty_like(queries)
-    end = queries.shape[0]
-    last_row = num_rows
-    for length, alike in groupby(reversed(prompts)):
-        count = len(list(alike))
-        tokens, rows = slice(end - count * length, end), slice(last_row - count, last_row)
-        shape = (count, length, *queries.shape[1:])
-        out[tokens].view(shape).copy_(
-            dense_prefill_attention(queries[tokens].view(shape), cache, plan.tables[rows], args)
-        )
-        end, last_row = tokens.start, rows.start
-    if single:
-        splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, capabilities_of(queries.device))
-        if single < num_rows:
-            splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
-        decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
-    chunks = range(single, num_rows - len(prompts))
-    if chunks:
-        prefill_attention(
-            queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out,
-            are_short=plan.max_queries <= 1024,
-        )  # fmt: skip
-    return out.flatten(1)

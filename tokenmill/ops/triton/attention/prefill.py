@@ -1,74 +1,90 @@
-"""Many queries a row over its paged context: the compute-bound half of attention.
+"""Attention of prompts: chunks of them over the paged cache, and whole long prompts by torch's dense attention.
 
-A tile is QUERIES consecutive queries of one row and one head. Which row a tile belongs to is found on the device, so
-that the host never waits for lengths: row r's tiles begin at query_starts[r] // QUERIES + r, which leaves each row
-room for its last, partly filled one.
+`prefill_attention` takes a tile of a row's queries for one head over its paged context. Keys before the diagonal are
+seen by every query of the tile and need no mask:
 
-    keys of a tile:   [ window passed | every query sees these | the diagonal: masked | after the last query ]
+    keys of a tile of queries   [ before its first: no mask | the diagonal: masked | after its last: skipped ]
+
+`dense_prefill_attention` computes prompts that begin and end in this step: their keys are exactly this step's, so that
+the fastest dense attention at hand (cuDNN's) does it. Keys and values are gathered from the paged cache once a layer,
+which costs a few per cent of the attention itself.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.attention.decode import LOG2E, NO_WINDOW, precision_of
-from tokenmill.ops.triton.attention.kv_dtypes import as_factors, numbers_of
-from tokenmill.ops.triton.elementwise.activation import tanh
-from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
-from tokenmill.ops.triton.launch.sizes import next_power_of_2
+from tokenmill.ops.triton.attention.kv_cache import as_factors, cache_tensors
+from tokenmill.ops.triton.attention.softmax import (
+    NO_WINDOW,
+    add_keys,
+    attention_output,
+    attention_scores,
+    empty_state,
+    load_kv_rows,
+    load_scale,
+)
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
+
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class PrefillConfig(NamedTuple):
+    """How chunks are cut into programs."""
+
+    queries: int  # of a program
+    keys: int  # that it looks at together
+    warps: int
+    stages: int
+
+
+def pick_prefill_config(dtype: torch.dtype, dim_padded: int, *, are_short: bool) -> PrefillConfig:
+    """Short chunks are cut into smaller tiles: half-empty tiles would cost more than large ones save."""
+    if dtype == torch.float32 or dim_padded > 128:
+        return PrefillConfig(32, 32, 4, 2)
+    return PrefillConfig(64, 64, 4, 2) if are_short else PrefillConfig(128, 64, 8, 2)
 
 
 @triton.jit
-def _attend(
-    query, highest, total, mixed, keys, values, key_scales, value_scales, table, kv_head, positions, low, high, context,
-    scale, softcap, window, d,
+def _attend_range(
+    state, query, cache, table, kv_head, q_positions, low, high, context, scale, softcap, window, offs_d,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax state after keys [low, high)."""
+    """The state after keys [low, high)"""
+    keys, values, key_scales, value_scales = cache
+    m_i, l_i, acc = state
     for start in range(low, high, TILE):
-        places = start + tl.arange(0, TILE)
-        inside = places < context
-        blocks = tl.load(table + places // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
+        offs_n = start + tl.arange(0, TILE)
+        inside = offs_n < context
+        kv_rows = load_kv_rows(table, kv_head, offs_n, inside, KV_HEADS, BLOCK_SIZE)
         if IS_MASKED:
-            kv_inside = inside[:, None] & (d < DIM)[None, :]
-            key = tl.load(keys + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
-            value = tl.load(values + lines[:, None] * DIM + d[None, :], mask=kv_inside, other=0.0)
+            kv_inside = inside[:, None] & (offs_d < DIM)[None, :]
+            key = tl.load(keys + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
+            value = tl.load(values + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
         else:
-            key = tl.load(keys + lines[:, None] * DIM + d[None, :])
-            value = tl.load(values + lines[:, None] * DIM + d[None, :])
-        key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        scores = scores * scale
-        if IS_SCALED:
-            scores *= tl.load(key_scales + lines, mask=inside, other=0.0)[None, :]
-        if HAS_SOFTCAP:
-            scores = softcap * tanh(scores / softcap)
-        scores = scores * LOG2E
+            key = tl.load(keys + kv_rows[:, None] * DIM + offs_d[None, :])
+            value = tl.load(values + kv_rows[:, None] * DIM + offs_d[None, :])
+        key_scale = load_scale(key_scales, kv_rows, inside, IS_SCALED)
+        qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
         if IS_MASKED:
-            seen = (places[None, :] <= positions[:, None]) & (places[None, :] > positions[:, None] - window)
-            scores = tl.where(seen, scores, -1e30)
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        if IS_MASKED:
-            weights = tl.where(seen, weights, 0.0)
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        if IS_SCALED:
-            weights *= tl.load(value_scales + lines, mask=inside, other=0.0)[None, :]
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(value.dtype), value, mixed, input_precision=PRECISION)
-        highest = new_highest
-    return highest, total, mixed
+            seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] > q_positions[:, None] - window)
+            qk = tl.where(seen, qk, float("-inf"))
+        value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
+        m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, query.dtype, IS_SCALED, PRECISION)
+    return m_i, l_i, acc
 
 
 @kernel_unspecialized("first_row", "num_rows", "table_stride")
-def _chunk(
+def _prefill(
     queries, keys, values, key_scales, value_scales, out, tables, query_starts, contexts, sinks,
     scale, softcap, window, table_stride, first_row, num_rows,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -95,38 +111,36 @@ def _chunk(
     offset = (tile - (begin - origin) // QUERIES - (row - first_row)) * QUERIES
     if offset < length:
         context = tl.load(contexts + row)
-        d = tl.arange(0, DIM_PADDED)
+        offs_d = tl.arange(0, DIM_PADDED)
         local = offset + tl.arange(0, QUERIES)
-        positions = context - length + local
-        lines = ((begin + local).to(tl.int64) * NUM_HEADS + head) * DIM
-        q_inside = (local < length)[:, None] & (d < DIM)[None, :]
-        query = tl.load(queries + lines[:, None] + d[None, :], mask=q_inside, other=0.0)
-        highest = tl.full((QUERIES,), -1e30, tl.float32)
-        total = tl.zeros((QUERIES,), tl.float32)
-        mixed = tl.zeros((QUERIES, DIM_PADDED), tl.float32)
+        q_positions = context - length + local
+        q_rows = ((begin + local).to(tl.int64) * NUM_HEADS + head) * DIM
+        q_inside = (local < length)[:, None] & (offs_d < DIM)[None, :]
+        query = tl.load(queries + q_rows[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+        state = empty_state(QUERIES, DIM_PADDED)
         earliest = context - length + offset
         last = tl.minimum(earliest + QUERIES, context)
         low = 0
         if HAS_WINDOW:
             low = tl.maximum(earliest - window + 1, 0) // TILE * TILE
+        cache = (keys, values, key_scales, value_scales)
         table = tables + row.to(tl.int64) * table_stride
         diagonal = low
         if IS_PLAIN:
             diagonal = (earliest + 1) // TILE * TILE
-            highest, total, mixed = _attend(
-                query, highest, total, mixed, keys, values, key_scales, value_scales, table, kv_head, positions,
-                low, diagonal, context, scale, softcap, window, d,
-                KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, False, IS_SCALED, PRECISION,
+            state = _attend_range(
+                state, query, cache, table, kv_head, q_positions, low, diagonal, context, scale, softcap, window,
+                offs_d, KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, False, IS_SCALED, PRECISION,
             )  # fmt: skip
-        highest, total, mixed = _attend(
-            query, highest, total, mixed, keys, values, key_scales, value_scales, table, kv_head, positions,
-            diagonal, last, context, scale, softcap, window, d,
+        state = _attend_range(
+            state, query, cache, table, kv_head, q_positions, diagonal, last, context, scale, softcap, window, offs_d,
             KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, True, IS_SCALED, PRECISION,
         )  # fmt: skip
+        sink = scale
         if HAS_SINKS:
-            total += tl.exp2(tl.load(sinks + head) * LOG2E - highest)
-        mixed = mixed / tl.maximum(total, 1e-30)[:, None]
-        tl.store(out + lines[:, None] + d[None, :], mixed.to(out.dtype.element_ty), mask=q_inside)
+            sink = tl.load(sinks + head)
+        result = attention_output(state, sink, HAS_SINKS)
+        tl.store(out + q_rows[:, None] + offs_d[None, :], result.to(out.dtype.element_ty), mask=q_inside)
 
 
 def prefill_attention(
@@ -141,28 +155,70 @@ def prefill_attention(
     out: torch.Tensor,
     *,
     are_short: bool = False,
-    queries_tile: int | None = None,
-    tile: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
+    config: PrefillConfig | None = None,
 ) -> None:
     """Some rows of a step, with `num_tokens` queries at most; queries, out [T, heads, D] of the whole step."""
     _, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     padded = max(16, next_power_of_2(dim))
-    tall = queries.dtype != torch.float32 and padded <= 128
-    # Where prompts are short, half-empty tiles would cost more than tall ones save.
-    shape = ((64, 64, 4, 2) if are_short else (128, 64, 8, 2)) if tall else (32, 32, 4, 2)
-    num_queries, tile, warps, stages = (
-        given or own for given, own in zip((queries_tile, tile, warps, stages), shape, strict=True)
-    )
-    tiles = num_tokens // num_queries + len(rows)
-    _chunk[(tiles, num_heads)](
-        queries, *numbers_of(cache), out, tables, query_starts, contexts,
+    config = config or pick_prefill_config(queries.dtype, padded, are_short=are_short)
+    tiles = num_tokens // config.queries + len(rows)
+    _prefill[(tiles, num_heads)](
+        queries, *cache_tensors(cache), out, tables, query_starts, contexts,
         args.sinks if args.sinks is not None else queries,
         args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0), rows.start, rows.stop,
-        num_heads, kv_heads, dim, padded, block_size, num_queries, tile,
+        num_heads, kv_heads, dim, padded, block_size, config.queries, config.keys,
         args.softcap is not None, args.window is not None, args.sinks is not None,
         args.window is None and padded == dim, cache.key_scales is not None, precision_of(queries),
-        num_warps=warps, num_stages=stages,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+@kernel_unspecialized("length", "table_stride", "num_rows", "tables")
+def _gather(
+    keys, values, key_scales, value_scales, tables, out, length, table_stride, num_rows,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+) -> None:  # fmt: skip
+    number, head = tl.program_id(0), tl.program_id(1)
+    row, part = tl.program_id(2) // 2, tl.program_id(2) % 2
+    block = tl.load(tables + row * table_stride + number).to(tl.int64)
+    offsets = tl.arange(0, BLOCK_SIZE)
+    offs_d = tl.arange(0, DIM_PADDED)
+    offs_n = number * BLOCK_SIZE + offsets
+    inside = (offs_n < length)[:, None] & (offs_d < DIM)[None, :]
+    kv_rows = (block * KV_HEADS + head) * BLOCK_SIZE + offsets
+    source = values if part else keys
+    found = tl.load(source + kv_rows[:, None] * DIM + offs_d[None, :], mask=inside, other=0.0)
+    if IS_SCALED:
+        scales = value_scales if part else key_scales
+        found = as_factors(found, tl.float32) * tl.load(scales + kv_rows, mask=offs_n < length, other=0.0)[:, None]
+    out_row = ((part * num_rows + row) * KV_HEADS + head).to(tl.int64)
+    target = out + (out_row * length + offs_n)[:, None] * DIM + offs_d[None, :]
+    tl.store(target, found.to(out.dtype.element_ty), mask=inside)
+
+
+def dense_prefill_attention(
+    queries: torch.Tensor, cache: LayerCache, tables: torch.Tensor, args: AttentionArgs
+) -> torch.Tensor:
+    """queries [R, L, heads, D] of rows of equal length whose contexts they are, as the result; tables int32
+    [R, max_blocks]"""
+    num_rows, length, num_heads, dim = queries.shape
+    _, kv_heads, block_size, _ = cache.keys.shape
+    dense = queries.new_empty(2, num_rows, kv_heads, length, dim)
+    grid = (cdiv(length, block_size), kv_heads, 2 * num_rows)
+    padded = next_power_of_2(dim)
+    _gather[grid](
+        *cache_tensors(cache), tables, dense, length, tables.stride(0), num_rows,
+        kv_heads, dim, padded, block_size, cache.key_scales is not None, num_warps=4,
+    )  # fmt: skip
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        result = functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            dense[0],
+            dense[1],
+            is_causal=True,
+            scale=args.scale,
+            enable_gqa=num_heads != kv_heads,
+        )
+    return result.transpose(1, 2)

@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv
 
 NO_ROW = -1
 RING_SIZE = 16  # twice what a runner can launch before it reads: four graphs in each of two steps

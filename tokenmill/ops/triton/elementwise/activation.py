@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv
 
 _BLOCK = 1024
 

@@ -7,9 +7,8 @@ import torch
 import triton.language as tl
 
 from tokenmill.ops.interface import LinearWeight
-from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import next_power_of_2
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, rows_of
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import next_power_of_2
 
 
 @kernel

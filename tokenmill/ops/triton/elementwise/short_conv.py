@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv
 
 _BLOCK = 512
 

@@ -20,10 +20,8 @@ import triton.language as tl
 
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import LinearWeight
-from tokenmill.ops.triton.attention.decode import precision_of
-from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv
 
 TILE_N = 64  # matrix rows a program owns where there are few rows
 MIN_STRIPS = 88  # a matrix with fewer does not keep the device busy, and is cut into two segments

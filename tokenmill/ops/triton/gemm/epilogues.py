@@ -20,8 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.gemm.product import GemmKernel
-from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
-from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 
 ROWS, LINES, STRIDE = 128, 128, 64  # a tile: rows, lines of gate and as many of up; columns at a time
 TALL = 8

@@ -12,9 +12,8 @@ import torch
 import triton.language as tl
 
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv
 
 
 @kernel

@@ -36,9 +36,8 @@ from tokenmill.ops.triton.gemm.gluon_parts import (
     wait_for_previous,
 )
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
-from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
-from tokenmill.ops.triton.launch.sizes import cdiv
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
 from tokenmill.ops.triton.quant.quantized import Fp8Matrix
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
-from tokenmill.ops.triton.launch.kernel import Kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import Kernel, cdiv, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import (
     fetch_early,
     is_last_to_arrive,
@@ -29,7 +29,6 @@ from tokenmill.ops.triton.launch.pdl import (
     room_for_splits,
     wait_for_previous,
 )
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.quant.packed_int import expand_values, has_ptx, minimum_of, scale_of
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 

@@ -219,3 +219,20 @@ def compile_beside(*asks: Callable[[], object]) -> Compiling | CompileOnLaunch:
     compiling = Compiling()
     compiling.make(*asks)
     return compiling
+
+
+# Triton's own functions of these names work in kernels too, and take so much longer on the host that a short prompt
+# would notice.
+
+
+def cdiv(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length() if number > 0 else 1
+
+
+def precision_of(x: torch.Tensor) -> str:
+    """The precision of `tl.dot`: float32 is multiplied as float32, not in the matrix units' shortened form of it."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -7,8 +7,7 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.launch.kernel import kernel
-from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.moe.align import Tile
 from tokenmill.ops.triton.moe.grouped_gemm import sorted_experts
 

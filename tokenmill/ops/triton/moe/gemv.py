@@ -17,9 +17,8 @@ from tokenmill.ops.interface import ExpertsWeight, LinearWeight
 from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.moe.gemv_int import moe_gemv_int
 from tokenmill.ops.triton.moe.select import ExpertsKind
 from tokenmill.ops.triton.moe.topk_choice import choice_of, logit_of, next_choice, ordered_logits

@@ -13,9 +13,8 @@ import triton.language as tl
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.moe.topk_choice import choice_of, logit_of, next_choice, ordered_logits
 from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quant.packed_int import has_ptx

@@ -12,12 +12,10 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.attention.decode import precision_of
 from tokenmill.ops.triton.elementwise.activation import act_mul, activate
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.moe.align import SortedPairs, Tile, expert_of_tile, sort_pairs
 from tokenmill.ops.triton.moe.gemv import kind_of
 from tokenmill.ops.triton.moe.grouped_gemm_int import moe_grouped_gemm_int

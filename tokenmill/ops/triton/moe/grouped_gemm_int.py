@@ -10,8 +10,7 @@ import torch
 import triton.language as tl
 
 from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
-from tokenmill.ops.triton.launch.kernel import kernel
-from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.moe.align import SortedPairs, expert_of_tile
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix

@@ -28,9 +28,8 @@ from tokenmill.ops.triton.gemm.linear import fp8_gemm, fp8_linear, gemv_int4_lin
 from tokenmill.ops.triton.gemm.product import FP8
 from tokenmill.ops.triton.gemm.select import choose
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, empty_planes, quantize_rows, store_fp8_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow, empty_fp16_pairs, store_fp16_pairs
 from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, has_gemv_int4

@@ -20,9 +20,8 @@ import triton.language as tl
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig, join_splits, prefetch_tile, split_of_tile, splits_for
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 from tokenmill.ops.triton.quant.quantized import FP8, Fp8Matrix
 
 FP8_MAX = tl.constexpr(448.0)

@@ -22,9 +22,8 @@ import triton.language as tl
 
 from tokenmill.ops.triton.gemm.product import INTERLEAVE, GemmKernel, Product
 from tokenmill.ops.triton.gemm.splitk import join_splits, scales_from, split_of_tile, splits_for
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv
 from tokenmill.ops.triton.quant.fp16x2 import (
     REGISTERS,
     SMALLER,

@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.launch.kernel import kernel
-from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 
 FOUR_BITS = tl.constexpr("""{
 .reg .b32 t;

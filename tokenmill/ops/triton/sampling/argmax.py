@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from tokenmill.ops.triton.launch.kernel import kernel
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.launch.sizes import cdiv, next_power_of_2
 
 _BLOCK = 4096
 NOT_FINITE = -1

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from tokenmill.ops.triton.launch.kernel import kernel
-from tokenmill.ops.triton.launch.sizes import cdiv
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.params import DEVICE_PARAM_SLOTS
 
 # The order of DEVICE_PARAMS.

@@ -1,0 +1,55 @@
+"""Attention of a whole step: each kind of rows by its own kernel, results put together in the step's order."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+
+from tokenmill.ops.batch import LayerCache
+from tokenmill.ops.interface import AttentionArgs
+from tokenmill.ops.triton.attention.decode import decode_attention
+from tokenmill.ops.triton.attention.plan import AttentionPlan
+from tokenmill.ops.triton.attention.prefill import dense_prefill_attention, prefill_attention
+from tokenmill.ops.triton.attention.select import can_be_dense, num_splits_for
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
+
+SPLITS_BESIDE = 8  # of decoding rows' contexts beside chunks, or none: fewer variants to compile
+SHORT_CHUNK = 1024  # tokens
+
+
+def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
+    """queries [T, heads, D] → [T, heads * D]"""
+    queries = queries.contiguous()
+    single, num_rows = plan.num_single, plan.contexts.shape[0]
+    has_extras = args.window is not None or args.softcap is not None or args.sinks is not None
+    prompts = plan.prompts if can_be_dense(queries.dtype, queries.shape[2], has_extras=has_extras) else ()
+    if len(prompts) == num_rows and len(set(prompts)) == 1:  # nothing to put together
+        return (
+            dense_prefill_attention(queries.unflatten(0, (num_rows, -1)), cache, plan.tables, args)
+            .flatten(0, 1)
+            .flatten(1)
+        )
+    out = torch.empty_like(queries)
+    end = queries.shape[0]
+    last_row = num_rows
+    for length, alike in groupby(reversed(prompts)):
+        count = len(list(alike))
+        tokens, rows = slice(end - count * length, end), slice(last_row - count, last_row)
+        shape = (count, length, *queries.shape[1:])
+        out[tokens].view(shape).copy_(
+            dense_prefill_attention(queries[tokens].view(shape), cache, plan.tables[rows], args)
+        )
+        end, last_row = tokens.start, rows.start
+    if single:
+        splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, capabilities_of(queries.device))
+        if single < num_rows:
+            splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
+        decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
+    chunks = range(single, num_rows - len(prompts))
+    if chunks:
+        prefill_attention(
+            queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out,
+            are_short=plan.max_queries <= SHORT_CHUNK,
+        )  # fmt: skip
+    return out.flatten(1)

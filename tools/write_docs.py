@@ -25,7 +25,7 @@ import tokenmill
 from tokenmill import errors
 from tokenmill.arch import families, outlines
 from tokenmill.arch.family import Family
-from tokenmill.arch.gguf_types import GGML_TYPES, GGMLType
+from tokenmill.arch.gguf_file import GGML_TYPES, GGMLType
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.cli import VERBS
 from tokenmill.cli.dispatch import SECTIONS, build_app

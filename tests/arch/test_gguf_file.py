@@ -11,8 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tokenmill.arch.gguf_file import _read, read_gguf
-from tokenmill.arch.gguf_types import GGML_TYPES
+from tokenmill.arch.gguf_file import GGML_TYPES, _read, read_gguf
 from tokenmill.errors import DamagedFile, UnsupportedModel
 
 

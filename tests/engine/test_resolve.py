@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tokenmill.arch.cost import WeightParts
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
-from tokenmill.arch.traffic import WeightParts
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import KVDType
 from tokenmill.engine.backends import BACKENDS, Backend, KeptWeights, StoredWeights

@@ -13,7 +13,7 @@ from tests.support.gguf_families import FAMILIES, SMALL, VOCABULARY
 from tests.support.group_quantized import write_twins
 from tests.support.large_model import SPEC, logits, relative_error
 from tokenmill import LLM, SamplingParams
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.arch.spec import MlpSpec, MoeSpec

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, ShortConv
 from tokenmill.arch.tensors import tensors_of

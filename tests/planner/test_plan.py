@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.arch.cost import WeightParts, decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.traffic import WeightParts, decode_step_bytes, decode_step_flops, share_of_experts, weight_parts
 from tokenmill.cli import main
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.backends import BACKENDS, KeptWeights, StoredWeights

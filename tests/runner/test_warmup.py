@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.tensors import TensorSpec, tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout

@@ -8,7 +8,7 @@ import random
 
 import torch
 
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.raw import RawTensor

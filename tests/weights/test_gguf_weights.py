@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support.gguf_families import FAMILIES, LLAMA3, SMALL, VOCABULARY
-from tokenmill.arch.gguf_file import read_gguf
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.gguf_file import read_gguf, read_gguf_model
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import FrequencyFactors, LayerSpec, ModelSpec

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.errors import UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights import dequantize as module

@@ -1,15 +1,24 @@
-"""What a model costs, from its spec alone: parameters, bytes, KV bytes, FLOPs. Exact counts, no fudge factors.
+"""The cost of a model, from its spec alone: parameters, bytes, KV bytes, FLOPs, and what a step reads from memory.
+Exact counts, no fudge factors.
 
 A multiply-add is two operations. Counted are the matrix products: projections, attention scores and values, MLP or
 active experts, head. Norms, rotations and softmax are left out; they are well under a percent.
+
+A step of few tokens is as slow as the bytes it reads: every weight once, however many sequences there are, and each
+sequence's own KV. Two kinds of weights are not read whole: an embedding that is not also the head is only looked up,
+and experts are read only where some token was sent to them:
+
+    share of experts read by B tokens, k of E each  =  1 - (1 - k/E)^B        (tokens choose independently)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.families import BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME, GGUFFile
 from tokenmill.arch.outline import LayerOutline, Model, outline_of
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -27,7 +36,7 @@ KV_SCALE_BYTES: Mapping[str, int] = {"int8": 4, "fp8": 4}  # float32, one a head
 
 
 def bytes_per_value(dtype: str) -> float:
-    """Bytes that a value of a torch-like dtype or a GGUF type takes ("Q4_K": 4.5 bits)."""
+    """Bytes of one value in a torch-like dtype or a GGUF type ("Q4_K": 4.5 bits)."""
     if dtype in DTYPE_BYTES:
         return DTYPE_BYTES[dtype]
     kind = GGML_TYPE_BY_NAME[dtype]
@@ -70,7 +79,7 @@ def kv_bytes_per_token(model: Model, dtype: str) -> int:
 
 
 def kv_bytes(model: Model, dtype: str, context: int) -> int:
-    """KV bytes of a sequence of `context` tokens; a windowed layer keeps its window only, a recurrent one its state."""
+    """What a sequence of `context` tokens keeps; a windowed layer keeps its window only, a recurrent one its state."""
     layers = outline_of(model).layers
     kept = sum(_kept_bytes(layer, dtype) * _visible(layer, context) for layer in layers)
     return kept + int(sum(layer.state_values for layer in layers) * bytes_per_value(dtype))
@@ -82,7 +91,7 @@ def kv_vector_bytes(head_dim: int, dtype: str) -> int:
 
 
 def _kept_bytes(layer: LayerOutline, dtype: str) -> int:
-    """Bytes that one token keeps in one layer."""
+    """What one token leaves behind in one layer."""
     scales = 2 * layer.num_kv_heads * KV_SCALE_BYTES.get(dtype, 0) if layer.kv_values else 0
     return int(layer.kv_values * bytes_per_value(dtype)) + scales
 
@@ -130,3 +139,103 @@ def num_visible_pairs(num_tokens: int, start: int, window: int | None) -> int:
 
 def _triangle(n: int) -> int:
     return n * (n + 1) // 2
+
+
+# ── memory traffic of a step ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class WeightParts:
+    """Bytes of the weights by how a step reads them."""
+
+    embedding: int
+    experts: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.experts + self.rest
+
+
+def weight_parts(
+    model: Model, dtype: str, *, vector_dtype: str | None = None, expert_dtype: str | None = None
+) -> WeightParts:
+    """All matrices stored in `dtype`, those of routed experts in `expert_dtype` where it differs, norms and biases in
+    `vector_dtype` where it differs."""
+    outline = outline_of(model)
+    expert_values = sum(layer.experts for layer in outline.layers)
+    embedding = int(outline.vocab_size * outline.hidden_size * bytes_per_value(dtype))
+    all_bytes = weight_bytes(outline, dtype, vector_dtype=vector_dtype)
+    rest = all_bytes - embedding - int(expert_values * bytes_per_value(dtype))
+    return WeightParts(embedding, int(expert_values * bytes_per_value(expert_dtype or dtype)), rest)
+
+
+def gguf_weight_parts(gguf: GGUFFile) -> WeightParts:
+    embedding = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("token_embd."))
+    experts = sum(t.num_bytes for name, t in gguf.tensors.items() if "_exps." in name)
+    total = sum(t.num_bytes for t in gguf.tensors.values())
+    return WeightParts(embedding, experts, total - embedding - experts)
+
+
+def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int:
+    """By one step of `num_tokens` tokens."""
+    head = parts.embedding if model.tied_head else 0
+    return head + parts.rest + int(parts.experts * share_of_experts(model, num_tokens))
+
+
+def share_of_experts(model: Model, num_tokens: int) -> float:
+    """The share of all expert weights that at least one of `num_tokens` tokens is expected to need."""
+    shares = [
+        1.0 - (1.0 - layer.num_active / layer.num_experts) ** num_tokens
+        for layer in outline_of(model).layers
+        if layer.experts
+    ]
+    return sum(shares) / len(shares) if shares else 1.0
+
+
+def decode_step_bytes(model: Model, parts: WeightParts, kv_dtype: str, batch: int, context: int) -> int:
+    """One token for each of `batch` sequences of `context` tokens."""
+    return weights_read_bytes(model, parts, batch) + batch * kv_bytes(model, kv_dtype, context)
+
+
+def decode_step_flops(model: Model, batch: int, context: int) -> int:
+    return batch * decode_flops(model, context)
+
+
+# ── precision ──────────────────────────────────────────────────────────────────────────────────────
+#
+# What a GPU computes a model in by default: one rule for the engine and the planner.
+#
+#               mantissa   largest number   what a residual stream reaches (`docs/experiments/gpu-precision.md`)
+#     bfloat16    8 bits      3e38
+#     float16    11 bits     65,504         SmolLM2-135M 27,000, Gemma 3 270M 104,000, 27B 700,000
+#     float32    24 bits      3e38
+#
+# Eight bits are what large models are trained and served with. They change an answer of a small one now and then, where
+# two tokens are nearly alike, and a GPU has time to spare for it: so a small model has float32, unless it is stored in
+# bfloat16, when its answers are meant to be those of bfloat16. Float16 would be fine enough, but how far a model's
+# values reach cannot be seen from outside (TinyLlama, of the same family as SmolLM2: 180), so it is taken only for
+# files that are stored in it, and not for families that are known to leave its range.
+
+
+ComputeDType = Literal["float32", "bfloat16", "float16"]
+SMALL_MODEL_PARAMETERS = 600_000_000  # below, answers change visibly when activations are rounded to 8 bits
+
+
+def is_small(model: Model) -> bool:
+    return num_parameters(model) < SMALL_MODEL_PARAMETERS
+
+
+def gpu_dtype(model: Model, *, in_halves: bool = False) -> ComputeDType:
+    """`in_halves`: 16 bits for small models too, where weights are rounded while they load, or sums of float32 are slow
+    (`--deterministic`: an eighth of the speed)."""
+    if model.dtype == "bfloat16":
+        return "bfloat16"
+    if is_small(model) and not in_halves:
+        return "float32"
+    return "float16" if model.dtype == "float16" and not _exceeds_float16(model) else "bfloat16"
+
+
+def _exceeds_float16(model: Model) -> bool:
+    family = BY_NAME.get(model.family)
+    return family is not None and family.exceeds_float16

@@ -1,6 +1,6 @@
 """Strict reads of a configuration: a value of an unexpected type is refused by name, never guessed around.
 
-`Fields` looks a key up in the file, then in the family's defaults (what `transformers` assumes when a key is left
+`ConfigFields` looks a key up in the file, then in the family's defaults (what `transformers` assumes when a key is left
 out). A key in neither is an error that names it.
 """
 
@@ -25,7 +25,7 @@ class ConfigFields:
         raise UnsupportedModel(f"{self.source}: {problem}", hint=hint)
 
     def has(self, key: str) -> bool:
-        """Return whether the file itself gives the key a value."""
+        """True where the file itself gives the key a value."""
         return self.values.get(key) is not None
 
     def get(self, key: str) -> Any:
@@ -40,7 +40,7 @@ class ConfigFields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_INT:
-            self._wrong(key, value, f"a whole number of at least {minimum}")
+            self._wrong(key, value, f"an integer of at least {minimum}")
         return value
 
     def integer_or_none(self, key: str, *, minimum: int = 1) -> int | None:
@@ -80,11 +80,11 @@ class ConfigFields:
         return tuple(float(item) for item in value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, a single one, or nothing."""
+        """A list of integers, a single one, or nothing."""
         value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            self._wrong(key, value, "whole numbers")
+            self._wrong(key, value, "integers")
         return tuple(cast(list[int], items))
 
     def words(self, key: str, count: int) -> tuple[str, ...] | None:
@@ -104,4 +104,4 @@ class ConfigFields:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # neither NaN, nor a whole number that no float can hold
+    return is_number and abs(value) <= sys.float_info.max  # neither NaN, nor an integer that no float can hold

@@ -15,8 +15,7 @@ from tokenmill.arch.families import BY_GGUF_ARCH, BY_NAME
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.hf_config import ACTIVATIONS
-from tokenmill.arch.rope_config import longrope_mscale, yarn_mscale
+from tokenmill.arch.hf_config import ACTIVATIONS, longrope_mscale, yarn_mscale
 from tokenmill.arch.spec import (
     FrequencyFactors,
     Gqa,

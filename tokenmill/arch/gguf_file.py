@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: metadata and where each tensor lies. The weights themselves are not touched.
+"""The header of a GGUF file: metadata and where each tensor lies. The weights themselves are not touched.
 
     magic "GGUF" | version | tensor count | pair count
     pairs:    key | value type | value            (a value may be an array of one type)
@@ -7,13 +7,15 @@
     data
 
 Every length is checked against the file's size before it is used, so a damaged file ends in one `DamagedFile`
-that names the file, never in a crash or a giant allocation. Little endian, versions 2 and 3.
+that names the file, never in a crash or a giant allocation. Little endian, versions 2 and 3. A model may be split over
+several files (`name-00001-of-00003.gguf`, ...): the first has the metadata, each has some of the tensors.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import sys
 from array import array
@@ -24,8 +26,60 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenmill.arch.gguf_types import GGML_TYPES
-from tokenmill.errors import DamagedFile, UnsupportedModel
+from tokenmill.errors import DamagedFile, ModelError, UnsupportedModel
+
+# ── storage types ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class GGMLType:
+    name: str
+    block_size: int
+    block_bytes: int
+
+    def row_bytes(self, row_length: int) -> int:
+        return row_length // self.block_size * self.block_bytes
+
+
+GGML_TYPES: dict[int, GGMLType] = {
+    0: GGMLType("F32", 1, 4),
+    1: GGMLType("F16", 1, 2),
+    2: GGMLType("Q4_0", 32, 18),
+    3: GGMLType("Q4_1", 32, 20),
+    6: GGMLType("Q5_0", 32, 22),
+    7: GGMLType("Q5_1", 32, 24),
+    8: GGMLType("Q8_0", 32, 34),
+    9: GGMLType("Q8_1", 32, 40),
+    10: GGMLType("Q2_K", 256, 84),
+    11: GGMLType("Q3_K", 256, 110),
+    12: GGMLType("Q4_K", 256, 144),
+    13: GGMLType("Q5_K", 256, 176),
+    14: GGMLType("Q6_K", 256, 210),
+    15: GGMLType("Q8_K", 256, 292),
+    16: GGMLType("IQ2_XXS", 256, 66),
+    17: GGMLType("IQ2_XS", 256, 74),
+    18: GGMLType("IQ3_XXS", 256, 98),
+    19: GGMLType("IQ1_S", 256, 50),
+    20: GGMLType("IQ4_NL", 32, 18),
+    21: GGMLType("IQ3_S", 256, 110),
+    22: GGMLType("IQ2_S", 256, 82),
+    23: GGMLType("IQ4_XS", 256, 136),
+    24: GGMLType("I8", 1, 1),
+    25: GGMLType("I16", 1, 2),
+    26: GGMLType("I32", 1, 4),
+    27: GGMLType("I64", 1, 8),
+    28: GGMLType("F64", 1, 8),
+    29: GGMLType("IQ1_M", 256, 56),
+    30: GGMLType("BF16", 1, 2),
+    34: GGMLType("TQ1_0", 256, 54),
+    35: GGMLType("TQ2_0", 256, 66),
+    39: GGMLType("MXFP4", 32, 17),
+}
+
+GGML_TYPE_BY_NAME: dict[str, GGMLType] = {kind.name: kind for kind in GGML_TYPES.values()}
+
+
+# ── one file ───────────────────────────────────────────────────────────────────────────────────────
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -255,3 +309,40 @@ class _Header:
 
 def _size(kind: int) -> int:
     return struct.calcsize("<" + _SCALARS[kind])
+
+
+# ── a model in several files ───────────────────────────────────────────────────────────────────────
+
+MAX_PARTS = 1000
+_PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def read_gguf_model(path: Path | str) -> GGUFFile:
+    """A whole model's header; for a split one `path` is its first part."""
+    path = Path(path)
+    first = read_gguf(path)
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return first
+    tensors: dict[str, GGUFTensor] = {}
+    for part in _parts(path, count):
+        for name, tensor in (first if part == path else read_gguf(part)).tensors.items():
+            if name in tensors:
+                raise DamagedFile(f"{part}: tensor {name!r} is in {tensors[name].path.name} too")
+            tensors[name] = tensor
+    return GGUFFile(path, first.metadata, tensors)
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) != count or count > MAX_PARTS:
+        raise ModelError(f"{path}: one of {count} parts, but not named like NAME-00001-of-{count:05d}.gguf")
+    parts = [path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if path != parts[0]:
+        raise ModelError(
+            f"{path}: part {int(match['number'])} of {count}", hint=f"name the first part, {parts[0].name}"
+        )
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelError(f"{path}: parts are missing: {', '.join(missing)}")
+    return parts

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.arch.families import BY_NAME
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.read import read_json
-from tokenmill.arch.rules import sources_of
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.tensors import sources_of, tensors_of
 
 WHOLE = ("router.weight",)  # small, and other kernels read it
 MAX_GROUP = 128
@@ -46,7 +45,7 @@ class PackedIntFormat:
     is_of_experts: bool = False  # matrices of many experts, one below the other
 
     def num_bytes(self, size: int) -> int:
-        """Bytes of `size` values; scales of large groups are kept twice, in both orders, but for experts."""
+        """Bytes of `size` values; scales of large groups are kept twice, in both orders, except for experts"""
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
@@ -86,7 +85,7 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
 
 
 def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
-    """Formats of those tensors of a checkpoint that may stay packed, under our names."""
+    """How a checkpoint has those tensors that may be kept, under our names"""
     described = path if path.suffix == ".json" else path / "config.json"
     if described.is_file():
         config = read_json(described).get("quantization_config")

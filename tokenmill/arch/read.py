@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.arch.gguf_config import spec_from_gguf
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import DamagedFile, ModelError, UnsupportedModel

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenmill.arch.cost import decode_flops, kv_bytes, prefill_flops
+from tokenmill.arch.cost import WeightParts, decode_flops, kv_bytes, prefill_flops, weights_read_bytes
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.traffic import WeightParts, weights_read_bytes
 from tokenmill.bench.engine_steps import StepRun, drive, model_clock, random_requests
 from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenmill.arch.cost import decode_flops, kv_bytes, prefill_flops
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.cost import (
+    WeightParts,
+    decode_flops,
+    gguf_weight_parts,
+    kv_bytes,
+    prefill_flops,
+    weight_parts,
+    weights_read_bytes,
+)
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts, weights_read_bytes
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.peaks import DevicePeaks, find_device

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tokenmill
+from tokenmill.arch.cost import gpu_dtype
 from tokenmill.arch.packed_formats import stored_formats
-from tokenmill.arch.precision import gpu_dtype
 from tokenmill.arch.read import read_spec
 from tokenmill.cli.output import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig

@@ -10,7 +10,7 @@ import msgspec
 from cyclopts import Parameter
 
 from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token, num_active_parameters, num_parameters
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv
 from tokenmill.cli.output import count, print_facts, size

@@ -19,13 +19,11 @@ from pathlib import Path
 from statistics import mode
 from typing import TYPE_CHECKING
 
-from tokenmill.arch.cost import DTYPE_BYTES
-from tokenmill.arch.gguf_parts import read_gguf_model
+from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, gguf_weight_parts, gpu_dtype, weight_parts
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.outline import Model as ModelShape
 from tokenmill.arch.packed_formats import stored_formats
-from tokenmill.arch.precision import ComputeDType, gpu_dtype
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.traffic import WeightParts, gguf_weight_parts, weight_parts
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_limits
 from tokenmill.hardware.machine import probe_machine

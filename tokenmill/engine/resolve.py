@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import DTYPE_BYTES
-from tokenmill.arch.precision import ComputeDType, is_small
+from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, is_small
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.arch.cost import prefill_flops
+from tokenmill.arch.cost import decode_step_bytes, decode_step_flops, prefill_flops
 from tokenmill.arch.read import read_json
-from tokenmill.arch.traffic import decode_step_bytes, decode_step_flops
 from tokenmill.errors import InvalidConfig
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.roofline import Speeds

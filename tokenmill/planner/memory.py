@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from tokenmill.arch.cost import kv_bytes, kv_bytes_per_token
+from tokenmill.arch.cost import WeightParts, kv_bytes, kv_bytes_per_token
 from tokenmill.arch.outline import Model, ModelOutline, outline_of
-from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.planner.device import PlanDevice

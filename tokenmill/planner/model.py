@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import DTYPE_BYTES
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.cost import DTYPE_BYTES, WeightParts, weight_parts
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
 from tokenmill.arch.packed_formats import grouped_formats
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.traffic import WeightParts, weight_parts
 from tokenmill.engine.backends import TRITON, KeptWeights, StoredWeights
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.compute_request import ComputeRequest

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from tokenmill.arch.cost import prefill_flops
+from tokenmill.arch.cost import WeightParts, decode_step_bytes, decode_step_flops, prefill_flops, weights_read_bytes
 from tokenmill.arch.outline import Model
-from tokenmill.arch.traffic import WeightParts, decode_step_bytes, decode_step_flops, weights_read_bytes
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Split
 

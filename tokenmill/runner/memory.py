@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
+from tokenmill.arch.cost import WeightParts
 from tokenmill.arch.packed_formats import (
     EXPANDED_BYTES,
     INT4_GROUP,
@@ -24,7 +25,6 @@ from tokenmill.arch.packed_formats import (
 )
 from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
 from tokenmill.arch.tensors import tensors_of
-from tokenmill.arch.traffic import WeightParts
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout, blocks_in_group
 from tokenmill.params import DEVICE_PARAM_SLOTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.errors import UnsupportedModel
 from tokenmill.ops.blocks import FORMATS, expanded
 from tokenmill.ops.raw import RawTensor

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import torch
 
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.spec import ModelSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import UnsupportedModel

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tokenmill.arch.gguf_file import GGUFFile, GGUFTensor
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME, GGUFFile, GGUFTensor
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 

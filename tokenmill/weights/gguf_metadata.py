@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmill.arch.family import Family
-from tokenmill.arch.rope_config import yarn_mscale
+from tokenmill.arch.hf_config import yarn_mscale
 from tokenmill.arch.spec import (
     FrequencyFactors,
     Gqa,

@@ -1,7 +1,7 @@
 """Writes a model as a GGUF file that we and llama.cpp read: any weights, any vocabulary.
 
 Tensors pass through one at a time, so a file larger than memory can be written. The transformations of
-`arch/rules.py` are undone: rows fused again, heads interleaved again.
+`arch/tensors.py` are undone: rows fused again, heads interleaved again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from tokenmill.arch.families import BY_NAME
-from tokenmill.arch.gguf_file import read_gguf
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
-from tokenmill.arch.rules import TensorSource, sources_of
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME, read_gguf
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import TensorSource, sources_of
 from tokenmill.errors import ModelError, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 from tokenmill.text.gguf_tokenizer import TokenType

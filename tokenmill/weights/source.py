@@ -14,11 +14,10 @@ import torch
 
 from tokenmill.arch.families import BY_NAME
 from tokenmill.arch.family import Family
-from tokenmill.arch.gguf_parts import read_gguf_model
-from tokenmill.arch.names import GGUF_FACTS
+from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.read import read_json
-from tokenmill.arch.rules import Rules, TensorSource, sources_of
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import Checkpoint

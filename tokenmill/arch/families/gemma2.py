@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.names import GGUF, HF_GEMMA
-from tokenmill.arch.windows import alternating
+from tokenmill.arch.family import Family, GGUFTraits, alternating
+from tokenmill.arch.tensors import GGUF, HF_GEMMA
 
 GEMMA2 = Family(
     name="gemma2",

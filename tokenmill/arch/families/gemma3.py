@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.family import GGUFTraits
-from tokenmill.arch.names import GGUF
+from tokenmill.arch.tensors import GGUF
 
 GEMMA3 = replace(
     GEMMA2,

@@ -11,9 +11,8 @@ from typing import Any
 
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.names import GGUF, HF_LLAMA
-from tokenmill.arch.rules import Rule, Rules
 from tokenmill.arch.spec import ShortConv
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule, Rules
 
 OLDER_KEYS = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "block_norm_eps": "norm_eps"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.names import GGUF_LLAMA, HF_LLAMA
+from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA
 
 LLAMA = Family(
     name="llama",

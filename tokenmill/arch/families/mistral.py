@@ -6,9 +6,8 @@ GGUF files call it llama, so its GGUF traits are Llama's.
 from __future__ import annotations
 
 from tokenmill.arch.families.llama import LLAMA
-from tokenmill.arch.family import Family
-from tokenmill.arch.names import HF_LLAMA
-from tokenmill.arch.windows import every_layer
+from tokenmill.arch.family import Family, every_layer
+from tokenmill.arch.tensors import HF_LLAMA
 
 MISTRAL = Family(
     name="mistral",

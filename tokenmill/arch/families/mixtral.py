@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from tokenmill.arch.families.llama import LLAMA
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, every_layer
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.names import HF_LLAMA
-from tokenmill.arch.rules import Rule
 from tokenmill.arch.spec import MlpSpec, MoeSpec
-from tokenmill.arch.windows import every_layer
+from tokenmill.arch.tensors import HF_LLAMA, Rule
 
 
 def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec:

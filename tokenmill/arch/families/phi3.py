@@ -4,10 +4,8 @@ a factor per frequency (longrope).
 
 from __future__ import annotations
 
-from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.names import GGUF, HF_LLAMA
-from tokenmill.arch.rules import Rule, Rules
-from tokenmill.arch.windows import every_layer
+from tokenmill.arch.family import Family, GGUFTraits, every_layer
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule, Rules
 
 
 def _fused(qkv: str, gate_up: str) -> Rules:

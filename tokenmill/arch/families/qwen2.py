@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.names import GGUF, HF_LLAMA
-from tokenmill.arch.windows import upper_layers
+from tokenmill.arch.family import Family, GGUFTraits, upper_layers
+from tokenmill.arch.tensors import GGUF, HF_LLAMA
 
 QWEN2 = Family(
     name="qwen2",

@@ -8,9 +8,8 @@ from dataclasses import replace
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED, routed_experts
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.names import GGUF, HF_LLAMA
-from tokenmill.arch.rules import Rule
 from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule
 
 
 def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:

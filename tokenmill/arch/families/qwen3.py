@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tokenmill.arch.families.qwen2 import QWEN2
-from tokenmill.arch.family import Family, GGUFTraits
-from tokenmill.arch.names import GGUF, HF_LLAMA, HF_QK_NORM
-from tokenmill.arch.windows import upper_layers
+from tokenmill.arch.family import Family, GGUFTraits, upper_layers
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM
 
 QWEN3 = Family(
     name="qwen3",

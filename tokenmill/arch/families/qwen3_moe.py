@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.family import Family, GGUFTraits, when_used
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.names import GGUF, HF_LLAMA, HF_QK_NORM
-from tokenmill.arch.rules import Rule, Rules
 from tokenmill.arch.spec import MlpSpec, MoeSpec
-from tokenmill.arch.windows import when_used
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM, Rule, Rules
 
 
 def routed_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenmill.arch.gguf_types import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.packed_formats import INT4_GROUP, INT8_GROUP, PackedIntFormat
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8

@@ -1,0 +1,339 @@
+"""Outlines of models that the engine does not run: enough to say what they need, by the words of their configs.
+
+A family that the engine learns to run leaves this table by itself: its `ModelSpec` is preferred. Of models that also
+see or hear, the part that reads and writes text is outlined.
+
+Latent attention (MLA, DeepSeek's line): a token leaves behind one latent vector and one rotated key for all heads
+together, and with sparse attention (V3.2, GLM-5) the indexer's key. Attention is counted as if every query saw all
+keys, sparse or not: an upper bound. Heads that predict further tokens ahead (MTP) are not counted; model cards leave
+them out too. A recurrent state has one size however long the context is: a cost per request, not per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenmill.arch.families import BY_MODEL_TYPE
+from tokenmill.arch.family import every_layer
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.hf_config import MAX_LAYERS, spec_from_hf
+from tokenmill.arch.outline import (
+    NOTHING_FED,
+    NOTHING_MIXED,
+    FeedOutline,
+    LayerOutline,
+    MixerOutline,
+    Model,
+    ModelOutline,
+    gated,
+    grouped_attention,
+    layer,
+    routed,
+)
+from tokenmill.errors import UnsupportedModel
+
+# ── grouped-query attention with experts ───────────────────────────────────────────────────────────
+
+
+Layers = tuple[LayerOutline, ...]
+
+
+def attention(fields: ConfigFields, **details: Any) -> MixerOutline:
+    """In the words of most configs; `details` as `grouped_attention` takes them."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer_or_none("num_key_value_heads") or heads
+    head_dim = fields.integer_or_none("head_dim") or hidden // heads
+    return grouped_attention(hidden, heads, kv_heads, head_dim, **details)
+
+
+def gpt_oss_layers(fields: ConfigFields) -> Layers:
+    """Windows on every other layer, a sink per head, biases everywhere, experts included."""
+    hidden, inner, heads = (fields.integer(k) for k in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    feed = routed(
+        hidden, inner, fields.integer("num_local_experts"), fields.integer("num_experts_per_tok"),
+        biases=2 * inner + hidden, has_router_bias=True,
+    )  # fmt: skip
+    windows = every_layer(fields, fields.integer("num_hidden_layers"))
+    mixers = {
+        window: attention(fields, qkv_bias=True, out_bias=True, norms=heads, window=window) for window in set(windows)
+    }
+    return tuple(layer(mixers[window], feed, 2 * hidden) for window in windows)
+
+
+def llama4_layers(fields: ConfigFields) -> Layers:
+    """Three of four layers look back within a chunk only; every `interleave_moe_layer_step`-th has experts."""
+    hidden, inner = fields.integer("hidden_size"), fields.integer("intermediate_size")
+    sparse = routed(
+        hidden, inner, fields.integer("num_local_experts"), fields.integer("num_experts_per_tok"), shared=inner
+    )
+    dense = gated(hidden, fields.integer("intermediate_size_mlp"))
+    step = fields.integer("interleave_moe_layer_step")
+    return tuple(
+        layer(
+            attention(fields, window=None if (index + 1) % 4 == 0 else fields.integer("attention_chunk_size")),
+            sparse if (index + 1) % step == 0 else dense,
+            2 * hidden,
+        )
+        for index in range(fields.integer("num_hidden_layers"))
+    )
+
+
+def qwen_experts(fields: ConfigFields) -> FeedOutline:
+    """A gated expert that every token passes beside the routed ones."""
+    hidden, shared = fields.integer("hidden_size"), fields.integer("shared_expert_intermediate_size")
+    feed = routed(
+        hidden, fields.integer("moe_intermediate_size"), fields.integer("num_experts"),
+        fields.integer("num_experts_per_tok"), shared=shared,
+    )  # fmt: skip
+    return FeedOutline(feed.linear + hidden, feed.vectors, feed.width, feed.experts, feed.num_experts, feed.num_active)
+
+
+def glm4_moe_layers(fields: ConfigFields) -> Layers:
+    hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
+    norms = 2 * fields.integer("head_dim") if fields.flag("use_qk_norm") else 0
+    mixer = attention(fields, qkv_bias=fields.flag("attention_bias"), norms=norms)
+    early = layer(mixer, gated(hidden, fields.integer("intermediate_size")), 2 * hidden)
+    late = layer(mixer, deepseek_experts(fields), 2 * hidden)
+    return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
+
+
+def minimax_m2_layers(fields: ConfigFields) -> Layers:
+    """Norms over all queries and over all keys of a layer."""
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads") + fields.integer("num_key_value_heads")
+    mixer = attention(fields, norms=heads * fields.integer("head_dim"))
+    feed = routed(
+        hidden, fields.integer("intermediate_size"), fields.integer("num_local_experts"),
+        fields.integer("num_experts_per_tok"),
+    )  # fmt: skip
+    return (layer(mixer, feed, 2 * hidden),) * fields.integer("num_hidden_layers")
+
+
+def phi_layers(fields: ConfigFields) -> Layers:
+    """One norm (weight and bias) before both halves, biases everywhere, an MLP without gate."""
+    hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
+    inner = fields.integer_or_none("n_inner") or 4 * hidden
+    mixer = grouped_attention(
+        hidden, heads, fields.integer_or_none("n_head_kv") or heads, hidden // heads, qkv_bias=True, out_bias=True
+    )
+    feed = FeedOutline(linear=2 * hidden * inner, vectors=inner + hidden, width=2 * inner)
+    return (layer(mixer, feed, 2 * hidden),) * fields.integer("n_layer")
+
+
+# ── latent attention ───────────────────────────────────────────────────────────────────────────────
+
+
+def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
+    hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
+    if fields.integer("moe_layer_freq") != 1:
+        fields.refuse("moe_layer_freq other than 1 is not known")
+    attention = latent_attention(fields, hidden)
+    early = layer(attention, gated(hidden, fields.integer("intermediate_size")), 2 * hidden)
+    late = layer(attention, deepseek_experts(fields), 2 * hidden)
+    return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
+
+
+def latent_attention(fields: ConfigFields, hidden: int) -> MixerOutline:
+    heads, rank = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
+    nope, rope, value = (fields.integer(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query, query_rank = heads * (nope + rope), fields.integer_or_none("q_lora_rank")
+    to_queries = hidden * query_rank + query_rank * query if query_rank else hidden * query
+    index_linear, index_vectors, index_kept = _indexer(fields, hidden, query_rank or hidden)
+    to_latent, from_latent = hidden * (rank + rope), rank * heads * (nope + value)
+    return MixerOutline(
+        linear=to_queries + to_latent + from_latent + heads * value * hidden + index_linear,
+        vectors=(query_rank or 0) + rank + index_vectors,
+        kv_values=rank + rope + index_kept,
+        pair_values=query + heads * value,
+        num_heads=heads,
+        num_kv_heads=1,  # one latent vector for all heads: a tensor split copies it
+        width=2 * query + heads * (nope + value),
+    )
+
+
+def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, int, int]:
+    """(matrices, vectors, values kept per token) of what chooses the keys that sparse attention looks at."""
+    heads = fields.integer_or_none("index_n_heads")
+    if heads is None:
+        return 0, 0, 0
+    width = fields.integer("index_head_dim")
+    return query_rank * heads * width + hidden * (width + heads), 2 * width, width
+
+
+def deepseek_experts(fields: ConfigFields) -> FeedOutline:
+    hidden, inner = fields.integer("hidden_size"), fields.integer("moe_intermediate_size")
+    shared = inner * (fields.integer_or_none("n_shared_experts", minimum=0) or 0)
+    return routed(
+        hidden, inner, fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), shared=shared
+    )
+
+
+# ── layers with a state ────────────────────────────────────────────────────────────────────────────
+
+
+def qwen35_layers(fields: ConfigFields) -> Layers:
+    """Three layers of the delta rule, then one of attention with gates; unless the config says it layer by layer."""
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    feed = qwen_experts(fields) if fields.has("num_experts") else gated(hidden, fields.integer("intermediate_size"))
+    full = layer(attention(fields, norms=2 * fields.integer("head_dim"), gates=True), feed, 2 * hidden)
+    linear = layer(delta_rule(fields, hidden), feed, 2 * hidden)
+    every = fields.integer("full_attention_interval")
+    kinds = fields.words("layer_types", count)
+    is_full = [kind == "full_attention" for kind in kinds] if kinds else [n % every == 0 for n in range(1, count + 1)]
+    return tuple(full if one else linear for one in is_full)
+
+
+def delta_rule(fields: ConfigFields, hidden: int) -> MixerOutline:
+    key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    key_dim, value_dim = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
+    keys, values = key_heads * key_dim, heads * value_dim
+    mixed, kernel = 2 * keys + values, fields.integer("linear_conv_kernel_dim")
+    return MixerOutline(
+        linear=hidden * (mixed + values + 2 * heads) + values * hidden,
+        vectors=mixed * kernel + 2 * heads + value_dim,
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        width=mixed + 2 * values,
+        state_values=heads * key_dim * value_dim + mixed * kernel,
+    )
+
+
+def nemotron_layers(fields: ConfigFields) -> Layers:
+    """A letter each: M a state, * attention, E experts, - an MLP; every layer has one norm."""
+    hidden = fields.integer("hidden_size")
+    made = {
+        "M": lambda: layer(mamba(fields, hidden), NOTHING_FED, hidden),
+        "*": lambda: layer(attention(fields), NOTHING_FED, hidden),
+        "E": lambda: layer(NOTHING_MIXED, nemotron_experts(fields, hidden), hidden),
+        "-": lambda: layer(NOTHING_MIXED, _plain(hidden, fields.integer("intermediate_size")), hidden),
+    }
+    pattern = fields.text("hybrid_override_pattern")
+    if set(pattern) - set(made):
+        fields.refuse(f"hybrid_override_pattern has letters other than {' '.join(made)}")
+    known = {letter: made[letter]() for letter in set(pattern)}
+    return tuple(known[letter] for letter in pattern)
+
+
+def _plain(hidden: int, inner: int) -> FeedOutline:
+    return FeedOutline(linear=2 * hidden * inner, width=2 * inner)
+
+
+def mamba(fields: ConfigFields, hidden: int) -> MixerOutline:
+    heads, head_dim, state = (fields.integer(k) for k in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
+    inner, kernel = heads * head_dim, fields.integer("conv_kernel")
+    mixed = inner + 2 * fields.integer("n_groups") * state
+    return MixerOutline(
+        linear=hidden * (inner + mixed + heads) + inner * hidden,
+        vectors=mixed * (kernel + 1) + 3 * heads + inner,
+        num_heads=heads,
+        num_kv_heads=fields.integer("n_groups"),
+        width=2 * inner + mixed,
+        state_values=inner * state + mixed * kernel,
+    )
+
+
+def nemotron_experts(fields: ConfigFields, hidden: int) -> FeedOutline:
+    latent = fields.integer_or_none("moe_latent_size")
+    if latent:
+        fields.refuse("experts in a latent space are not known")
+    shared = fields.integer("moe_shared_expert_intermediate_size") * fields.integer("n_shared_experts")
+    return routed(
+        hidden, fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts"),
+        fields.integer("num_experts_per_tok"), shared=shared, matrices=2,
+    )  # fmt: skip
+
+
+# ── the table ──────────────────────────────────────────────────────────────────────────────────────
+
+
+Reader = Callable[[ConfigFields], tuple[LayerOutline, ...]]
+
+LAYERS: dict[str, Reader] = {
+    "deepseek_v2": latent_layers,
+    "deepseek_v3": latent_layers,
+    "deepseek_v32": latent_layers,
+    "glm_moe_dsa": latent_layers,
+    "kimi_k2": latent_layers,
+    "kimi_k25": latent_layers,
+    "glm4_moe": glm4_moe_layers,
+    "gpt_oss": gpt_oss_layers,
+    "llama4": llama4_layers,
+    "llama4_text": llama4_layers,
+    "minimax_m2": minimax_m2_layers,
+    "nemotron_h": nemotron_layers,
+    "phi-msft": phi_layers,
+    "qwen3_5": qwen35_layers,
+    "qwen3_5_moe": qwen35_layers,
+    "qwen3_5_text": qwen35_layers,
+    "qwen3_5_moe_text": qwen35_layers,
+}
+SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+DEFAULTS = {
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 0,
+    "full_attention_interval": 4,
+    "mlp_only_layers": [],
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+    "use_qk_norm": False,
+}
+
+
+def outline_from_hf(config: Mapping[str, Any]) -> Model:
+    """A config as what can be planned with: a spec where the engine runs the model, an outline elsewhere."""
+    model_type = str(config.get("model_type"))
+    if model_type in BY_MODEL_TYPE:
+        return spec_from_hf(config)
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, dict) else dict(config)
+    if model_type in SAME_TEXT_MODEL:
+        return spec_from_hf({**_without_parts(merged), "model_type": SAME_TEXT_MODEL[model_type]})
+    if model_type not in LAYERS:
+        known = ", ".join(sorted([*BY_MODEL_TYPE, *SAME_TEXT_MODEL, *LAYERS]))
+        raise UnsupportedModel(f"model_type {model_type!r} is not known", hint=f"these are: {known}")
+    return _outline(ConfigFields(merged, model_type, DEFAULTS), model_type)
+
+
+def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
+    """How positions of pictures are rotated is no matter of size."""
+    dropped = ("text_config", "architectures", "rope_scaling", "rope_parameters")
+    return {"rope_theta": 10000.0, **{key: value for key, value in config.items() if key not in dropped}}
+
+
+def _outline(fields: ConfigFields, family: str) -> ModelOutline:
+    is_phi = family == "phi-msft"
+    if fields.integer("n_layer" if is_phi else "num_hidden_layers") > MAX_LAYERS:
+        fields.refuse(f"more than {MAX_LAYERS} layers")
+    if is_phi:
+        return _phi(fields)
+    hidden, layers = fields.integer("hidden_size"), LAYERS[family](fields)
+    if not 0 < len(layers) <= MAX_LAYERS:
+        fields.refuse(f"{len(layers)} layers")
+    for one in layers:
+        if one.num_active > one.num_experts:
+            fields.refuse(f"{one.num_active} experts a token are not possible with {one.num_experts}")
+    return ModelOutline(
+        family,
+        fields.integer("vocab_size"),
+        hidden,
+        layers,
+        fields.flag("tie_word_embeddings"),
+        fields.integer("max_position_embeddings"),
+        end_vectors=hidden,
+    )
+
+
+def _phi(fields: ConfigFields) -> ModelOutline:
+    """Phi-1.5 and Phi-2 name everything in GPT-2's words; their head has a bias."""
+    hidden, vocab = fields.integer("n_embd"), fields.integer("vocab_size")
+    return ModelOutline(
+        "phi-msft",
+        vocab,
+        hidden,
+        phi_layers(fields),
+        fields.flag("tie_word_embeddings"),
+        fields.integer("n_positions"),
+        "float16",
+        2 * hidden + vocab,
+    )

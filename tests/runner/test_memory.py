@@ -107,5 +107,5 @@ def test_a_quantised_file_s_weights_and_what_large_steps_expand() -> None:
     assert parts.embedding == 128_256 * 4096 * 5 // 8
     assert parts.total == pytest.approx(8.03e9 * 5 / 8, rel=0.01)
     assert gpu_weight_parts(LLAMA, 2, "fp8", stored).total == parts.total, "what is quantised is not rounded again"
-    plain, words = (runner_bytes(LLAMA, RunnerLimits(64, 512, 8192, has_words=has)) for has in (False, True))
+    plain, words = (runner_bytes(LLAMA, RunnerLimits(64, 512, 8192, expands_weights=has)) for has in (False, True))
     assert words.step - plain.step == words.graphs - plain.graphs == EXPANDED_BYTES

@@ -197,7 +197,7 @@ class KeptWeights:
 
     parts: WeightParts
     dtype: str  # of most of them
-    has_expanded: bool = False
+    expands_weights: bool = False
     """Some matrices stay quantised and are expanded, a piece at a time, for steps of many tokens."""
 
 
@@ -257,7 +257,7 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     parts = gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype]), quantization, formats)
     kept = [one.quant for one in formats.values()]
     label = mode(kept) if kept else request.dtype if quantization == "none" else quantization
-    return KeptWeights(parts, label, has_expanded=bool(formats) or quantization in ("int4", "int8"))
+    return KeptWeights(parts, label, expands_weights=bool(formats) or quantization in ("int4", "int8"))
 
 
 def _build_with_triton(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:

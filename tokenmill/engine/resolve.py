@@ -252,7 +252,7 @@ def _runner_limits(config: EngineConfig, kept: KeptWeights) -> RunnerLimits:
         config.model.max_context,
         config.cache.block_size,
         int(DTYPE_BYTES[config.model.dtype]),
-        has_words=kept.has_expanded,
+        expands_weights=kept.expands_weights,
     )
 
 

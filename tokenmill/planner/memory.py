@@ -59,7 +59,7 @@ class Limits:
     block_size: int = 16
     memory_fraction: float | None = None
     num_blocks: int | None = None  # of the pool; None: as many as the share of memory holds
-    has_words: bool = False  # matrices that a GPU expands for large steps
+    expands_weights: bool = False  # matrices that a GPU expands for large steps
     value_bytes: int = 2  # of an activation on a GPU
 
 
@@ -131,7 +131,7 @@ def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) ->
         limits.context,
         limits.block_size,
         limits.value_bytes,
-        has_words=limits.has_words,
+        expands_weights=limits.expands_weights,
     )
     found = device.runs_on.workspace_bytes(spec, bounds, 1 / split.tensor)
     return found.rows + found.step, found.graphs

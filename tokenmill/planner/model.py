@@ -34,7 +34,7 @@ class PlannedModel:
     stored_dtype: str  # of most weights
     stored: WeightParts | None = None  # as a file really has them; None for a bare config
     kept: WeightParts | None = None  # what a GPU makes of a file, or of a quantised config; None for others
-    has_words: bool = False  # matrices that it computes with as they are quantised
+    expands_weights: bool = False  # a GPU keeps quantised matrices and expands them, a piece at a time, for large steps
 
     def weights(self, asked: str, computed: str | None = None) -> WeightParts:
         """In the precision asked for; `auto` is as stored, or as a GPU keeps that which computes in `computed`."""
@@ -83,7 +83,7 @@ def model_at(path: Path, name: str) -> PlannedModel:
         path = next(iter(sorted(path.glob("*.gguf"))), path)
     stored = StoredWeights(read_spec(path), path)
     kept = _kept_on_gpu(stored)
-    return PlannedModel(name, stored.spec, stored.dtype, stored.parts, kept.parts, kept.has_expanded)
+    return PlannedModel(name, stored.spec, stored.dtype, stored.parts, kept.parts, kept.expands_weights)
 
 
 def _kept_on_gpu(stored: StoredWeights) -> KeptWeights:
@@ -101,7 +101,7 @@ def model_from_config(path: Path, name: str) -> PlannedModel:
     if not isinstance(model, ModelSpec) or not formats:
         return PlannedModel(name, model, dtype)
     kept = _kept_on_gpu(StoredWeights(model, None, formats))
-    return PlannedModel(name, model, dtype, kept=kept.parts, has_words=kept.has_expanded)
+    return PlannedModel(name, model, dtype, kept=kept.parts, expands_weights=kept.expands_weights)
 
 
 def _quantised_beside(path: Path) -> dict[str, Any] | None:

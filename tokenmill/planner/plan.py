@@ -107,7 +107,7 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
     file_bytes = model.stored.total if model.stored else 0
     limits = replace(
         question.limits,
-        has_words=parts is model.kept and model.has_words,
+        expands_weights=parts is model.kept and model.expands_weights,
         value_bytes=4 if computed == "float32" else 2,
     )
     memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, limits, file_bytes=file_bytes)

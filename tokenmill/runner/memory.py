@@ -53,7 +53,7 @@ class RunnerLimits:
     max_context: int
     block_size: int = 16
     value_bytes: int = 2  # of an activation
-    has_words: bool = False  # matrices that are expanded, a piece at a time, for steps of many tokens
+    expands_weights: bool = False  # matrices that are expanded, a piece at a time, for steps of many tokens
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host, scored)
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
-    beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.has_words else 0)
+    beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)
     return RunnerBytes(_row_bytes(spec, limits), int(step) + beside, int(graphs) + beside)
 
 

@@ -176,7 +176,7 @@ def milliseconds(run: Run) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / NUM_RUNS)
     del kept
-    return median(times)
+    return float(median(times))
 
 
 def measure(device: torch.device, note: Callable[[str], None]) -> Tuning:

@@ -38,5 +38,4 @@ def gather_rows(tables: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def embed(token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     if isinstance(weight.packed, PackedIntMatrix):
         return rows_of(weight.packed, token_ids)
-    (found,) = gather_rows(weight.packed[None], token_ids)
-    return found
+    return gather_rows(weight.packed[None], token_ids).squeeze(0)

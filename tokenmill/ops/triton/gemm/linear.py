@@ -94,7 +94,7 @@ class PackLinear:
     ) -> LinearWeight:
         if form is None:
             matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
-            return LinearWeight(*matrix.shape, self._packed(matrix, parts[0].name))
+            return LinearWeight(len(matrix), matrix.shape[1], self._packed(matrix, parts[0].name))
         kept = [packed_from_blocks(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
         return LinearWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], joined(kept))
 
@@ -114,7 +114,7 @@ OF_EXPERTS: dict[str, Callable[[torch.Tensor], PackedIntMatrix]] = {"fp8": to_in
 
 
 def _whole(matrix: torch.Tensor) -> LinearWeight:
-    return LinearWeight(*matrix.shape, matrix)
+    return LinearWeight(len(matrix), matrix.shape[1], matrix)
 
 
 def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:

@@ -121,7 +121,7 @@ def scales_from(places, stride, GROUPS: tl.constexpr):
     """Load the scales of GROUPS consecutive groups, one tensor for each."""
     found = (tl.load(places),)
     for i in tl.static_range(1, GROUPS):
-        found = found + (tl.load(places + i * stride),)
+        found = found + (tl.load(places + i * stride),)  # type: ignore[assignment]
     return found
 
 

@@ -57,7 +57,7 @@ def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr
     for first in range(0, num_pairs, CHUNK):
         found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
         place += tl.sum((found < expert).to(tl.int32), axis=0)
-    tl.store(offsets + expert, place.to(tl.int64))
+    tl.store(offsets + expert, place.to(tl.int64))  # type: ignore[attr-defined]
     for first in range(0, num_pairs, CHUNK):
         found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
         is_own = (found == expert).to(tl.int32)

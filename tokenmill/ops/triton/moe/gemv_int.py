@@ -36,7 +36,7 @@ def _row_pairs(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BIT
     for i in tl.static_range(values_each // 2):
         low = tl.load(row + columns + i * SPAN, mask=is_inside, other=0.0)
         high = tl.load(row + columns + (i + values_each // 2) * SPAN, mask=is_inside, other=0.0)
-        found = found + (as_pair(low, high, HAS_PTX),)
+        found = found + (as_pair(low, high, HAS_PTX),)  # type: ignore[assignment]
     return found
 
 
@@ -55,7 +55,7 @@ def _pairs_from(row, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, 
     places = first[:, None] + tl.arange(0, PIECE)[None, :]
     found = ()
     for i in tl.static_range(16 // BITS):
-        found = found + (tl.load(row + places + i * SPAN, mask=is_there[:, None], other=0),)
+        found = found + (tl.load(row + places + i * SPAN, mask=is_there[:, None], other=0),)  # type: ignore[assignment]
     return found
 
 
@@ -69,7 +69,7 @@ def _scales(
     first = pieces // parts * (groups * parts) + pieces % parts
     found = (tl.load(lines + first * stride, mask=is_there, other=0),)
     for i in tl.static_range(1, groups):
-        found = found + (tl.load(lines + (first + i * parts) * stride, mask=is_there, other=0),)
+        found = found + (tl.load(lines + (first + i * parts) * stride, mask=is_there, other=0),)  # type: ignore[assignment]
     return found
 
 

@@ -134,7 +134,7 @@ def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
     places = scales + start // SPAN * GROUPS * num_out
     found = (gl.load(places),)
     for i in gl.static_range(1, GROUPS):
-        found = found + (gl.load(places + i * num_out),)
+        found = found + (gl.load(places + i * num_out),)  # type: ignore[assignment]
     return gl.load(matrix + start), found
 
 

@@ -85,7 +85,9 @@ LLAMA = ModelSpec(
 def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
     found = runner_bytes(LLAMA, RunnerLimits(max_running=1024, token_budget=8192, max_context=8192))
     logits = 1024 * 128_256
-    assert found.step == max(8192 * (5 * 4096 + 3 * 14_336) * 2, logits * 6 + MAX_HOST_LOGITS * 40) + WORKSPACE_BYTES
+    widest = max(8192 * (5 * 4096 + 3 * 14_336) * 2, logits * 6 + MAX_HOST_LOGITS * 40)
+    in_flight = 8192 * 4096 * 2  # states that the host has not looked at when the next step is launched
+    assert found.step == widest + in_flight + WORKSPACE_BYTES
     assert found.rows == pytest.approx(1024 * (2 * 128_256 + 513 * 4), rel=0.05)
     assert found.graphs > logits * 6
     halved = runner_bytes(LLAMA, RunnerLimits(512, 4096, 8192))

@@ -12,7 +12,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import DrawingRows, DrawParams
 from tokenmill.ops.cpu import is_available
 from tokenmill.params import SamplingParams
-from tokenmill.runner import prompt_logprobs
+from tokenmill.runner import runner as model_runner
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.testing.scripted_models import ContextModel, ScriptedModel, count_upwards, follow
@@ -223,7 +223,7 @@ def expected_score(position: int, prompt: list[int]) -> float:
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 7])
 def test_prompt_scores_do_not_depend_on_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_logprobs, "MAX_HOST_LOGITS", 2 * VOCAB)  # two positions at once
+    monkeypatch.setattr(model_runner, "MAX_HOST_LOGITS", 2 * VOCAB)  # two positions at once
     prompt = [3, 4, 9, 10, 11, 2, 3]
     runner = make_runner(ScriptedModel(VOCAB))
     found, new_rows = [], [new_row(0, prompt)]

@@ -9,8 +9,8 @@ import torch
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.params import SamplingParams
-from tokenmill.runner import sliced_sampler
-from tokenmill.runner.sliced_sampler import SlicedSampler
+from tokenmill.runner import runner as model_runner
+from tokenmill.runner.runner import SlicedSampler
 from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import RowInit, RowPlan
@@ -38,7 +38,7 @@ def drawn(sampler: Sampler | SlicedSampler, logits: torch.Tensor) -> Sequence[Sa
 
 
 def test_slices_draw_what_all_rows_together_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_sampler, "MAX_HOST_LOGITS", 3 * VOCAB + 1)
+    monkeypatch.setattr(model_runner, "MAX_HOST_LOGITS", 3 * VOCAB + 1)
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
     watched = Watched()
     assert drawn(SlicedSampler(watched, VOCAB), logits) == drawn(Sampler(VOCAB, ROWS, "cpu"), logits)
@@ -46,14 +46,14 @@ def test_slices_draw_what_all_rows_together_draw(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_vocabulary_larger_than_a_slice_is_drawn_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_sampler, "MAX_HOST_LOGITS", 10)
+    monkeypatch.setattr(model_runner, "MAX_HOST_LOGITS", 10)
     watched = Watched()
     drawn(SlicedSampler(watched, VOCAB), torch.zeros(ROWS, VOCAB))
     assert watched.slices == [1] * ROWS
 
 
 def test_rows_with_drafts_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_sampler, "MAX_HOST_LOGITS", 4 * VOCAB)
+    monkeypatch.setattr(model_runner, "MAX_HOST_LOGITS", 4 * VOCAB)
     logits = torch.randn(ROWS + 5, VOCAB, generator=torch.Generator().manual_seed(1))
     plans = [
         RowPlan(row=row, start=0, token_ids=[1, *[2] * drafts], num_drafts=drafts, sample=True)

@@ -16,9 +16,8 @@ from tokenmill.ops.triton.batch.decode_inputs import NO_ROW, RING_SIZE, change_t
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch import compile_workers
 from tokenmill.ops.triton.launch.kernel import compile_beside
-from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.decode_graphs import DecodeGraphs, PinnedStepInputs, RowTables
 from tokenmill.runner.device_sampler import DeviceSampler
-from tokenmill.runner.pinned_inputs import PinnedStepInputs, RowTables
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dummy import dummy_weights
 

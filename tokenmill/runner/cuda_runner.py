@@ -33,8 +33,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs, Kind, PendingTokens, best_tokens
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, RowsForward, drawn_result
-from tokenmill.runner.sliced_sampler import SlicedSampler
+from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, RowsForward, SlicedSampler, drawn_result
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
 from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult

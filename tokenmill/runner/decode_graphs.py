@@ -16,17 +16,27 @@ sized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables, Mode
 from tokenmill.ops.triton.batch.decode_inputs import (
+    INDEX,
+    NO_ROW,
+    NUM_WORDS,
+    POSITION,
+    RING_SIZE,
+    ROW,
+    TOKEN,
+    UNIFORM,
     GatheredInputs,
     StepMailbox,
     change_tables,
@@ -36,10 +46,11 @@ from tokenmill.ops.triton.batch.decode_inputs import (
 from tokenmill.ops.triton.sampling.argmax import argmax
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.memory import graph_sizes, table_width
-from tokenmill.runner.pinned_inputs import PinnedStepInputs, RowTables, new_mailbox
 
 Kind = Literal["greedy", "sample", "host"]
 IDLE_KINDS: tuple[Kind, ...] = ("greedy", "sample")
+PADDING_ROW = (NO_ROW, 0, -1, 0, 0, 0, 0, 0)  # fills a step up to the size of its graph
+FEW_CHANGES = 512  # of block tables in one step: room for so many is there from the start
 
 
 @dataclass(frozen=True)
@@ -209,3 +220,117 @@ class DecodeGraphs:
             num_single=size,
             mode="captured",
         )
+
+
+# ── pinned memory ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def shared(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory that kernels on `device` can reach."""
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def new_mailbox(max_rows: int, device: torch.device) -> StepMailbox:
+    """A mailbox whose slots all hold padding rows."""
+    sent = shared(RING_SIZE, max_rows, NUM_WORDS.value, dtype=torch.int32, device=device)
+    sent.numpy()[:] = PADDING_ROW
+    drawn = shared(RING_SIZE, max_rows, dtype=torch.int64, device=device)
+    return StepMailbox(sent, drawn, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+class RingSlots:
+    """The slots of a ring of pinned memory, each with an event behind its last use.
+
+    Torch knows of its own copies only, so nothing tells it when a kernel is done with pinned memory. A slot is written
+    again when its event has passed, which with so many slots it always has.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._done: list[torch.cuda.Event | None] = [None] * RING_SIZE
+
+    def take(self) -> int:
+        """The next slot, which no kernel reads or writes any more."""
+        done = self._done[self.next]
+        if done is not None:
+            done.synchronize()
+        return self.next
+
+    def used(self) -> torch.cuda.Event:
+        """Record that what uses the slot is on the stream; the event passes when it is done."""
+        done = self._done[self.next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._done[self.next] = done
+        self.next = (self.next + 1) % RING_SIZE
+        return done
+
+
+class PinnedStepInputs:
+    """The host's side of a mailbox: what steps are told, and where their tokens arrive."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.mailbox = new_mailbox(max_rows, device)
+        self._words: NDArray[np.int32] = self.mailbox.sent.numpy()
+        self._uniforms: NDArray[np.float64] = self._words.view(np.float64)
+        self._slots = RingSlots()
+        self._is_written = False  # and not yet launched
+
+    def write(
+        self,
+        size: int,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        indices: Sequence[int],
+        uniforms: Sequence[float] | None,
+    ) -> torch.Tensor:
+        """Write the inputs of a step of `size` rows, to be launched next; where its tokens will be, int64 [size]."""
+        if self._is_written:  # an exception came between, before or after the launch: the device knows
+            self._slots.next = int(self.mailbox.turn)
+        self._is_written = True
+        slot, count = self._slots.take(), len(rows)
+        words = self._words[slot]
+        words[count:size] = PADDING_ROW
+        words[:count, ROW], words[:count, POSITION], words[:count, INDEX] = rows, positions, indices
+        words[:count, TOKEN] = tokens
+        if uniforms is not None:
+            self._uniforms[slot, :count, UNIFORM // 2] = uniforms
+        return self.mailbox.drawn[slot, :size]
+
+    def launched(self) -> torch.cuda.Event:
+        done = self._slots.used()
+        self._is_written = False
+        return done
+
+
+class RowTables:
+    """Block tables of all rows on the device, int32 [groups, max_rows, max_blocks]."""
+
+    def __init__(self, num_groups: int, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.tables = torch.zeros(num_groups, max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._slots = RingSlots()
+        self._buffers = [shared(0, dtype=torch.int64, device=device)] * RING_SIZE
+
+    def change(self, changes: Sequence[tuple[int, int, int, list[int]]]) -> None:
+        """Write (group, row, first entry, block ids from that entry on) each."""
+        if not changes:
+            return
+        _, max_rows, max_blocks = self.tables.shape
+        counts = [len(blocks) for *_, blocks in changes]
+        firsts = [(group * max_rows + row) * max_blocks + start for group, row, start, _ in changes]
+        total = sum(counts)
+        packed = self._room(total)
+        lines = packed.numpy()
+        offsets = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        lines[0] = np.repeat(firsts, counts) + offsets
+        lines[1] = np.concatenate([blocks for *_, blocks in changes]) if len(changes) > 1 else changes[0][3]
+        change_tables(packed, self.tables)
+        self._slots.used()
+
+    def _room(self, num_changes: int) -> torch.Tensor:
+        """Pinned memory int64 [2, num_changes] in the next slot."""
+        slot = self._slots.take()
+        if self._buffers[slot].numel() < 2 * num_changes:
+            size = 2 * max(num_changes, FEW_CHANGES)
+            self._buffers[slot] = shared(size, dtype=torch.int64, device=self.tables.device)
+        return self._buffers[slot][: 2 * num_changes].view(2, num_changes)

@@ -77,6 +77,7 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     scored = min(limits.token_budget * spec.vocab_size * share, MAX_HOST_LOGITS) * SCORE_BYTES
     scored += 2 * limits.token_budget * spec.hidden_size * limits.value_bytes  # states of all tokens, and their norms
     step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host, scored)
+    step += limits.token_budget * spec.hidden_size * limits.value_bytes  # states of a step that is not collected yet
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
     beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)
@@ -119,7 +120,7 @@ def _row_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 
 def _table_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
     num_groups = len(KVLayout.from_spec(spec).groups)
-    return num_groups * limits.max_running * table_width(ceil(limits.max_context / limits.block_size) + 1) * 4
+    return num_groups * limits.max_running * table_width(ceil(limits.max_context / limits.block_size)) * 4
 
 
 def table_width(max_blocks: int) -> int:

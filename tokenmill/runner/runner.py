@@ -16,10 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
@@ -27,16 +30,18 @@ from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
 from tokenmill.ops.batch import DrawingRows, DrawParams
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.prompt_logprobs import score_prompt, scored_tokens
-from tokenmill.runner.rows import RowTable
+from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.sampling.draw import Sample
+from tokenmill.sampling.logprobs import prompt_logprobs
 from tokenmill.sampling.model_sampled import HeadOutput, ModelSampled, chosen_highest
-from tokenmill.types import PENDING, RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenmill.types import PENDING, BlockTableUpdate, RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence (in float16: try --dtype bfloat16)"
 
 
 class RowSampler(Protocol):
+    """What the runner needs of a sampler (`sampling/sampler.py`)."""
+
     def add_row(self, new_row: RowInit) -> None: ...
 
     def free_row(self, row: int) -> None: ...
@@ -50,6 +55,41 @@ class RowSampler(Protocol):
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]: ...
 
     def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the runner remembers of a live sequence between steps."""
+
+    prompt_token_ids: list[int]
+    pooler: Pooler | None  # set when a vector is wanted, not tokens
+
+
+class RowTable:
+    """Permanent rows, and their block tables int32 [groups, max_rows, max_blocks]. Steps bring changes only; entries
+    beyond a row's context are leftovers and never read as keys that a query can see."""
+
+    def __init__(self, num_groups: int, max_rows: int, max_blocks: int) -> None:
+        self.tables: NDArray[np.int32] = np.zeros((num_groups, max_rows, max_blocks), np.int32)
+        self._live: dict[int, Row] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._live
+
+    def __getitem__(self, row: int) -> Row:
+        return self._live[row]
+
+    def add(self, new: RowInit) -> None:
+        """Take a row, or take it anew for another sequence's state (a fork, a resumed or reordered one)."""
+        pooler = Pooler(new.pooling, len(new.prompt_token_ids)) if new.pooling else None
+        self._live[new.row] = Row(new.prompt_token_ids, pooler)
+
+    def free(self, row: int) -> None:
+        del self._live[row]
+
+    def update_tables(self, row: int, updates: Sequence[BlockTableUpdate]) -> None:
+        for update in updates:
+            self.tables[update.group, row, update.start : update.start + len(update.blocks)] = update.blocks
 
 
 @dataclass(frozen=True)
@@ -253,3 +293,81 @@ def _pooled(plan: RowPlan, pooler: Pooler, hidden: torch.Tensor) -> RowResult:
     if not bool(vector.isfinite().all()):
         return RowResult(row=plan.row, error=NOT_FINITE)
     return RowResult(row=plan.row, embedding=vector.tolist())
+
+
+# ── prompt logprobs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def scored_tokens(plan: RowPlan, prompt: list[int]) -> list[int]:
+    """The prompt tokens that this step's positions predict; the k-th fed token predicts the k-th of them.
+
+        prompt    t0 t1 t2 t3 t4 t5        chunk [t2 t3 t4] scores t3 t4 t5; chunk [t5] scores nothing
+
+    Where the context has shifted, the kept tokens in front have other successors; those are scored already, and the
+    scheduler drops what is scored twice.
+    """
+    return prompt[plan.sequence_position + 1 : plan.sequence_position + 1 + len(plan.token_ids)]
+
+
+def score_prompt(
+    hidden: torch.Tensor, targets: list[int], num: int, logits: Callable[[torch.Tensor], torch.Tensor], vocab: int
+) -> list[TokenLogprobs] | None:
+    """Logprobs of n prompt tokens from the hidden states [n, H] at the positions before them; None where the logits
+    are not finite."""
+    size = max(1, MAX_HOST_LOGITS // vocab)  # 64 MiB of logits, however long the prompt
+    scores: list[TokenLogprobs] = []
+    for first in range(0, len(targets), size):
+        part = logits(hidden[first : first + size])
+        if not bool(part.amax(-1).isfinite().all()):
+            return None
+        scores += prompt_logprobs(part, targets[first : first + size], num)
+    return scores
+
+
+# ── large vocabularies ─────────────────────────────────────────────────────────────────────────────────
+
+
+class SlicedSampler:
+    """A sampler that takes so many logits at a time that its copies of them stay within the planned memory."""
+
+    def __init__(self, sampler: RowSampler, vocab_size: int) -> None:
+        self._sampler = sampler
+        self._num_rows = max(1, MAX_HOST_LOGITS // vocab_size)
+
+    def add_row(self, new_row: RowInit) -> None:
+        self._sampler.add_row(new_row)
+
+    def free_row(self, row: int) -> None:
+        self._sampler.free_row(row)
+
+    def observe(self, rows: Sequence[RowPlan]) -> None:
+        self._sampler.observe(rows)
+
+    def needs_logits(self, rows: Sequence[RowPlan]) -> bool:
+        return self._sampler.needs_logits(rows)
+
+    def plain_draws(self, rows: Sequence[RowPlan]) -> DrawParams | None:
+        return self._sampler.plain_draws(rows)
+
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
+        """Sample slice by slice: rows draw independently of each other, so it does not matter where they are cut."""
+        drawn: list[Sample] = []
+        for first in range(0, len(rows), self._num_rows):
+            part = slice(first, first + self._num_rows)
+            drawn += self._sampler.sample(logits[part], rows[part], masks)
+        return drawn
+
+    def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]:
+        """Verify slice by slice: a row may have several lines, and stays in one slice with all of them."""
+        drawn: list[list[Sample]] = []
+        line = 0
+        while len(drawn) < len(rows):
+            part = self._next_slice(rows[len(drawn) :])
+            num_lines = sum(1 + plan.num_drafts for plan in part)
+            drawn += self._sampler.verify(logits[line : line + num_lines], part, masks)
+            line += num_lines
+        return drawn
+
+    def _next_slice(self, rows: list[RowPlan]) -> list[RowPlan]:
+        ends = accumulate(1 + plan.num_drafts for plan in rows)
+        return rows[: max(1, sum(end <= self._num_rows for end in ends))]

@@ -217,7 +217,8 @@ class Scheduler:
         None: it has to wait. A sequence in flight does so rather than preempt others; a sequence that preempts others
         does so where the blocks are still in use by steps in flight; the last group in order is preempted itself.
         """
-        start, end = sequence.planned, sequence.planned + num_tokens
+        start = sequence.planned
+        end = start + num_tokens
         while (copies := self._cache.reserve(sequence.held_table, start, end)) is None:
             builder.is_short = True
             if sequence.num_in_flight or self._running.in_flight.releases:

@@ -10,9 +10,9 @@ their own, behind the graph of the same step:
     stream:   | decode k | prompts k | decode k+1 | prompts k+1 | ...
     host:       launch k ─► launch k+1 ─► collect k, apply, output, plan k+2 ─► launch k+2 ─► collect k+1 ...
 
-A row whose sequence turns out to have ended in step k is computed once more in step k+1, and nobody reads what it
-brings. What it wrote lies behind the end of its sequence: no full block is ever touched, and the block goes back to the
-pool when step k+1 is collected.
+A row whose sequence turns out to have ended in step k is computed once more in step k+1, and its result is void. What
+it wrote lies behind the end of its sequence: no full block is ever touched, and the block goes back to the pool when
+step k+1 is collected.
 
 Tokens are drawn on the device, by every parameter that `device_sampler` knows. Rows that need more (grammars, logprobs,
 embeddings, rare parameters) have their forward pass launched like the others, and the host draws when the step is

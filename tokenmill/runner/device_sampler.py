@@ -1,12 +1,12 @@
-"""Rows that draw on the device: what it must know of each, kept there as long as the row lives.
+"""The sampler on a GPU: what it must know of each row is kept on the device as long as the row lives.
 
     parameters    float64 [max_rows, 8]       temperature, top_k, top_p, min_p, three penalties
     seen     int16 [max_rows, vocab]     0 never, else 1 + how often in the output; kept where a penalty is set
     counted  int32 [max_rows]            how many of the row's output tokens are in `seen`
     edits    ids, values, ends [max_rows, MAX_ROW_EDITS]   added to a logit while the output is shorter than `end`
 
-Tokens are counted when they are fed, not when they are drawn: a step that was started ahead and thrown away then counts
-nothing twice. The random numbers are the host's, a function of seed and output index, sent along with the row numbers.
+Tokens are counted when they are fed, not when they are drawn, so what a void step drew is never counted. The random
+numbers are the host's, a function of seed and output index, sent along with the row numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ FOREVER = 2**31 - 1
 
 
 def edits_of(new: RowInit) -> dict[int, tuple[float, int]] | None:
-    """token → (what is added to its logit, until so many output tokens exist); None where that does not say it all."""
+    """Changes of single logits: token → (what is added, until so many output tokens exist); None where a row needs more
+    than that."""
     params = new.params
     found = {token: (float(value), FOREVER) for token, value in (params.logit_bias or {}).items()}
     found |= {token: (-np.inf, FOREVER) for token in params.banned_token_ids or ()}
@@ -44,6 +45,8 @@ def edits_of(new: RowInit) -> dict[int, tuple[float, int]] | None:
 
 
 class DeviceSampler:
+    """Draws tokens on the device, by the parameters in HANDLED."""
+
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
@@ -68,7 +71,7 @@ class DeviceSampler:
         return edits is not None and all(0 <= token < self._vocab_size for token in edits)
 
     def take(self, rows: Sequence[RowInit]) -> None:
-        """Rows begin, or begin anew with another sequence's state."""
+        """Take rows, or take them anew for another sequence's state."""
         if not rows:
             return
         numbers = self._to_device(np.array([new.row for new in rows]))
@@ -95,12 +98,12 @@ class DeviceSampler:
         uniforms: torch.Tensor,
         newest: torch.Tensor,
     ) -> torch.Tensor:
-        """Tokens int64 [R] for float32 logits [R, vocab], which are changed; rows, indices int32 [R]"""
+        """Draw tokens int64 [R] from float32 logits [R, vocab], which are changed; rows, indices int32 [R]."""
         edit_logits(logits, rows, indices, self._params_of, self._seen, self._edits)
         return draw_tokens(logits, rows, uniforms, self._params_of, newest)
 
     def count_fed(self, rows: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """`token_ids`: what each row feeds last; `indices`: how many output tokens it has"""
+        """Count the tokens that rows feed last; `indices`: how many output tokens each row has."""
         count_fed(rows, indices, token_ids, self._params_of, self._seen, self._counted)
 
     def _take_edits(self, new: RowInit) -> None:

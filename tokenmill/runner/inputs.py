@@ -1,4 +1,4 @@
-"""Turns the rows of a step into the tensors of a forward pass, all tokens at once.
+"""The inputs of a forward pass: the rows of a step become tensors, all tokens at once.
 
 rows        a: start 5, tokens [x y z]      b: start 0, tokens [u v]
 tokens      x y z u v         owner   0 0 0 1 1        query_starts  0 3 5
@@ -27,7 +27,8 @@ def build_batch(
     block_size: int,
     device: torch.device,
 ) -> ForwardBatch:
-    """`wanted[i]`: which of row i's tokens, counted from its first one, have their hidden states returned."""
+    """Build the batch of a forward pass; `wanted[i]`: which of row i's tokens, counted from its first one, have their
+    hidden states returned."""
     counts = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     query_starts = np.concatenate(([0], counts.cumsum()))

@@ -71,7 +71,7 @@ NO_RUNNER_BYTES = RunnerBytes(0, 0, 0)
 
 
 def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -> RunnerBytes:
-    """On a GPU; `share`: of each matrix and the vocabulary that one of several devices has."""
+    """Bytes that a GPU runner takes; `share`: of each matrix and the vocabulary that one of several devices has."""
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size * share
     host = min(logits, MAX_HOST_LOGITS) * HOST_DRAW_BYTES
     scored = min(limits.token_budget * spec.vocab_size * share, MAX_HOST_LOGITS) * SCORE_BYTES

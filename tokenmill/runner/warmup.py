@@ -1,10 +1,11 @@
-"""What a GPU runner does before its first request, and when it has time: steps in the null block, which nobody reads.
+"""Warm-up of a GPU runner, before its first request and while it is idle: steps that write into the null block only.
 
 start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
 beside    kernels of decoding steps of every size are compiled while the first requests run
 idle      a graph of each size; long prompts, whose attention is a library that takes a second to load
 
-All but the graphs with one layer of each kind, which launch the same kernels and take the same memory as all layers.
+All but the graphs run with one layer of each kind, which launches the same kernels and takes the same memory as all
+layers do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class WarmUp:
 
     @torch.inference_mode()
     def compile_first(self, token_budget: int, while_compiling: Callable[[], object]) -> None:
-        """`while_compiling` is called while compilers work; then it is noted what they will be asked for next."""
+        """Compile the kernels of the first steps, and note which ones are wanted next. `while_compiling` is called
+        while compilers work."""
         self._load_products()
         self._compiling = compile_beside(*self._first_asks(token_budget))
         while_compiling()
@@ -52,13 +54,13 @@ class WarmUp:
         self._compiling.join()
 
     def compile_rest(self) -> None:
-        """Returns at once."""
-        assert self._compiling is not None  # who has started
+        """Start compiling the other kernels, beside the first requests."""
+        assert self._compiling is not None, "compile_first comes first"
         self._compiling.make()
 
     @torch.inference_mode()
     def run_widest(self, token_budget: int) -> None:
-        """As many rows as there are, with as many tokens as the budget allows."""
+        """Run a step of as many rows as there are, with as many tokens as the budget allows."""
         self._compute(self._widest(token_budget))
         torch.cuda.synchronize()
 
@@ -67,14 +69,14 @@ class WarmUp:
         yield self.compile_rest
         yield partial(self._rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
-        yield partial(self._rehearse, [(0, longest)])  # late: on a cold disk a second that nobody can interrupt
+        yield partial(self._rehearse, [(0, longest)])  # late: it may take a second, without a break
 
     @torch.inference_mode()
     def _rehearse(self, chunks: list[Chunk]) -> None:
         self._compute(self._batch(chunks))
 
     def _widest(self, token_budget: int) -> ForwardBatch:
-        """No row is a whole prompt."""
+        """The widest step, in which no row is a whole prompt."""
         lengths = [1] * min(self._max_rows, token_budget)
         left = token_budget - len(lengths)
         for row in range(len(lengths)):
@@ -83,7 +85,7 @@ class WarmUp:
         return self._batch([(1 if length > 1 else 0, length) for length in reversed(lengths)])
 
     def _first_asks(self, token_budget: int) -> Iterator[Callable[[], object]]:
-        """Kernels that take longest to compile come first. Each batch's are begun before the next is asked."""
+        """Batches whose kernels are compiled first, those that take longest to compile in front."""
         few, fewer = FEW
         yield partial(self._ask_for_graph, 1)
         yield partial(self._ask_for, self._prompt, few)
@@ -117,7 +119,7 @@ class WarmUp:
         return self._batch([(0, min(num_tokens, self._max_context - 1))])
 
     def _decoding(self, num_rows: int) -> ForwardBatch:
-        """As in a graph, which has kernels for the longest context."""
+        """A decode batch as in a graph, which has kernels for the longest context."""
         return replace(self._batch([(0, 1)] * num_rows), max_context_len=self._max_context, mode="captured")
 
     def _batch(self, chunks: list[Chunk]) -> ForwardBatch:

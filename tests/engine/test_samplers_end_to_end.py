@@ -16,7 +16,7 @@ from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.results import CompletionOutput
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import BeamParams, Watermark
-from tokenmill.sampling.watermark import read_watermark
+from tokenmill.sampling.watermark import detect_watermark
 from tokenmill.types import PromptRequest
 
 PROMPT = "Once upon a time"
@@ -146,7 +146,7 @@ def test_one_beam_with_a_stop_string_is_greedy_with_it(stories: LLM) -> None:
 def z_scores(llm: LLM, texts: list[str], mark: Watermark) -> list[float]:
     tokenizer = llm.frontend.tokenizer
     assert tokenizer is not None
-    return [read_watermark(mark, tokenizer.encode(text, add_special_tokens=False)).z_score for text in texts]
+    return [detect_watermark(mark, tokenizer.encode(text, add_special_tokens=False)).z_score for text in texts]
 
 
 def stories_of(llm: LLM, count: int, mark: Watermark | None, seed: int) -> list[str]:

@@ -11,8 +11,8 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.params import SamplingParams
 from tokenmill.runner import runner as model_runner
 from tokenmill.runner.runner import SlicedSampler
-from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.sampler import Sampler
+from tokenmill.sampling.samples import Sample
 from tokenmill.types import RowInit, RowPlan
 
 VOCAB, ROWS = 50, 7

@@ -17,9 +17,9 @@ from tests.support import plain_sampler as plain
 from tests.support.sampler_rows import new_row, plan
 from tokenmill.engine.frontend import tokenizer_of
 from tokenmill.params import DRY_BREAKERS
-from tokenmill.sampling.fixed_point import weights
+from tokenmill.sampling.fixed_point import to_fixed_probs
 from tokenmill.sampling.rows import SamplerRows
-from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
+from tokenmill.sampling.steps import LOGITS_STEPS, PROBS_STEPS, run_steps, steps_used
 from tokenmill.text.token_search import TokenSearch
 
 RECORDING = json.loads((Path(__file__).parents[1] / "goldens" / "llama_samplers.json").read_text())
@@ -32,20 +32,20 @@ def logits_of(seed: int) -> torch.Tensor:
 
 
 def after_steps(logits: torch.Tensor, **params: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and mass of one row after all steps."""
+    """Logits and fixed_probs of one row after all steps."""
     row = new_row(**params)
     rows = SamplerRows(logits.shape[-1], 1, torch.device("cpu"))
     rows.take(row, steps_used(row.params))
     in_use = rows.gather([plan()])
     shaped = run_steps(logits, in_use, LOGITS_STEPS)
-    return shaped[0], run_steps(weights(shaped), in_use, CUTS)[0]
+    return shaped[0], run_steps(to_fixed_probs(shaped), in_use, PROBS_STEPS)[0]
 
 
 @pytest.mark.parametrize("case", RECORDING["cases"], ids=lambda case: "-".join(case["params"]) + f"-{case['seed']}")
 def test_what_is_left_and_how_likely(case: dict[str, Any]) -> None:
     # llama.cpp counts prompt tokens too where it penalises frequency; here all of the history is output
-    _, mass = after_steps(logits_of(case["seed"]), output=case["history"], **case["params"])
-    left = {token: weight / float(mass.sum()) for token, weight in enumerate(mass.tolist()) if weight}
+    _, fixed_probs = after_steps(logits_of(case["seed"]), output=case["history"], **case["params"])
+    left = {token: weight / float(fixed_probs.sum()) for token, weight in enumerate(fixed_probs.tolist()) if weight}
     theirs = {int(token): prob for token, prob in case["probs"].items() if prob > 0}
     assert left.keys() >= theirs.keys() and all(left[token] < 1e-6 for token in left.keys() - theirs.keys())
     assert [left[token] for token in theirs] == pytest.approx(list(theirs.values()), abs=2e-6)
@@ -71,8 +71,8 @@ def test_mirostat_keeps_the_same_tokens_after_the_same_draws(case: dict[str, Any
     sizes = set()
     for step in case["steps"]:
         logits = logits_of(step["seed"])
-        _, mass = after_steps(logits, mirostat_mu=mu, **params)
-        assert mass.nonzero().flatten().tolist() == step["kept"]
+        _, fixed_probs = after_steps(logits, mirostat_mu=mu, **params)
+        assert fixed_probs.nonzero().flatten().tolist() == step["kept"]
         sizes.add(len(step["kept"]))
         cut = plain.mirostat(logits[0].double().tolist(), mu)
         mu = plain.mirostat_mu(mu, step["drawn"], cut, new_row(**params).params)

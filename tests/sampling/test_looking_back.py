@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from tests.support import plain_sampler as plain
 from tests.support.sampler_rows import draw_alone, new_row, plan
 from tokenmill.params import SamplingParams, Watermark
-from tokenmill.sampling.dry import Breakers, RepeatRuns, suffix_runs
+from tokenmill.sampling.history import Breakers, RepeatRuns, ThinkingBudget, suffix_runs
 from tokenmill.sampling.rows import SamplerRows
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.steps import LOGITS_STEPS, run_steps, steps_used
-from tokenmill.sampling.thinking import Thinking
-from tokenmill.sampling.watermark import green_tokens, is_green, read_watermark
+from tokenmill.sampling.watermark import detect_watermark, green_tokens, is_green
 
 few_tokens = st.lists(st.integers(0, 5), max_size=60)
 breaker_lists = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3)
@@ -163,7 +162,7 @@ def test_resumed_row_equals_the_row_that_was_never_interrupted(params: dict[str,
 
 def thought(budget: int, drawn: list[int], *, is_open: bool) -> list[int]:
     """`drawn` with what is forced in place of what was drawn."""
-    thinking = Thinking(budget, [1, 2], [3, 4], is_open=is_open)
+    thinking = ThinkingBudget(budget, [1, 2], [3, 4], is_open=is_open)
     output = []
     for token in drawn:
         output.append(token if (forced := thinking.forced()) is None else forced)
@@ -235,11 +234,11 @@ def test_reading_counts_each_pair_once() -> None:
     mark = Watermark(key=3, gamma=0.5)
     tokens = [1, 2, 1, 2, 1, 2, 3]
     pairs = [(1, 2), (2, 1), (2, 3)]
-    reading = read_watermark(mark, tokens)
+    reading = detect_watermark(mark, tokens)
     green = sum(plain.green(mark, [a], b) for a, b in pairs)
     assert (reading.num_scored, reading.num_green) == (3, green)
     assert reading.z_score == pytest.approx((green - 1.5) / math.sqrt(3 * 0.25))
-    assert read_watermark(mark, [1]).num_scored == 0
+    assert detect_watermark(mark, [1]).num_scored == 0
 
 
 # ── the user's own functions ───────────────────────────────────────────────────────────────────────────

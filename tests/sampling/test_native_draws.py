@@ -12,7 +12,7 @@ from tests.support.sampler_rows import new_row, plan
 from tokenmill.ops.batch import DrawParams
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native
-from tokenmill.sampling import native_sampler
+from tokenmill.sampling import samples
 from tokenmill.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
@@ -68,7 +68,7 @@ def drawn_tokens(logits: torch.Tensor) -> list[int]:
 def test_the_same_tokens_as_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = distributions()
     found = drawn_tokens(logits)
-    monkeypatch.setattr(native_sampler, "is_available", lambda: (False, "switched off"))
+    monkeypatch.setattr(samples, "is_available", lambda: (False, "switched off"))
     assert found == drawn_tokens(logits)
 
 

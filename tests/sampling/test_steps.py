@@ -14,9 +14,9 @@ from transformers.generation import logits_process as hf
 from tests.support import plain_sampler as plain
 from tests.support.sampler_rows import new_row, plan
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.fixed_point import weights
+from tokenmill.sampling.fixed_point import to_fixed_probs
 from tokenmill.sampling.rows import SamplerRows
-from tokenmill.sampling.steps import CUTS, LOGITS_STEPS, run_steps, steps_used
+from tokenmill.sampling.steps import LOGITS_STEPS, PROBS_STEPS, run_steps, steps_used
 
 seeds = st.integers(0, 2**32 - 1)
 vocabs = st.integers(2, 300)
@@ -34,9 +34,9 @@ def after_steps(logits: torch.Tensor, lines: list[dict[str, Any]], output_index:
         rows.take(row, steps_used(row.params))
     in_use = rows.gather([plan(number, output_index) for number in range(len(lines))])
     shaped = run_steps(logits, in_use, LOGITS_STEPS)
-    mass = weights(shaped)
-    left = run_steps(mass, in_use, CUTS)
-    return shaped if left is mass else shaped.masked_fill((left == 0) & (mass > 0), -torch.inf)
+    fixed_probs = to_fixed_probs(shaped)
+    left = run_steps(fixed_probs, in_use, PROBS_STEPS)
+    return shaped if left is fixed_probs else shaped.masked_fill((left == 0) & (fixed_probs > 0), -torch.inf)
 
 
 def kept(logits: torch.Tensor | list[float]) -> set[int]:
@@ -211,8 +211,8 @@ def test_rows_without_knobs_run_no_step() -> None:
 def test_the_documented_order_is_the_real_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "SAMPLING.md").read_text()
     told = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
-    names = {step.name for step in (*LOGITS_STEPS, *CUTS)}
-    assert [name for name in told if name in names] == [step.name for step in (*LOGITS_STEPS, *CUTS)]
+    names = {step.name for step in (*LOGITS_STEPS, *PROBS_STEPS)}
+    assert [name for name in told if name in names] == [step.name for step in (*LOGITS_STEPS, *PROBS_STEPS)]
 
 
 def test_every_knob_is_documented() -> None:

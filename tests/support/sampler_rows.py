@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tokenmill.params import SamplingParams
-from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.sampler import Sampler
+from tokenmill.sampling.samples import Sample
 from tokenmill.types import RowInit, RowPlan, TokenizedParams
 
 SPELLED = set(TokenizedParams.__struct_fields__)

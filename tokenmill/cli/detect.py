@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from tokenmill.cli.output import print_facts
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import Watermark
-from tokenmill.sampling.watermark import Reading, read_watermark
+from tokenmill.sampling.watermark import WatermarkScore, detect_watermark
 from tokenmill.store import DEFAULT_MODEL, resolve_model
 
 MAX_TEXT_BYTES = 16 << 20
@@ -53,7 +53,7 @@ def command(
         One JSON object for programs.
     """
     mark = Watermark(key=key, gamma=gamma, context=context)
-    reading = read_watermark(mark, _token_ids(model, _text(file)))
+    reading = detect_watermark(mark, _token_ids(model, _text(file)))
     if json:
         print(msgspec.json.encode({**_facts(reading), "watermarked": reading.z_score > CERTAIN}).decode())
     else:
@@ -62,7 +62,7 @@ def command(
     return 0
 
 
-def _facts(reading: Reading) -> dict[str, float]:
+def _facts(reading: WatermarkScore) -> dict[str, float]:
     return {
         "scored_tokens": reading.num_scored,
         "green_tokens": reading.num_green,
@@ -71,7 +71,7 @@ def _facts(reading: Reading) -> dict[str, float]:
     }
 
 
-def _verdict(reading: Reading) -> str:
+def _verdict(reading: WatermarkScore) -> str:
     if not reading.num_scored:
         return "too short to tell"
     return "watermarked with this key" if reading.z_score > CERTAIN else "no watermark of this key to be seen"

@@ -31,7 +31,7 @@ from tokenmill.params import DEVICE_PARAM_SLOTS
 
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
 LOGIT_BYTES = 6  # as computed, and as float32
-HOST_DRAW_BYTES = 40  # a logit that the host draws from: copies, mass in whole numbers, sums
+HOST_DRAW_BYTES = 40  # a logit that the host draws from: copies, fixed-point probabilities, sums
 SCORE_BYTES = 16  # a logit that a prompt's token is scored by: as computed, as float32, and slices of both
 MAX_HOST_LOGITS = 1 << 24  # so many of either at a time
 GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step

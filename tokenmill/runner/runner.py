@@ -31,9 +31,8 @@ from tokenmill.models.protocol import DirectModel, Model
 from tokenmill.ops.batch import DrawingRows, DrawParams
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import MAX_HOST_LOGITS
-from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.logprobs import prompt_logprobs
-from tokenmill.sampling.model_sampled import HeadOutput, ModelSampled, chosen_highest
+from tokenmill.sampling.samples import HeadOutput, ModelSampled, Sample, greedy_from_argmax
 from tokenmill.types import PENDING, BlockTableUpdate, RowInit, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model computed NaN or infinite values for this sequence (in float16: try --dtype bfloat16)"
@@ -251,7 +250,7 @@ class ModelRunner:
         best_logits = self.model.best_logits
         if best_logits is None or self.sampler.needs_logits(plans):
             return self.model.logits(hidden)
-        return chosen_highest(*best_logits(hidden))
+        return greedy_from_argmax(*best_logits(hidden))
 
     def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Sample]]) -> RowResult:
         if task.pooler is not None:

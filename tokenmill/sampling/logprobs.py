@@ -1,8 +1,7 @@
-"""Log-probabilities of the model's own distribution: of the logits as they came, before any parameter (vLLM's
-raw_logprobs).
+"""Log-probabilities of the model's own distribution, before any sampling parameter (vLLM's raw_logprobs).
 
-Tokens are ordered by logit, and equals by id, lowest first; `rank` and `top_ids` both follow that order, so they agree
-with each other, with greedy decoding, and with themselves in any batch.
+Tokens are ordered by logit, and equal logits by id, lowest first; `rank` and `top_ids` both follow that order, so they
+agree with each other and with greedy decoding, and do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenmill.sampling.fixed_point import aligned_rows
-from tokenmill.sampling.topk import best
+from tokenmill.sampling.fixed_point import aligned_rows, topk
 from tokenmill.types import TokenLogprobs
 
-_SLICE_ELEMENTS = 1 << 22  # a slice of logits worked on at once: 16 MB of float32
-_RANK_LOOK = 64
+_SLICE_ELEMENTS = 1 << 22  # logits processed at once: 16 MB of float32
+_RANK_SEARCHED = 64
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of logits [S, vocab] its token's logprob and rank, and the nums[i] most likely alternatives."""
+    """Return logprob and rank of each row's token, and its nums[i] most likely alternatives; logits are [S, vocab]."""
     rows_at_once = max(1, _SLICE_ELEMENTS // logits.shape[-1])
     found: list[TokenLogprobs] = []
     for start in range(0, len(token_ids), rows_at_once):
@@ -31,7 +29,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], num: int) -> list[TokenLogprobs]:
-    """For logits [T, vocab] at T positions and the tokens that really follow them."""
+    """Return the logprobs of prompt tokens: logits [T, vocab] at T positions, and the tokens that follow them."""
     return token_logprobs(logits, target_ids, [num] * len(target_ids))
 
 
@@ -53,11 +51,11 @@ def _slice_logprobs(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int
 
 
 def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
-    """1 + how many tokens come before the chosen one: int64 [S]."""
+    """Return 1 + the number of tokens ordered before the chosen one, int64 [S]."""
     own = logits.gather(1, chosen)
-    top, _ = best(logits, min(_RANK_LOOK, logits.shape[-1]))
+    top, _ = topk(logits, min(_RANK_SEARCHED, logits.shape[-1]))
     ranks = 1 + (top > own).sum(dim=-1)
-    # counted among the best few only, which says it all if the token is one of them and has no equal
+    # counted among the best few only, which is exact if the token is one of them and has no equal
     unsure = (((top == own).sum(dim=-1) > 1) | (own <= top[:, -1:]).squeeze(1)).nonzero().squeeze(1)
     if unsure.numel():
         ranks[unsure] = _counted_ranks(logits[unsure], chosen[unsure], own[unsure])
@@ -70,21 +68,22 @@ def _counted_ranks(logits: Tensor, chosen: Tensor, own: Tensor) -> Tensor:
 
 
 def _top_ids(logits: Tensor, num: int) -> Tensor:
-    """Ids of the `num` best tokens, best first: int64 [S, num]."""
+    """Return the ids of the `num` best tokens, best first: int64 [S, num]."""
     if num == 0:
         return torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
-    # one more than asked: an equal just behind the last one matters too
-    values, ids = best(logits, min(num + 1, logits.shape[-1]))
+    # one more than requested, to see a tie with the token just behind the last one
+    values, ids = topk(logits, min(num + 1, logits.shape[-1]))
     ids = ids[:, :num].contiguous()
     tied = (values[:, 1:] == values[:, :-1]).any(dim=-1).nonzero().squeeze(1)
     if tied.numel():
-        ids[tied] = _top_ids_of_equals(logits[tied], num)
+        ids[tied] = _top_ids_with_ties(logits[tied], num)
     return ids
 
 
-def _top_ids_of_equals(logits: Tensor, num: int) -> Tensor:
-    """topk leaves equals in any order. So that they have one, the float's bits, turned into a whole number that sorts
-    alike, become the high half of a key and the id, reversed, the low half.
+def _top_ids_with_ties(logits: Tensor, num: int) -> Tensor:
+    """Return the ids of the `num` best tokens with ties broken by id, which topk does not do.
+
+    The high half of a sort key is the float's bits as an integer of the same order; the low half is the reversed id.
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: minus zero becomes zero
     ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()

@@ -1,8 +1,8 @@
 """Random numbers without state: a pure function of (seed, output index, purpose).
 
-A row's n-th draw is the same number whatever else is in the batch, in whatever order the rows lie, and after any
-preemption, because nothing is consumed: the counter is the position in the output. The mixing is SplitMix64's
-finaliser (Steele, Lea, Flood 2014) applied once per word of the key, on the host, in whole numbers.
+The n-th random number of a row does not depend on the batch, on the order of its rows or on preemptions, because there
+is no generator to advance: the counter is the position in the output. The mixing function is SplitMix64's finaliser
+(Steele, Lea, Flood 2014), applied once per word of the key, on the host, in integers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
-DRAW = 0  # purposes: each has its own stream, so a second draw at one position is independent of the first
+DRAW = 0  # purposes: each has its own stream, so two numbers for one position are independent
 XTC = 1
 
 
@@ -23,7 +23,7 @@ def mix(word: int) -> int:
 
 
 def uniform(seed: int, output_index: int, purpose: int = DRAW) -> float:
-    """A number in [0, 1) with 53 random bits. Any 64-bit seed, negative ones included."""
-    # the words enter one after another, so (seed 1, index 0) and (seed 0, index 1) part
+    """Return a number in [0, 1) with 53 random bits, for any 64-bit seed (negative ones included)."""
+    # mixed in one after another, so that (seed 1, index 0) and (seed 0, index 1) differ
     word = mix(mix(mix(seed & _MASK) + output_index) + purpose)
     return (word >> 11) * 2.0**-53

@@ -1,11 +1,10 @@
-"""What the sampler knows of each permanent row, and the view of it that one step gathers.
+"""The sampler's state of each permanent row, and the view of it that one step gathers.
 
 Numeric parameters live in one table on the device, [max_rows, parameter], written once when a row is taken; a step
-gathers the
-lines of its rows. Token lists (bias, allowed, banned, stop ids) and history stay on the host, per row, and only where
-a row uses them. Taking a row replaces everything the row held before.
+gathers the entries of its rows. Token lists (bias, allowed, banned, stop ids) and history stay on the host, per row,
+and only where a row uses them. Taking a row replaces everything that the row held before.
 
-`RowsInUse` is the argument of every logits step: line i of it belongs to line i of the logits.
+`RowsInUse` is the argument of every sampler step: its entry i belongs to row i of the logits.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ PARAM_NAMES: dict[str, Callable[[SamplingParams], float]] = {
 _COLUMN = {name: column for column, name in enumerate(PARAM_NAMES)}
 
 PLAIN_STEPS = frozenset({"temperature", "top_k", "top_p", "min_p"})
-LEAST_TEMPERATURE = 1e-37  # below, a float32 is no longer exact, or 0, and one over it is no number
+LEAST_TEMPERATURE = 1e-37  # below it a float32 is inexact or 0, and its inverse overflows
 
 
 @dataclass
 class RowState:
-    """One sequence's side of sampling. `steps` names the logits steps it uses."""
+    """Sampling state of one sequence; `steps` names the sampler steps that it uses."""
 
     params: SamplingParams
     seed: int
     steps: frozenset[str]
     stop_token_ids: list[int]
-    history: History | None = None  # where a step looks back
-    mirostat_mu: float | None = None  # where mirostat is on: the most surprise that the next token may have
-    refusal: str | None = None  # why no token can be drawn for this row
+    history: History | None = None  # where a step depends on earlier tokens
+    mirostat_mu: float | None = None  # with mirostat: the largest surprise that the next token may have
+    refusal: str | None = None  # why no token can be sampled for this row
     takes_highest: bool = field(init=False)  # the next token is the one with the model's own highest logit
-    is_plain: bool = field(init=False)  # it is that, or drawn with the usual parameters and nothing else
+    is_plain: bool = field(init=False)  # greedy, or sampled with PLAIN_STEPS only
 
     def __post_init__(self) -> None:
         self.takes_highest = self.params.is_greedy and not self.steps
@@ -67,23 +66,23 @@ class RowState:
 
     @property
     def past(self) -> History:
-        assert self.history is not None, "a step that looks back was given no history"
+        assert self.history is not None, "a sampler step needs the token history, and the row has none"
         return self.history
 
     @property
     def has_history(self) -> bool:
-        """What is drawn next depends on what was drawn before."""
+        """Return whether the next token depends on the sampled tokens before it."""
         return self.history is not None or self.mirostat_mu is not None
 
     def record(self, token: int, mirostat_mu: float | None = None) -> None:
-        """A token was fed, or drawn; then with what the draw makes of mirostat's limit."""
+        """Add a fed or sampled token to the history; a sampled one comes with mirostat's next limit."""
         if self.history is not None:
             self.history.record(token)
         if mirostat_mu is not None:
             self.mirostat_mu = mirostat_mu
 
     def mu_after(self, surprise: float | None) -> float | None:
-        """Mirostat's limit once a token of this surprise is drawn: tighter after much of it, wider after little."""
+        """Return mirostat's limit after a token of this surprise: lower after much surprise, higher after little."""
         if self.mirostat_mu is None or surprise is None:
             return self.mirostat_mu
         return self.mirostat_mu - self.params.mirostat_eta * (surprise - self.params.mirostat_tau)
@@ -91,69 +90,71 @@ class RowState:
 
 @dataclass(frozen=True)
 class RowsInUse:
-    """The rows of one step, in the order of the logits: U lines."""
+    """The U rows of one step, in the order of the logits."""
 
     states: Sequence[RowState]
     output_indices: Sequence[int]
-    params: Tensor  # float64 [U, len(KNOBS)]
+    params: Tensor  # float64 [U, len(PARAM_NAMES)]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rows: Sequence[int] = ()  # their numbers
+    rows: Sequence[int] = ()  # numbers of the permanent rows
     vocab_size: int = 0  # logits have this many columns before they are padded
     masks: StepMasks | None = None  # what grammars allow, by row number
-    num_drafts: Sequence[int] = ()  # how many drafts stand before each line's draw
+    num_drafts: Sequence[int] = ()  # number of draft tokens before each sampled position
 
     def param(self, name: str) -> Tensor:
-        """float32 [U, 1]"""
+        """Return one parameter of all rows, float32 [U, 1]."""
         return self.params[:, _COLUMN[name], None].float()
 
     def param64(self, name: str) -> Tensor:
-        """float64 [U, 1]"""
+        """Return one parameter of all rows, float64 [U, 1]."""
         return self.params[:, _COLUMN[name], None]
 
     def uniforms(self, purpose: int) -> list[float]:
         return [uniform(s.seed, i, purpose) for s, i in zip(self.states, self.output_indices, strict=True)]
 
-    def lines_using(self, step: str) -> list[int]:
-        return [line for line, state in enumerate(self.states) if step in state.steps]
+    def using(self, step: str) -> list[int]:
+        """Return the logits rows that use a step."""
+        return [row for row, state in enumerate(self.states) if step in state.steps]
 
-    def select(self, lines: list[int]) -> RowsInUse:
-        if len(lines) == len(self.states):
+    def select(self, logits_rows: list[int]) -> RowsInUse:
+        """Return the part of the step that belongs to these logits rows."""
+        if len(logits_rows) == len(self.states):
             return self
-        index = torch.tensor(lines, device=self.device)
+        index = torch.tensor(logits_rows, device=self.device)
         return RowsInUse(
-            states=[self.states[line] for line in lines],
-            output_indices=[self.output_indices[line] for line in lines],
+            states=[self.states[row] for row in logits_rows],
+            output_indices=[self.output_indices[row] for row in logits_rows],
             params=self.params.index_select(0, index),
             device=self.device,
-            rows=[self.rows[line] for line in lines] if self.rows else (),
+            rows=[self.rows[row] for row in logits_rows] if self.rows else (),
             vocab_size=self.vocab_size,
             masks=self.masks,
-            num_drafts=[self.num_drafts[line] for line in lines] if self.num_drafts else (),
+            num_drafts=[self.num_drafts[row] for row in logits_rows] if self.num_drafts else (),
         )
 
     def pairs(self, ids: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, Tensor]:
-        """(lines, token ids) of a ragged list of token ids per line, ready to index the logits."""
+        """Flatten one list of token ids per row into (logits rows, token ids), ready to index the logits."""
         lengths = [len(row) for row in ids]
-        lines = np.repeat(np.arange(len(ids)), lengths)
+        logits_rows = np.repeat(np.arange(len(ids)), lengths)
         flat = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
-        return torch.from_numpy(lines).to(self.device), torch.from_numpy(flat).to(self.device)
+        return torch.from_numpy(logits_rows).to(self.device), torch.from_numpy(flat).to(self.device)
 
 
 class SamplerRows:
-    """Permanent rows: `take` fills one (again), `free` empties it, `gather` is what a step sees."""
+    """The permanent rows: `take` fills one (or refills it), `free` clears it, `gather` collects the rows of a step."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self.device = device
         self._states: list[RowState | None] = [None] * max_rows
-        self._params_of = torch.zeros(max_rows, len(PARAM_NAMES), dtype=torch.float64, device=device)
+        self._param_table = torch.zeros(max_rows, len(PARAM_NAMES), dtype=torch.float64, device=device)
 
     def take(self, new_row: RowInit, steps: frozenset[str]) -> None:
         params = new_row.params
-        refusal = _foreign_ids(params, self._vocab_size)
+        refusal = _unknown_token_ids(params, self._vocab_size)
         if refusal:
             steps = frozenset()
-        self._params_of[new_row.row] = torch.tensor(
+        self._param_table[new_row.row] = torch.tensor(
             [value(params) for value in PARAM_NAMES.values()], dtype=torch.float64
         )
         self._states[new_row.row] = RowState(
@@ -162,7 +163,7 @@ class SamplerRows:
             steps=steps,
             stop_token_ids=[token for token in new_row.stop_token_ids if 0 <= token < self._vocab_size],
             history=history_of(new_row, steps, self._vocab_size),
-            mirostat_mu=_first_mu(new_row) if "mirostat" in steps else None,
+            mirostat_mu=_initial_mu(new_row) if "mirostat" in steps else None,
             refusal=refusal,
         )
 
@@ -170,8 +171,7 @@ class SamplerRows:
         self._states[row] = None
 
     def observe(self, plans: Sequence[RowPlan]) -> None:
-        """Tokens that are fed and were not drawn here (a grammar forced them) belong to the history too; drafts don't
-        before they are found right."""
+        """Add fed tokens that were not sampled here (forced by a grammar) to the history; drafts only once accepted."""
         for plan in plans:
             state = self._states[plan.row]
             if state is not None and state.history is not None:
@@ -184,7 +184,7 @@ class SamplerRows:
         return RowsInUse(
             states=[self.state(plan.row) for plan in plans],
             output_indices=[plan.output_index for plan in plans],
-            params=self._params_of.index_select(0, index),
+            params=self._param_table.index_select(0, index),
             device=self.device,
             rows=[plan.row for plan in plans],
             vocab_size=self._vocab_size,
@@ -194,17 +194,17 @@ class SamplerRows:
 
     def state(self, row: int) -> RowState:
         state = self._states[row]
-        assert state is not None, f"row {row} is sampled before it was added"
+        assert state is not None, f"row {row} was sampled before it was added"
         return state
 
 
-def _first_mu(new_row: RowInit) -> float:
-    """Where the row left off, or twice the wanted surprise, as llama.cpp."""
+def _initial_mu(new_row: RowInit) -> float:
+    """Return mirostat's limit of a resumed row, or twice the target surprise, as llama.cpp."""
     return 2.0 * new_row.params.mirostat_tau if new_row.mirostat_mu is None else new_row.mirostat_mu
 
 
-def _foreign_ids(params: SamplingParams, vocab_size: int) -> str | None:
-    """A token id that the model does not have would index past the logits of the whole batch: the row is refused."""
+def _unknown_token_ids(params: SamplingParams, vocab_size: int) -> str | None:
+    """Return an error if the request names a token id that the model does not have: it would index past the logits."""
     for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab_size:

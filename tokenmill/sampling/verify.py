@@ -1,13 +1,15 @@
-"""Verification of draft tokens. Each position gets the token that it would have got alone, with its own random number;
-a draft token is accepted if it equals that token. So drafts change no token, sampled or greedy, whatever parameters are
-set: more than the rejection sampling of the literature promises, which keeps only the distribution.
+"""Verification of draft tokens.
 
-    fed       t  a  b  c           drafts a b c
-    line      0  1  2  3           logits after t, after a, after b, after c
-    drawn     a  b  x  (y)         a, b were right; x is the next token; y answers a question that never arose
+Each position is sampled as it would be without drafts, with its own random number; a draft token is accepted if it
+equals the sampled token. So drafts change no token, sampled or greedy, whatever the parameters: rejection sampling, as
+in the literature, preserves only the distribution.
 
-Rows without memory draw all their lines at once. Where a draw depends on what was drawn before (penalties ...), line
-i + 1 follows when line i is settled: in waves, all rows of a wave together.
+    fed           t  a  b  c           drafts a b c
+    logits row    0  1  2  3           logits after t, after a, after b, after c
+    sampled       a  b  x  (y)         a and b are accepted; x is the next token; y is discarded
+
+A row whose tokens do not depend on earlier ones samples all its positions at once. Where they do (penalties and the
+like), position i + 1 is sampled after position i: in waves, each with one position of every such row.
 """
 
 from __future__ import annotations
@@ -16,77 +18,77 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tokenmill.sampling.draw import Sample
 from tokenmill.sampling.rows import RowState
+from tokenmill.sampling.samples import Sample
 from tokenmill.types import RowPlan
 
 
-class Attempt:
-    """One row's lines, and how far they are settled."""
+class Verification:
+    """Verification of one row's drafts: a plan per position, and the tokens accepted so far."""
 
     def __init__(self, plan: RowPlan, state: RowState) -> None:
         self._state = state
         self._drafts = plan.token_ids[len(plan.token_ids) - plan.num_drafts :]
-        self.lines = [_after(plan, count) for count in range(plan.num_drafts + 1)] if self._drafts else [plan]
+        self.position_plans = [_after(plan, count) for count in range(plan.num_drafts + 1)] if self._drafts else [plan]
         self.accepted: list[Sample] = []
-        self._is_open = True
-        self._num_asked = 0
+        self._is_active = True
+        self._wave_size = 0
 
-    def asked(self) -> range:
-        """Lines of this row that are sampled in the next wave."""
+    def next_positions(self) -> range:
+        """Return the positions of this row that are sampled in the next wave."""
         done = len(self.accepted)
-        end = done + 1 if self._state.has_history else len(self.lines)
-        asked = range(done, end if self._is_open else done)
-        self._num_asked = len(asked)
-        return asked
+        end = done + 1 if self._state.has_history else len(self.position_plans)
+        wave = range(done, end if self._is_active else done)
+        self._wave_size = len(wave)
+        return wave
 
     def take(self, drawn: Iterator[Sample]) -> None:
-        """What was drawn for the lines asked for last; keeps it up to the first draft that is not it."""
-        for one in [next(drawn) for _ in range(self._num_asked)]:
-            if self._is_open:
-                self._settle(one)
+        """Take the samples of the positions of the last wave, and keep them up to the first draft that differs."""
+        for one in [next(drawn) for _ in range(self._wave_size)]:
+            if self._is_active:
+                self._accept(one)
 
-    def _settle(self, one: Sample) -> None:
-        place = len(self.accepted)
-        if one.error is not None and place:
-            self._is_open = False  # behind a right draft: the next step will meet it as its first draw
+    def _accept(self, one: Sample) -> None:
+        position = len(self.accepted)
+        if one.error is not None and position:
+            self._is_active = False  # the next step samples this position first, and reports the error
             return
         self.accepted.append(one)
         if one.error is None:
             self._state.record(one.token_id, one.mirostat_mu)
-        self._is_open = place < len(self._drafts) and one.token_id == self._drafts[place] and one.error is None
+        self._is_active = position < len(self._drafts) and one.token_id == self._drafts[position] and one.error is None
 
 
 def accepted_of(
-    plans: Sequence[RowPlan], tokens: Sequence[int], told: Callable[[RowPlan, int], Sample]
+    plans: Sequence[RowPlan], tokens: Sequence[int], make_sample: Callable[[RowPlan, int], Sample]
 ) -> list[list[Sample]]:
-    """The same for rows without memory whose lines are all drawn: `tokens`, one a line, of all plans in order."""
+    """Accept drafts where all positions are sampled already: `tokens`, one per position, of all plans in order."""
     found: list[list[Sample]] = []
     first = 0
     for plan in plans:
-        accepted = [told(plan, tokens[first])]
-        for place, draft in enumerate(plan.token_ids[len(plan.token_ids) - plan.num_drafts :], 1):
-            if tokens[first + place - 1] != draft:
+        accepted = [make_sample(plan, tokens[first])]
+        for position, draft in enumerate(plan.token_ids[len(plan.token_ids) - plan.num_drafts :], 1):
+            if tokens[first + position - 1] != draft:
                 break
-            following = told(plan, tokens[first + place])
+            following = make_sample(plan, tokens[first + position])
             if following.error is not None:
-                break  # the next step will meet it as its first draw
+                break  # the next step samples this position first
             accepted.append(following)
         found.append(accepted)
         first += 1 + plan.num_drafts
     return found
 
 
-def next_lines(attempts: Sequence[Attempt]) -> list[int]:
-    """Numbers of the lines to draw now, counted over all attempts; none when all is settled."""
-    lines: list[int] = []
+def next_logits_rows(verifications: Sequence[Verification]) -> list[int]:
+    """Return the logits rows to sample in the next wave, counted over all rows; empty when all are verified."""
+    logits_rows: list[int] = []
     first = 0
-    for attempt in attempts:
-        lines += [first + place for place in attempt.asked()]
-        first += len(attempt.lines)
-    return lines
+    for verification in verifications:
+        logits_rows += [first + position for position in verification.next_positions()]
+        first += len(verification.position_plans)
+    return logits_rows
 
 
 def _after(plan: RowPlan, count: int) -> RowPlan:
-    """The plan as it would be with only the first `count` drafts, all of them right."""
+    """Return the plan as it would be with only the first `count` drafts, all of them accepted."""
     return msgspec.structs.replace(plan, output_index=plan.output_index + count, num_drafts=count)

@@ -38,7 +38,7 @@ bool has_avx512() {
 #endif
 
 #if defined(TOKENMILL_AMX)
-// The processor has it, the system saves its tiles, and this process asked for them: Linux gives them to nobody else.
+// The processor has it, the system saves its tiles, and this process asked for them, which Linux requires.
 bool has_amx() {
   if (!has_avx512()) return false;
   unsigned a = 7, b = 0, c = 0, d = 0;

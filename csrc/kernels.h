@@ -99,7 +99,7 @@ struct Sums {
   bool onto;
 };
 
-// The highest of the numbers seen so far and where it stands, the first of equals; a number that is none is noted.
+// The highest of the numbers seen so far and its index, the first of equals; a NaN is noted.
 struct Best {
   float value = -std::numeric_limits<float>::infinity();
   int32_t place = 0;

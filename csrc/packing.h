@@ -1,4 +1,4 @@
-// Packing cut into panels, for whoever has threads: panels are independent, and each is zeroed and filled while it lies
+// Packing cut into panels, for callers with several threads: panels are independent, and each is zeroed and filled while it lies
 // in the cache of the core that does it.
 #pragma once
 #include "matrix.h"

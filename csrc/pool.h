@@ -1,6 +1,6 @@
 // Threads that share a machine. Work is cut into small pieces that any thread claims when it is free, so a core lost to
 // another process delays one piece and not a share of the whole; a thread that finds nothing to do spins for some
-// microseconds, then sleeps in the kernel, which gives its core to whoever was pushed aside.
+// microseconds, then sleeps in the kernel, which gives its core to the thread that was pushed aside.
 //
 //   ticket = epoch | end | next      one word, so a claim always belongs to the phase it names; pieces [next, end) are left
 //
@@ -8,8 +8,8 @@
 // are then mostly those it reads in the following one, and its own caches still have them.
 //
 // A thread that is pushed off its core in the middle of a piece would hold all others up for a whole time slice of the
-// other process (milliseconds). So whoever waits and sees, by its processor time, that such a thread stands still, pulls
-// it over to its own core (a "rescue"):
+// other process (milliseconds). So a thread that waits and sees, by its processor time, that such a thread stands still,
+// pulls it over to its own core (a "rescue"):
 //
 //   the caller waits for a worker:  it pulls the worker over and sleeps; the worker finishes its piece and goes back to
 //                                   the crowded core, to wait there with empty hands until its turn comes
@@ -38,7 +38,7 @@ class alignas(64) Seat {
   enum class Hold : int { Nothing, Pieces, BeingPulled, Pulled };
   std::atomic<Hold> hold_{Hold::Nothing};
   std::atomic<int> core_{-1}, clock_{-1};
-  ThreadHandle thread_{};  // alive while it works: leave() waits for whoever is pulling
+  ThreadHandle thread_{};  // alive while it works: leave() waits for a thread that is pulling
 };
 
 class Pool {

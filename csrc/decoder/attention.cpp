@@ -79,7 +79,7 @@ void Decoder::prepare_heads(const Layer& layer, int tokens) {
   heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
 }
 
-// Heads that are no whole number of blocks can't be rounded one by one.
+// Heads whose size is not a multiple of a block can't be rounded one by one.
 void Decoder::finish_heads(const Layer& layer, int tokens) {
   if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
     for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_rows(t, 1, heads_.row(t), *kernels_); });

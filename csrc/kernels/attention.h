@@ -212,7 +212,7 @@ void widen_value(const typename Stored<S>::Type* v, int head_dim, float* to) {
 }
 
 // Keys and values of a whole segment up to `hi`, as far as they are not there yet. (Groups of 16 keys are taken as a whole;
-// what lies behind `hi` in the last is masked by whoever reads it.)
+// what lies behind `hi` in the last is masked by the reader.)
 template <Store S>
 void keep_segment(const HeadCache& head, const Workspace& work, int segment, int hi) {
   const int head_dim = head.cache.head_dim, number = segment / kSegment;

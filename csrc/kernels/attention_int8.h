@@ -15,7 +15,7 @@ inline constexpr float kMost8 = 127.0f, kMost16 = 127.0f * 256.0f;
 inline constexpr float kLeast = 1e-30f;  // what is smaller is rounded to nothing; its inverse would not be finite
 
 // `size` numbers (a multiple of 32) in two bytes: the first ones go to `to`, the second ones `part_bytes` behind them.
-// A number that is none makes the scale none.
+// A NaN makes the scale NaN.
 inline Rounded round_numbers(const float* x, int size, int8_t* to, size_t part_bytes) {
   Floats largest = zeros(), total = zeros();
   for (int i = 0; i < size; i += 16) {

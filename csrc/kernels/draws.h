@@ -1,6 +1,6 @@
 // From logits to a token where a row asks for nothing but temperature, top-k, top-p and min-p: what tokenmill/sampling
 // does with tensors, to the same bit, without sorting the vocabulary and, with top-k, without ever writing it down.
-// All sums are of whole numbers, so no result depends on the order of adding, or on what was left out before it as too
+// All sums are of integers, so no result depends on the order of adding, or on what was left out before it as too
 // unlikely to count.
 #pragma once
 #include <algorithm>
@@ -84,7 +84,7 @@ inline void softmax(float* x, int size, float highest) {
   in_vectors(size, x, [&](int i, Floats some, int count) {
     store_some(x + i, sub(exp(max(sub(some, splat(highest)), least)), nothing), count);
   });
-  int64_t sum = 0;  // whole numbers of 2^-40
+  int64_t sum = 0;  // in units of 2^-40
   for (int i = 0; i < size; ++i) sum += static_cast<int64_t>(x[i] * 1099511627776.0f);
   const float total = static_cast<float>(static_cast<double>(sum) / 1099511627776.0);
   for (int i = 0; i < size; ++i) x[i] /= total;

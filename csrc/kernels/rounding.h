@@ -6,7 +6,7 @@
 
 namespace tokenmill::TM_ISA {
 
-// Whole numbers of 16 bits as 256 * high + low: the nearest multiple of 256, and what is left, -128 .. 127.
+// Integers of 16 bits as 256 * high + low: the nearest multiple of 256, and what is left, -128 .. 127.
 struct TwoBytes {
   Ints high, low;
 };
@@ -14,7 +14,7 @@ inline TwoBytes two_bytes(Ints whole) {
   const Ints high = shift_right(add(whole, splat_int(128)), 8);
   return {high, sub(whole, shift_left(high, 8))};
 }
-inline void store_numbers(Ints a, Ints b, int8_t* to) {  // 32 whole numbers that fit in bytes
+inline void store_numbers(Ints a, Ints b, int8_t* to) {  // 32 integers that fit in bytes
   store_packed(to, pack(a, b));
 }
 

@@ -71,7 +71,7 @@ inline Floats ratio_or_zero(Floats a, Floats b) {
 // a bit for each lane that is above the limit or no number
 inline uint32_t lanes_above(Floats a, Floats limit) { return _mm512_cmp_ps_mask(a.v, limit.v, _CMP_NLE_UQ); }
 inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
-// a * 2^n for whole numbers n in [-126, 127] where that is a normal number
+// a * 2^n for integers n in [-126, 127] where that is a normal number
 inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // keeps lanes [from, to), the others become `otherwise`
 inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
@@ -112,7 +112,7 @@ inline Ints shift_right(Ints a, int bits) { return {_mm512_srai_epi32(a.v, bits)
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints sub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 
-// 32 whole numbers that fit in a byte
+// 32 integers that fit in a byte
 struct Packed {
   __m256i v;
 };

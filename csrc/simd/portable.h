@@ -120,7 +120,7 @@ inline void store_i8(int8_t* p, Ints a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
 
-// Numbers that are none become ones far too large: sums of these wrap around, as a vector register's do.
+// NaNs become integers that are far too large: sums of these wrap around, as a vector register's do.
 inline int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
 inline uint32_t bits_of(int32_t x) { return static_cast<uint32_t>(x); }
 

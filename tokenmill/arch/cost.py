@@ -53,7 +53,7 @@ def num_parameters(model: Model) -> int:
 
 
 def num_active_parameters(model: Model) -> int:
-    """What one token's forward pass goes through: experts it is not sent to are left out."""
+    """Parameters that one token's forward pass goes through: experts it is not sent to are left out."""
     return num_parameters(model) - sum(layer.experts - layer.active_experts for layer in outline_of(model).layers)
 
 
@@ -66,7 +66,7 @@ def weight_bytes(model: Model, dtype: str, *, vector_dtype: str | None = None) -
 
 
 def gguf_weight_bytes(gguf: GGUFFile) -> int:
-    """What a GGUF file's tensors really take, each in its own type."""
+    """Bytes of a GGUF file's tensors, each in its own type."""
     return sum(tensor.num_bytes for tensor in gguf.tensors.values())
 
 
@@ -74,12 +74,12 @@ def gguf_weight_bytes(gguf: GGUFFile) -> int:
 
 
 def kv_bytes_per_token(model: Model, dtype: str) -> int:
-    """What one token leaves behind in all layers, as long as every layer keeps it."""
+    """Bytes that one token leaves in the cache, in all layers that keep every token."""
     return sum(_kept_bytes(layer, dtype) for layer in outline_of(model).layers)
 
 
 def kv_bytes(model: Model, dtype: str, context: int) -> int:
-    """What a sequence of `context` tokens keeps; a windowed layer keeps its window only, a recurrent one its state."""
+    """Bytes that a sequence of `context` tokens keeps; a windowed layer keeps its window, a recurrent one its state."""
     layers = outline_of(model).layers
     kept = sum(_kept_bytes(layer, dtype) * _visible(layer, context) for layer in layers)
     return kept + int(sum(layer.state_values for layer in layers) * bytes_per_value(dtype))
@@ -91,7 +91,7 @@ def kv_vector_bytes(head_dim: int, dtype: str) -> int:
 
 
 def _kept_bytes(layer: LayerOutline, dtype: str) -> int:
-    """What one token leaves behind in one layer."""
+    """Bytes that one token leaves in one layer."""
     scales = 2 * layer.num_kv_heads * KV_SCALE_BYTES.get(dtype, 0) if layer.kv_values else 0
     return int(layer.kv_values * bytes_per_value(dtype)) + scales
 

@@ -1,4 +1,4 @@
-"""What sets one family of models apart, as data. `families/` has one small file per family; the readers
+"""A family of models: what sets it apart from others, as data. `families/` has one small file per family; the readers
 (`hf_config.py`, `gguf_config.py`) and the weight loaders look things up here and never ask for a family by name.
 
 Which layers attend through a sliding window is said in several ways: `layer_types` (recent files) names each layer,

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, without saying how it runs.
+"""The sizes that decide what a model costs, layer by layer, without saying how it runs.
 
 Every `ModelSpec` has an outline, and cost is computed from outlines alone. Models that the engine does not run (yet)
 have nothing else: `outlines/` reads their configs, so that they can be planned for all the same.
@@ -135,7 +135,7 @@ def _inner_width(mlp: MlpSpec | MoeSpec) -> int:
 
 @dataclass(frozen=True)
 class MixerOutline:
-    """Where tokens meet each other."""
+    """Sizes of a layer's mixer, where tokens meet each other."""
 
     linear: int
     vectors: int = 0
@@ -150,7 +150,7 @@ class MixerOutline:
 
 @dataclass(frozen=True)
 class FeedOutline:
-    """Where each token is alone."""
+    """Sizes of a layer's MLP or experts, where each token is alone."""
 
     linear: int = 0
     vectors: int = 0

@@ -296,7 +296,7 @@ def outline_from_hf(config: Mapping[str, Any]) -> Model:
 
 
 def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
-    """How positions of pictures are rotated is no matter of size."""
+    """The config without what does not change sizes: how positions of pictures are rotated."""
     dropped = ("text_config", "architectures", "rope_scaling", "rope_parameters")
     return {"rope_theta": 10000.0, **{key: value for key, value in config.items() if key not in dropped}}
 

@@ -1,6 +1,5 @@
-"""What a GPU keeps of a file's quantised matrices: the form of the words that its kernels multiply (how they lie is
-drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engine count these bytes, the kernels have
-them.
+"""Forms in which a GPU keeps a file's quantised matrices: the packed integers that its kernels multiply (their layout
+is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engine count these bytes.
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value
@@ -30,7 +29,7 @@ EXPANDED_BYTES = 128 << 20  # of a matrix at a time, at most, for products of ma
 
 @dataclass(frozen=True)
 class Stored:
-    """How a file has a matrix."""
+    """The format of a matrix in a file."""
 
     quant: str
     same_scales: int = 1  # so many neighbouring blocks have theirs in common
@@ -85,7 +84,7 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
 
 
 def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
-    """How a checkpoint has those tensors that may be kept, under our names"""
+    """Formats of those tensors of a checkpoint that may stay packed, under our names."""
     described = path if path.suffix == ".json" else path / "config.json"
     if described.is_file():
         config = read_json(described).get("quantization_config")

@@ -1,4 +1,4 @@
-"""What a path holds, as a `ModelSpec`: a .gguf file, a directory with config.json, or a bare config file."""
+"""Read the `ModelSpec` of a path: a .gguf file, a directory with config.json, or a bare config file."""
 
 from __future__ import annotations
 

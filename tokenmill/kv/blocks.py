@@ -77,7 +77,7 @@ class BlockPool:
 
 
 class BlockTable:
-    """Where the tokens of one sequence lie, per cache group.
+    """The blocks of one sequence, per cache group.
 
     Entry i of a group holds tokens [i * block_size, (i + 1) * block_size). The runner keeps its own copy of every table
     and receives changes only; a table it has not seen yet (new, forked, back from preemption) is sent whole. Ids are

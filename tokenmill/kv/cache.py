@@ -85,14 +85,14 @@ class KVCache:
         return PrefixMatch(num_blocks * self.block_size, groups)
 
     def num_shared(self, hit: PrefixMatch) -> int:
-        """How many blocks of a hit are held by running sequences already: they are not taken from the free ones."""
+        """Count the blocks of a hit that running sequences hold already: they are not taken from the free ones."""
         return sum(self.pool.refs[block] > 0 for blocks in hit.groups for block in blocks)
 
     def miss(self) -> PrefixMatch:
         return PrefixMatch(0, [[] for _ in self.windows])
 
     def _full_attention_run(self, hashes: list[bytes], num_blocks: int) -> int:
-        """How many leading blocks all groups without a window have: those need every block from the first on."""
+        """Count the leading blocks that all groups without a window have: those need every block from the first on."""
         full = [group for group, window in enumerate(self.windows) if window is None]
         for index in range(num_blocks):
             if any(self.prefix.find(group, hashes[index]) is None for group in full):

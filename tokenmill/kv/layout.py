@@ -1,4 +1,4 @@
-"""How a model's layers share one pool of cache blocks. Pure data, no torch.
+"""Cache groups: how a model's layers share one pool of blocks. Pure data, no torch.
 
 What a layer keeps of its tokens is asked of its mixer (`cache_fields`, `window`). Layers that keep the same fields and
 look back equally far need the same blocks at the same time: they form cache groups, and a sequence holds one block
@@ -99,8 +99,8 @@ class KVLayout:
 
     @cached_property
     def rows_per_block(self) -> tuple[int, ...]:
-        """How many rows of its tensors a block spans, per group: what block ids are multiplied by before kernels see
-        them. 1 where every field has a tensor of its own; elsewhere fields of several sizes share memory (see
+        """Rows of its tensors that a block spans, per group: what block ids are multiplied by before kernels see them.
+        1 where every field has a tensor of its own; elsewhere fields of several sizes share memory (see
         `KVStorage`), and a block is so many of a group's fields."""
         if self.is_uniform:
             return (1,) * len(self.groups)
@@ -146,12 +146,12 @@ def scale_bytes(field: CacheField) -> int:
 
 
 def field_bytes(field: CacheField) -> int:
-    """What one token leaves in one field, scales included."""
+    """Bytes that one token leaves in one field, scales included."""
     return int(prod(field.shape) * bytes_per_value(field.dtype)) + scale_bytes(field)
 
 
 def _layer_bytes(fields: Sequence[CacheField]) -> int:
-    """What one token leaves in one layer, without scales."""
+    """Bytes that one token leaves in one layer, without scales."""
     return sum(field_bytes(field) - scale_bytes(field) for field in fields)
 
 

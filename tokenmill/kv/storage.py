@@ -67,7 +67,7 @@ class KVStorage:
         return self._groups[layer]
 
     def fields(self, layer: int) -> Fields:
-        """What a layer keeps, by name."""
+        """The tensors of a layer's fields, by name."""
         return self._fields[layer]
 
     def layer(self, number: int) -> LayerCache:

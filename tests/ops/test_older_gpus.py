@@ -3,7 +3,6 @@ their multiprocessors, at the latest with one tile on its way at a time. Compile
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runner"))
-
-from test_warmup import LLAMA, MAX_CONTEXT, QWEN, asked_at_once, warm_up_for
 from triton import compile as compiled_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
 from tests.support.compute_requests import WANTED
+from tests.support.warm_up import LLAMA, MAX_CONTEXT, QWEN, asked_at_once, warm_up_for
 from tokenmill.engine.backends import TRITON
 from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.launch import capabilities

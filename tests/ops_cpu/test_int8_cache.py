@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_native_decoder import (
+
+from tests.support.native_models import (
     SETS,
     VARIANTS,
     all_logits,
     batch_of,
     native_model,
-    one_shape,
     random_weights,
     storage_for,
     tokens_for,
     torch_model,
 )
-
 from tokenmill.arch.read import read_spec
 from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.cpu import is_available
@@ -39,7 +38,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", GRID)
 def test_every_instruction_set_rounds_as_the_reference_does(name: str, isa: str) -> None:
     """What is left between the two are numbers that lay on the border of a step: far less than the rounding itself."""
-    spec = one_shape(VARIANTS[name])
+    spec = VARIANTS[name]
     weights, tokens, cuts = random_weights(spec), tokens_for(spec, 300), [260, 1, 39]
     exact = all_logits(torch_model(spec, weights), spec, tokens, cuts)
     expected = all_logits(torch_model(spec, weights), spec, tokens, cuts, torch.int8)
@@ -52,7 +51,7 @@ def test_every_instruction_set_rounds_as_the_reference_does(name: str, isa: str)
 
 def test_keys_and_values_are_rounded_as_the_reference_rounds() -> None:
     """One layer without rope in front of the cache: both round the same vectors."""
-    spec = one_shape(VARIANTS["no_rope"])
+    spec = VARIANTS["no_rope"]
     weights, tokens = random_weights(spec), tokens_for(spec, 40)
     caches = [storage_for(spec, 1, torch.int8) for _ in range(2)]
     models = (torch_model(spec, weights), native_model(spec, weights))
@@ -76,7 +75,7 @@ def test_keys_and_values_are_rounded_as_the_reference_rounds() -> None:
 @pytest.mark.parametrize("name", ["llama", "window", "odd_heads", "softcaps"])
 def test_cuts_and_neighbours_change_no_bit(name: str) -> None:
     """A token's own key and value are read rounded also in the step that writes them."""
-    spec = one_shape(VARIANTS[name])
+    spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised=True))
     tokens = tokens_for(spec, 330)
     whole = all_logits(model, spec, tokens, [330], torch.int8)
@@ -91,7 +90,7 @@ def test_cuts_and_neighbours_change_no_bit(name: str) -> None:
 
 def test_what_strangers_left_behind_is_not_seen() -> None:
     """Blocks are used again: scales that are no numbers, past a sequence's end or before its window, change nothing."""
-    spec = one_shape(VARIANTS["window"])
+    spec = VARIANTS["window"]
     model = native_model(spec, random_weights(spec))
     tokens = tokens_for(spec, 45)
     clean, dirty = storage_for(spec, 1, torch.int8), storage_for(spec, 1, torch.int8)

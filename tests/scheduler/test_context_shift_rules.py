@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_scheduler_rules import Bench, ask, tokens_of
 
+from tests.support.scheduler_bench import Bench, ask, tokens_of
 from tests.support.simulated_runner import expected_prompt_logprobs, expected_tokens, in_sight
 from tokenmill.scheduler.request import mixed_seed, num_dropped, window_of
 from tokenmill.types import ContextShift, Request

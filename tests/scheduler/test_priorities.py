@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from test_scheduler_rules import Bench, ask, endings, tokens_of
-
+from tests.support.scheduler_bench import Bench, ask, endings, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.params import BeamParams
 

@@ -1,0 +1,165 @@
+"""Small models of every kind that the native decoder computes, with random weights, beside their torch twins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, ShortConv
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.linear import Loader
+from tokenmill.models.protocol import WeightReader
+from tokenmill.models.rope import make_rope_table
+from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.ops.cpu import instruction_sets, is_available
+from tokenmill.ops.cpu.decoder import NativeDecoder
+from tokenmill.ops.cpu.packing import quantized_q8
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.weights.dequantize import dequantize
+
+CPU = torch.device("cpu")
+BLOCK = 16
+BLOCKS_PER_ROW = 24
+MAX_CONTEXT = 384
+SETS = instruction_sets() if is_available()[0] else []
+ATTENTION = Gqa(num_heads=6, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeSpec(10000.0, 32))
+LAYER = LayerSpec(ATTENTION, MlpSpec(96))
+CONV = LayerSpec(ShortConv(64, 3), MlpSpec(96))
+LLAMA = ModelSpec("llama", 80, 64, (LAYER, LAYER), 1e-5, MAX_CONTEXT, tied_head=True)
+
+
+def with_attention(**changes: object) -> ModelSpec:
+    layer = replace(LAYER, mixer=replace(ATTENTION, **changes))  # type: ignore[arg-type]
+    return replace(LLAMA, layers=(layer, LAYER))
+
+
+VARIANTS = {
+    "llama": LLAMA,
+    "window": with_attention(window=20),
+    "softcaps": replace(with_attention(softcap=5.0), logit_softcap=3.0),
+    "qk_norm": with_attention(qk_norm=True),
+    "biases": with_attention(qkv_bias=True, out_bias=True),
+    "sinks": with_attention(has_sinks=True),
+    "odd_heads": with_attention(num_heads=5, num_kv_heads=1, head_dim=8, rope=RopeSpec(10000.0, 4)),
+    "no_rope": with_attention(rope=None),
+    "many_heads": with_attention(num_heads=30, num_kv_heads=1, head_dim=16, rope=RopeSpec(500.0, 16)),
+    "post_norms": replace(LLAMA, layers=(replace(LAYER, post_norms=True), LAYER), embedding_scale=8.0),
+    "gelu": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(96, "gelu_tanh", bias=True)),)),
+    "gelu_exact": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(50, "gelu")),)),
+    "experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(5, 2, MlpSpec(48), renormalize=True)), LAYER)),
+    "own_head": replace(LLAMA, tied_head=False),
+    "conv": replace(LLAMA, layers=(CONV, LAYER, CONV, replace(CONV, mixer=ShortConv(64, 4, bias=True)), LAYER)),
+    "conv_last": replace(LLAMA, layers=(LAYER, CONV)),
+    "conv_odd": replace(LLAMA, hidden_size=40, layers=(replace(CONV, mixer=ShortConv(40, 5), post_norms=True), LAYER)),
+    "conv_experts": replace(LLAMA, layers=(replace(CONV, mlp=MoeSpec(5, 2, MlpSpec(48), renormalize=True)), LAYER)),
+}
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    tensors: dict[str, RawTensor]
+
+    def get(self, name: str) -> RawTensor:
+        return self.tensors[name]
+
+
+def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in tensors_of(spec).items():
+        values = torch.randn(tensor.shape, generator=generator)
+        if tensor.kind == "vector":
+            tensors[name] = RawTensor(name, tensor.shape, 1 + 0.1 * values)
+            continue
+        values *= 1.5 * tensor.shape[-1] ** -0.5
+        if quantised and tensor.shape[-1] % 32 == 0:
+            blocks = quantized_q8(values.flatten(0, -2)).view(*tensor.shape[:-1], -1)
+            tensors[name] = RawTensor(name, tensor.shape, blocks, "Q8_0")
+        else:
+            tensors[name] = RawTensor(name, tensor.shape, values)
+    return RandomWeights(tensors)
+
+
+def native_model(
+    spec: ModelSpec, weights: WeightReader, isa: str = "", threads: int = 2, activation_bits: str = "8"
+) -> NativeDecoder:
+    tables = {rope: make_rope_table(rope, MAX_CONTEXT, CPU) for rope in spec.ropes}
+    ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
+    return NativeDecoder(
+        spec, weights, ropes, dequantize, threads, instruction_set=isa, activation_bits=activation_bits
+    )
+
+
+def torch_model(spec: ModelSpec, weights: WeightReader) -> Decoder:
+    return Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, CPU), MAX_CONTEXT)
+
+
+def layout_of(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> KVLayout:
+    return KVLayout.from_spec(spec, CacheDtypes(str(dtype).removeprefix("torch.")))
+
+
+def storage_for(spec: ModelSpec, rows: int, dtype: torch.dtype = torch.float32) -> KVStorage:
+    layout = layout_of(spec, dtype)
+    return KVStorage(layout, 1 + len(layout.groups) * rows * BLOCKS_PER_ROW, BLOCK, CPU)
+
+
+def batch_of(
+    spec: ModelSpec, rows: list[tuple[int, list[int], int]], dtype: torch.dtype = torch.float32
+) -> ForwardBatch:
+    """rows: (which sequence, new tokens, tokens already in the cache); logits of every token are wanted."""
+    layout = layout_of(spec, dtype)
+    ids = [token for _, tokens, _ in rows for token in tokens]
+    positions = [start + i for _, tokens, start in rows for i in range(len(tokens))]
+    counts = [len(tokens) for _, tokens, _ in rows]
+    contexts = [start + len(tokens) for _, tokens, start in rows]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    tables = tuple(_group(rows, group, layout) for group in range(len(layout.groups)))
+    return ForwardBatch(
+        torch.tensor(ids),
+        torch.tensor(positions),
+        starts,
+        torch.tensor(contexts, dtype=torch.int32),
+        tables,
+        torch.arange(len(ids)),
+        BLOCK,
+        max(counts),
+        max(contexts),
+    )
+
+
+def _group(rows: list[tuple[int, list[int], int]], group: int, layout: KVLayout) -> GroupTables:
+    first = [1 + (row * len(layout.groups) + group) * BLOCKS_PER_ROW for row, _, _ in rows]
+    # blocks of a row are handed out backwards, so that a table that is ignored shows
+    scale = layout.rows_per_block[group]
+    tables = [[scale * (base + BLOCKS_PER_ROW - 1 - i) for i in range(BLOCKS_PER_ROW)] for base in first]
+    slots = [
+        table[(start + i) // BLOCK] * BLOCK + (start + i) % BLOCK
+        for table, (_, tokens, start) in zip(tables, rows, strict=True)
+        for i in range(len(tokens))
+    ]
+    return GroupTables(torch.tensor(tables, dtype=torch.int32), torch.tensor(slots))
+
+
+def tokens_for(spec: ModelSpec, count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, spec.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def all_logits(
+    model: NativeDecoder | Decoder,
+    spec: ModelSpec,
+    tokens: list[int],
+    cuts: list[int],
+    kv_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Logits of all tokens, fed in chunks of the given sizes."""
+    storage, start, parts = storage_for(spec, 1, kv_dtype), 0, []
+    for size in cuts:
+        batch = batch_of(spec, [(0, tokens[start : start + size], start)], kv_dtype)
+        parts.append(model.logits(model.forward(batch, storage)))
+        start += size
+    return torch.cat(parts)

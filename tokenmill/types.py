@@ -1,4 +1,4 @@
-"""The nouns that travel between rooms and between processes. Frozen, plain data, no behaviour.
+"""The types that travel between packages and between processes. Frozen, plain data, no behaviour.
 
     front process                                   engine process (or the same one)
     ─────────────                                   ────────────────────────────────

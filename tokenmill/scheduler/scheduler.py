@@ -47,7 +47,7 @@ class Scheduler:
         drafter: Drafter = NO_DRAFTS,
     ) -> None:
         """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
-        `drafter`: guesses what running sequences will draw."""
+        `drafter`: proposes tokens that running sequences may draw."""
         self._config = config
         self._cache = cache
         # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
@@ -58,7 +58,7 @@ class Scheduler:
         self._admission = Admission(config, cache, self._running, self._waiting, self._counters, clock)
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
-        # Drafts are guessed behind the last known token, so a sequence that may have some waits for each result.
+        # Drafts follow the last known token, so a sequence that may have some waits for each result.
         self._continues = continues if drafter is NO_DRAFTS else never
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a drafter, which guesses tokens. A wrong guess costs computation and changes no token.
+"""What the scheduler asks of a drafter, which proposes tokens. A wrong draft costs computation and changes no token.
 
     tokens:  [ computed | wanted | drafts ]        the step draws after the last wanted token and after each draft
     drawn:                      [ a b c x ]        drafts a b c d: three were right, x is the model's own next token
@@ -82,7 +82,7 @@ class Drafting:
         requests = [draft_request(sequence, most) for sequence, most in asked]
         found = self._speculation.propose(requests, num_rows, min(num_tokens, self._token_budget))
         drafts = zip(asked, found, strict=True)
-        return {sequence: tokens for (sequence, _), guess in drafts if (tokens := self._allowed(sequence, guess))}
+        return {sequence: tokens for (sequence, _), proposed in drafts if (tokens := self._allowed(sequence, proposed))}
 
     def _allowed(self, sequence: Sequence, drafts: list[int]) -> list[int]:
         if not drafts or sequence.state.request.params.guided is None:

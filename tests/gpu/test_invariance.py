@@ -79,7 +79,7 @@ def test_a_query_s_attention_does_not_depend_on_the_others(dtype: torch.dtype) -
 
 
 def test_an_expert_s_answer_does_not_depend_on_the_others() -> None:
-    from tokenmill.ops.triton.moe.deterministic import deterministic_experts
+    from tokenmill.ops.triton.moe.grouped_gemm import deterministic_experts
 
     packed = ExpertsWeight(64, (normal(64, 1536, 2048) * 0.02, normal(64, 2048, 768) * 0.02))
     x = normal(900, 2048)

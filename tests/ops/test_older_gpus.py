@@ -25,8 +25,8 @@ from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.launch import capabilities
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
 from tokenmill.ops.triton.launch.pdl import launch_options, overlaps
-from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
-from tokenmill.ops.triton.moe import grouped_gemm_int as moe_grouped_gemm_int
+from tokenmill.ops.triton.moe import gemv as moe_gemv_int
+from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm_int
 from tokenmill.ops.triton.quant import gemv_int4, packed_int
 from tokenmill.runner.memory import graph_sizes
 

@@ -19,7 +19,7 @@ from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 from tokenmill.ops.triton.moe import gemv as moe_gemv
-from tokenmill.ops.triton.moe import gemv_int as moe_gemv_int
+from tokenmill.ops.triton.moe import gemv as moe_gemv_int
 from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
 from tokenmill.ops.triton.quant import quantized
 from tokenmill.runner import memory

@@ -17,8 +17,7 @@ from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.elementwise.short_conv import plan_short_conv, short_conv
 from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
 from tokenmill.ops.triton.gemm.linear import PackLinear, linear
-from tokenmill.ops.triton.moe.deterministic import deterministic_experts
-from tokenmill.ops.triton.moe.grouped_gemm import experts
+from tokenmill.ops.triton.moe.grouped_gemm import deterministic_experts, experts
 from tokenmill.ops.triton.moe.topk import route
 from tokenmill.ops.triton.regions import choose_deterministic, choose_regions, row_borders
 from tokenmill.ops.triton.sampling.argmax import argmax

@@ -1,14 +1,18 @@
-"""Products of dozens of rows with plain or fp8 matrices, on Hopper: few enough that the time is what reading the matrix
-takes, too many for `strips`, whose programs would read the inputs more often than the matrix.
+"""Products of dozens of rows with plain or fp8 matrices, on Hopper: few enough rows that the time is what reading the
+matrix takes, too many for split-K, whose programs would read the inputs more often than the matrix.
 
-As there a program owns a strip of the matrix, which is the left factor, and a share of its columns:
+A program owns a strip of the matrix, which is the left factor, and a range of its columns:
 
     strip [LINES, columns] · inputs [columns, ROWS] → sums [LINES, ROWS]
 
-Both factors come into a ring of tiles in shared memory by the unit that copies tiles, and the matrix units take them
-from there. The matrix depends on no kernel before: a ring full of it is asked for before the one that computes the
-inputs has ended. Where gates are applied a strip is half gates and half the ups that belong to them, so that the thread
-that holds a line's gate holds its up too.
+Both factors come into a ring of tiles in shared memory by the unit that copies tiles (TMA), and the matrix units take
+them from there. The matrix depends on no kernel before: a ring full of it is asked for before the kernel that computes
+the inputs has ended. With gates, a strip is half gates and half the ups that belong to them, so that the thread that
+holds a row's gate holds its up too.
+
+Written in Gluon, Triton's lower language, in which layouts, copies and waits are spelled out. Gluon can't call Triton's
+functions: some here are twins of those in `launch/pdl.py` and `gemm/splitk.py`; the kernel for packed integers shares
+them.
 """
 
 from __future__ import annotations
@@ -19,27 +23,76 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.arch.spec import Activation
-from tokenmill.ops.triton.gemm.gluon_parts import (
-    barrier,
-    copy_to_shared,
-    join_splits,
-    launch_dependents,
-    new_barriers,
-    store_lines,
-    wait_for_previous,
-)
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
 from tokenmill.ops.triton.quant.quantized import Fp8Matrix
+
+# Triton 3.6's names, and later ones'.
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def launch_dependents(OVERLAPS: gl.constexpr):
+    if OVERLAPS:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_previous(OVERLAPS: gl.constexpr):
+    if OVERLAPS:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def new_barriers(NUM: gl.constexpr):
+    """One for each tile of a ring, which tells that it was copied; all threads can use them from here on"""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    return barriers
+
+
+@gluon.jit
+def join_splits(sums, parts, arrived, splits, STRIP: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
+    """All splits' sums for the program that comes last, which `is_last` tells; its own for the others"""
+    lines = gl.expand_dims(gl.arange(0, STRIP, layout=gl.SliceLayout(1, SUMS)), 1)
+    tile = lines * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), 0)
+    place = gl.program_id(0) + gl.program_id(2) * gl.num_programs(0)
+    first = parts + place.to(gl.int64) * splits * (STRIP * ROWS) + tile
+    gl.store(first + gl.program_id(1) * (STRIP * ROWS), sums)
+    barrier()
+    is_last = gl.atomic_add(arrived + place, 1, sem="acq_rel") == splits - 1
+    if is_last:
+        gl.store(arrived + place, 0)
+        sums = gl.zeros((STRIP, ROWS), gl.float32, layout=SUMS)
+        for split in range(splits):
+            sums += gl.load(first + split * (STRIP * ROWS), cache_modifier=".cg")
+    return sums, is_last
+
+
+@gluon.jit
+def store_lines(sums, out, begin, row, num_rows, num_out, LINES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """sums [LINES, ROWS] to out [rows, lines]: neighbouring lines by one thread"""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LINES // 8, 256 // LINES], [1, WARPS], [0, 1])
+    lines = gl.expand_dims(begin + gl.arange(0, LINES, layout=gl.SliceLayout(1, OUT)), 1)
+    rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
+    result = gl.convert_layout(sums.to(out.dtype.element_ty), OUT)
+    gl.store(out + rows.to(gl.int64) * num_out + lines, result, mask=(rows < num_rows) & (lines < num_out))
+
 
 TILES = {
     size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)

@@ -2,14 +2,19 @@
 
     logits, x ─► act(gate) * up of each chosen expert ─► their downs, weighted and added
 
-Nobody writes down who was chosen: a program finds the expert it works for in its token's logits, a few dozen steps, and
-then streams lines of that expert's matrices. A program is a single warp where it can be, and there are about as many
-as the device holds at once.
+The chosen experts are not written down: a program finds the expert it works for in its token's logits, and then streams
+rows of that expert's matrices. A program is a single warp where it can be, and there are about as many programs as the
+GPU holds at once.
+
+Experts of packed integers have kernels of their own: a row of a matrix is taken in chunks, neighbouring words whose
+i-th values share a scale, and multiplied in pairs of float16 numbers (`quant/fp16x2.py`). What lies between the two
+kernels is stored in such pairs.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation, MoeSpec
@@ -19,9 +24,10 @@ from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.moe.gemv_int import moe_gemv_int
 from tokenmill.ops.triton.moe.select import ExpertsKind
-from tokenmill.ops.triton.moe.topk_choice import choice_of, logit_of, next_choice, ordered_logits
+from tokenmill.ops.triton.moe.topk import choice_of, logit_of, next_choice, ordered_logits
+from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
+from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
 LINES = 2  # of down that a program computes
@@ -151,3 +157,189 @@ def add_norm_experts(
 def _warps_for(width: int, each: int) -> int:
     """One where that is enough: its threads need no barrier to add up."""
     return max(1, min(8, width // each))
+
+
+LINES_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
+
+
+@triton.jit
+def _row_pairs(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
+    """What the pieces' words are multiplied by, zeros beyond the row: int32 [pieces, PIECE] each"""
+    values_each: tl.constexpr = 32 // BITS
+    parts: tl.constexpr = SPAN // PIECE
+    first = pieces // parts * (SPAN * values_each) + pieces % parts * PIECE
+    columns = first[:, None] + tl.arange(0, PIECE)[None, :]
+    is_inside = columns < num_in
+    found = ()
+    for i in tl.static_range(values_each // 2):
+        low = tl.load(row + columns + i * SPAN, mask=is_inside, other=0.0)
+        high = tl.load(row + columns + (i + values_each // 2) * SPAN, mask=is_inside, other=0.0)
+        found = found + (as_pair(low, high, HAS_PTX),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _place_of(line, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """Where a column lies among the halves of its row's pairs"""
+    half_span: tl.constexpr = SPAN * 16 // BITS
+    return line // (2 * half_span) * (2 * half_span) + line % half_span * 2 + line // half_span % 2
+
+
+@triton.jit
+def _pairs_from(row, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """The same of a row that has been stored in pairs: int32 [rows, PIECE] each"""
+    parts: tl.constexpr = SPAN // PIECE
+    first = pieces // parts * (SPAN * 16 // BITS) + pieces % parts * PIECE
+    places = first[:, None] + tl.arange(0, PIECE)[None, :]
+    found = ()
+    for i in tl.static_range(16 // BITS):
+        found = found + (tl.load(row + places + i * SPAN, mask=is_there[:, None], other=0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _scales(
+    lines, stride, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Load the scales of the first, second ... group of each piece, [rows] each; `lines` points at first scales."""
+    parts: tl.constexpr = SPAN // PIECE
+    groups: tl.constexpr = PIECE * 32 // BITS // GROUP
+    first = pieces // parts * (groups * parts) + pieces % parts
+    found = (tl.load(lines + first * stride, mask=is_there, other=0),)
+    for i in tl.static_range(1, groups):
+        found = found + (tl.load(lines + (first + i * parts) * stride, mask=is_there, other=0),)  # type: ignore[assignment]
+    return found
+
+
+@kernel
+def _moe_gemv_int_up(
+    x, logits, words, scales, out, hidden, inter, num_experts, lines_each,
+    K: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, DOWN_SPAN: tl.constexpr, DOWN_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T * K, inter] = act(gate x) * up x, made smaller, in the pairs that downs are multiplied by. A program has
+    some lines of gate and the same of up, one at a time"""
+    wait_for_previous(OVERLAPS)
+    launch_dependents(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
+    pair = tl.program_id(0)
+    token, choice = pair // K, pair % K
+    pieces = tl.arange(0, PIECES)
+    row_words, stride = tl.multiple_of(hidden * BITS // 32, PIECE), num_experts * 2 * inter
+    pairs = _row_pairs(x + token * hidden, pieces, hidden, PIECE, SPAN, BITS, HAS_PTX)
+    expert = choice_of(logits, token, choice, num_experts, K, BLOCK)
+    first = tl.program_id(1) * lines_each
+    last = tl.minimum(first + lines_each, inter)
+    is_piece = pieces * PIECE < row_words
+    begin = expert * 2 * inter + first
+    source = words + begin * row_words + (pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    line_scales = scales + begin
+    to_up = inter * row_words
+    gate = tl.load(source, mask=is_piece[:, None], other=0)
+    up = tl.load(source + to_up, mask=is_piece[:, None], other=0)
+    gate_scales = _scales(line_scales, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    up_scales = _scales(line_scales + inter, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    for line in range(first, last):
+        source += row_words
+        line_scales += 1
+        is_next = is_piece & (pieces * 0 + line + 1 < last)
+        next_gate = tl.load(source, mask=is_next[:, None], other=0)
+        next_up = tl.load(source + to_up, mask=is_next[:, None], other=0)
+        next_gate_scales = _scales(line_scales, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
+        next_up_scales = _scales(line_scales + inter, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
+        gates = times_weighed(gate, pairs, gate_scales, PIECE, GROUP, BITS, HAS_PTX)
+        ups = times_weighed(up, pairs, up_scales, PIECE, GROUP, BITS, HAS_PTX)
+        gates, ups = tl.sum(tl.sum(gates, axis=1), axis=0) / SMALLER, tl.sum(tl.sum(ups, axis=1), axis=0) / SMALLER
+        value = activate(gates, KIND) * ups * SMALLER
+        tl.store(out + pair * inter + _place_of(line, DOWN_SPAN, DOWN_BITS), value.to(tl.float16))
+        gate, up, gate_scales, up_scales = next_gate, next_up, next_gate_scales, next_up_scales
+
+
+@kernel
+def _moe_gemv_int_down(
+    inner, logits, words, scales, out, hidden, inter, num_experts,
+    K: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """inner: pairs, int32 [T * K, inter / 2]; out [T, hidden], LINES of one token a program, one after the other in a
+    tile's pieces. The first experts' are on their way before `inner` is known."""
+    launch_dependents(OVERLAPS)
+    token = tl.program_id(1)
+    all_pieces = tl.arange(0, LINES * PIECES)
+    lines, pieces = tl.program_id(0) * LINES + all_pieces // PIECES, all_pieces % PIECES
+    row_words, stride = tl.multiple_of(inter * BITS // 32, PIECE), num_experts * hidden
+    is_piece = (pieces * PIECE < row_words) & (lines < hidden)
+    source = words + (lines * row_words + pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    ordered = ordered_logits(logits, token, num_experts, BLOCK)
+    expert, highest, left = next_choice(ordered, BLOCK)
+    logit = highest
+    part = tl.load(source + expert * hidden * row_words, mask=is_piece[:, None], other=0)
+    begins = scales + lines
+    part_scales = _scales(begins + expert * hidden, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    expert, second_logit, left = next_choice(left, BLOCK)
+    is_second = is_piece & (K > 1)
+    second = tl.load(source + expert * hidden * row_words, mask=is_second[:, None], other=0)
+    second_scales = _scales(begins + expert * hidden, stride, pieces, is_second, PIECE, SPAN, GROUP, BITS)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((LINES * PIECES, PIECE), tl.float32)
+    whole = 0.0
+    for choice in range(K):
+        expert, third_logit, left = next_choice(left, BLOCK)
+        is_third = is_piece & (all_pieces * 0 + choice + 2 < K)
+        third = tl.load(source + expert * hidden * row_words, mask=is_third[:, None], other=0)
+        third_scales = _scales(begins + expert * hidden, stride, pieces, is_third, PIECE, SPAN, GROUP, BITS)
+        share = tl.exp(logit - highest)
+        whole += share
+        row = inner + tl.multiple_of((token * K + choice) * (inter // 2), 4)
+        pairs = _pairs_from(row, pieces, is_piece, PIECE, SPAN, BITS)
+        sums += times_weighed(part, pairs, part_scales, PIECE, GROUP, BITS, HAS_PTX) * share
+        part, part_scales, logit = second, second_scales, second_logit
+        second, second_scales, second_logit = third, third_scales, third_logit
+    if not RENORMALIZE:
+        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
+        whole = tl.sum(shares, axis=0)
+    total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (LINES, PIECES)), axis=1) / (whole * SMALLER)
+    targets = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    tl.store(out + token * hidden + targets, total.to(out.dtype.element_ty), mask=targets < hidden)
+
+
+def moe_gemv_int(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: PackedIntMatrix,
+    down: PackedIntMatrix,
+    num_active: int,
+    activation: Activation,
+    *,
+    renormalize: bool,
+) -> torch.Tensor:
+    """x [T, H], router logits [T, experts]; gates and ups of all experts one below the other [experts * 2 inter, H],
+    and downs [experts * H, inter] → weighted sum of the chosen experts [T, H]"""
+    (num_tokens, hidden), num_experts, inter = x.shape, logits.shape[1], down.num_columns
+    block, pairs = next_power_of_2(num_experts), num_tokens * num_active
+    inner, out = x.new_empty(pairs, inter, dtype=torch.float16), torch.empty_like(x)
+    programs = capabilities_of(x.device).tuning.moe_gemv_programs
+    each = cdiv(cdiv(inter, max(1, programs // pairs)), LINES_TOGETHER) * LINES_TOGETHER
+    _moe_gemv_int_up[(pairs, cdiv(inter, each))](
+        x, logits, gate_up.words, gate_up.scales, inner, hidden, inter, num_experts, each, num_active, activation,
+        *_layout(gate_up), down.interleave, down.bits, block, has_ptx(),
+        num_warps=_int_warps_for(hidden), **launch_options(),
+    )  # fmt: skip
+    _moe_gemv_int_down[(cdiv(hidden, LINES), num_tokens)](
+        inner.view(torch.int32), logits, down.words, down.scales, out, hidden, inter, num_experts, num_active,
+        renormalize, LINES, *_layout(down), block, has_ptx(),
+        num_warps=_int_warps_for(inter * LINES), **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _layout(matrix: PackedIntMatrix) -> tuple[int, int, int, int, int]:
+    """Pieces of a line, words of a piece, words of a span, columns that share a scale, bits"""
+    piece = min(matrix.interleave, matrix.group)
+    return next_power_of_2(matrix.words.shape[1] // piece), piece, matrix.interleave, matrix.group, matrix.bits
+
+
+def _int_warps_for(num_columns: int) -> int:
+    """One where that is enough: its threads need no barrier to add up."""
+    return max(1, min(8, next_power_of_2(num_columns) // 2048))

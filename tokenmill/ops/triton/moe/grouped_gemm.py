@@ -1,26 +1,165 @@
-"""Routed experts in two ways, both without the host knowing who was chosen.
+"""Routed experts of any number of tokens, without the host knowing which experts were chosen.
 
-A few tokens: each (token, choice) pair streams its expert's matrices, as for a single row. Many tokens: pairs are
-sorted by expert and multiplied in tiles (see `expert_tiles`), of plain matrices here, of words in `grouped_words`.
-Where experts have very many pairs, the matrices of a few of them at a time are expanded first.
+A few tokens: each (token, expert) pair streams its expert's matrices. More tokens: pairs are sorted by expert and
+multiplied in tiles. Which expert a tile belongs to is found on the device: expert e's tiles begin at
+offsets[e] // TILE + e, which leaves each expert room for its last, partly filled one.
+
+Packed integers are expanded on their way to the matrix units, as split-K does for a matrix that all rows share; where
+experts have very many pairs, the matrices of some experts at a time are expanded before (`moe/select.py`).
+`deterministic_experts` computes with one tile and adds a token's experts in one order whatever the batch.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.elementwise.activation import act_mul, activate
+from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.moe.align import SortedPairs, Tile, expert_of_tile, sort_pairs
 from tokenmill.ops.triton.moe.gemv import kind_of
-from tokenmill.ops.triton.moe.grouped_gemm_int import moe_grouped_gemm_int
 from tokenmill.ops.triton.moe.select import num_expanded, streams_experts
+from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, dequantized_rows
+
+MAX_FEW_PAIRS = 8192  # that one kernel sorts, faster than a dozen that sort any number
+
+
+class GroupedConfig(NamedTuple):
+    """Sorted pairs, matrix rows and columns that a program multiplies at a time."""
+
+    pairs: int
+    columns: int
+    stride: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constexpr = False):
+    """Find the expert of this program's tile, the index of its first pair and the end of that expert's pairs.
+    IS_PART: `offsets` begins with another expert's than the first."""
+    tile = tl.program_id(0)
+    if IS_PART:
+        tile += tl.load(offsets) // TILE
+    low, high = 0, num_experts
+    while high - low > 1:  # the last expert whose tiles begin at or before this one
+        middle = (low + high) // 2
+        if tl.load(offsets + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    expert = low
+    begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    first = begin + (tile - begin // TILE - expert) * TILE
+    return expert, first, end
+
+
+@kernel_unspecialized("num_pairs")
+def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr) -> None:
+    """A program finds one expert's pairs and puts them, in their order, behind those of the experts before; the last
+    one, which has none, says where all end."""
+    expert = tl.program_id(0)
+    chunk = tl.arange(0, CHUNK)
+    place = 0
+    for first in range(0, num_pairs, CHUNK):
+        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
+        place += tl.sum((found < expert).to(tl.int32), axis=0)
+    tl.store(offsets + expert, place.to(tl.int64))  # type: ignore[attr-defined]
+    for first in range(0, num_pairs, CHUNK):
+        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
+        is_own = (found == expert).to(tl.int32)
+        targets = place + tl.cumsum(is_own, axis=0) - 1
+        tl.store(order + targets, (first + chunk).to(tl.int64), mask=is_own > 0)
+        place += tl.sum(is_own, axis=0)
+
+
+class SortedPairs(NamedTuple):
+    order: torch.Tensor  # int64 [P]: pairs in the order of their experts
+    offsets: torch.Tensor  # int64 [experts + 1]: where each expert's begin
+    shares: torch.Tensor  # float32 [T, k]: how much each pair counts
+    num_experts: int
+
+    @property
+    def k(self) -> int:
+        """Choices of a token"""
+        return self.shares.shape[1]
+
+
+def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> SortedPairs:
+    """Sort (token, expert) pairs by expert; `weights` and `ids` of the chosen experts are [T, k]."""
+    ids, weights = ids.contiguous().flatten(), weights.contiguous()
+    if len(ids) > MAX_FEW_PAIRS:
+        sorted_ids, order = ids.sort(stable=True)
+        offsets = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
+    else:
+        order, offsets = torch.empty_like(ids), ids.new_empty(num_experts + 1)
+        _sort_pairs[(num_experts + 1,)](ids, order, offsets, len(ids), num_experts, 1024, num_warps=4)
+    return SortedPairs(order, offsets, weights, num_experts)
+
+
+@kernel
+def _moe_grouped_gemm_int(
+    x, words, scales, out, order, offsets, shares, num_out, num_in, num_experts,
+    K: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, IS_GATHERED: tl.constexpr, HAS_PTX: tl.constexpr,
+) -> None:  # fmt: skip
+    """IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
+    Lines and pairs beyond the last are read as others, so that no load is masked by them."""
+    expert, first, end = expert_of_tile(offsets, num_experts, TILE)
+    if first < end:
+        row_words = num_in * BITS // 32
+        places = first + tl.arange(0, TILE)
+        is_pair = places < end
+        stands = tl.minimum(places, end - 1)
+        pairs = tl.load(order + stands)
+        sources = pairs // K if IS_GATHERED else stands
+        columns = tl.arange(0, WORDS)
+        lines = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+        rows = tl.cast(expert, tl.int64) * num_out + lines % num_out
+        sums = packed_tile_sums(
+            words + rows[:, None] * row_words + columns[None, :],
+            x + sources.to(tl.int64)[:, None] * num_in + columns[None, :],
+            scales + rows, num_experts * num_out, 0, row_words, TILE, STRIP, WORDS, GROUP, BITS, HAS_PTX,
+        )  # fmt: skip
+        if IS_GATHERED:
+            targets = places
+        else:
+            sums *= tl.load(shares + pairs)[None, :]
+            targets = pairs
+        out_lines = out + targets.to(tl.int64)[None, :] * num_out + lines[:, None]
+        tl.store(out_lines, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & (lines < num_out)[:, None])
+
+
+def moe_grouped_gemm_int(
+    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, *, is_gathered: bool
+) -> torch.Tensor:
+    """All experts' lines one below the other → [pairs, num_out]"""
+    num_experts, num_pairs = pairs.num_experts, len(pairs.order)
+    num_out = len(matrix.words) // num_experts
+    tile, strip, warps, stages = pick_grouped_int_config(num_pairs / num_experts)
+    out = x.new_empty(num_pairs, num_out)
+    _moe_grouped_gemm_int[(num_pairs // tile + num_experts, cdiv(num_out, strip))](
+        x, matrix.words, matrix.scales, out, pairs.order, pairs.offsets, pairs.shares, num_out, matrix.num_columns,
+        num_experts, pairs.k, tile, strip, matrix.interleave, matrix.group, matrix.bits, is_gathered, has_ptx(),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def pick_grouped_int_config(pairs_each: float) -> tuple[int, int, int, int]:
+    """Pairs, lines, warps and stages: most experts' pairs are one tile, so that their matrices are expanded once."""
+    if pairs_each <= 4:
+        return 8, 64, 4, 3
+    return (32, 64, 4, 3) if pairs_each <= 16 else (64, 128, 8, 2)
+
 
 STRIP = 2  # matrix rows a program streams
 
@@ -126,7 +265,7 @@ def experts(
         return torch.empty_like(x)
     if streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False):
         return _streamed(x.contiguous(), weights, ids, packed, activation)
-    tile = _tile_for(ids.numel() / packed.num_experts, x.dtype)
+    tile = pick_grouped_config(ids.numel() / packed.num_experts, x.dtype)
     return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
 
 
@@ -154,7 +293,7 @@ def sorted_experts(
     ids: torch.Tensor,
     packed: ExpertsWeight,
     activation: Activation,
-    tile: Tile,
+    tile: GroupedConfig,
 ) -> torch.Tensor:
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
@@ -169,7 +308,7 @@ are not of one form, both apart"""
 
 
 def _multiply(
-    x: torch.Tensor, matrices: Matrices, pairs: SortedPairs, tile: Tile, *, is_gathered: bool
+    x: torch.Tensor, matrices: Matrices, pairs: SortedPairs, tile: GroupedConfig, *, is_gathered: bool
 ) -> torch.Tensor:
     """→ [pairs, num_out], in the order of the experts where tokens are gathered, else in their own"""
     if isinstance(matrices, tuple):
@@ -186,7 +325,7 @@ def _multiply(
 
 
 def _multiply_expanded(
-    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, tile: Tile, count: int, *, is_gathered: bool
+    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, tile: GroupedConfig, count: int, *, is_gathered: bool
 ) -> torch.Tensor:
     num_out = len(matrix.words) // pairs.num_experts
     out = x.new_empty(len(pairs.order), num_out)
@@ -198,7 +337,13 @@ def _multiply_expanded(
 
 
 def _launch(
-    x: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, pairs: SortedPairs, tile: Tile, *, is_gathered: bool
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    out: torch.Tensor,
+    pairs: SortedPairs,
+    tile: GroupedConfig,
+    *,
+    is_gathered: bool,
 ) -> None:
     """Writes the rows of `out` of those experts whose matrices these are, the first of `pairs.offsets`."""
     num_experts, num_out, num_in = matrices.shape
@@ -210,9 +355,37 @@ def _launch(
     )  # fmt: skip
 
 
-def _tile_for(pairs_per_expert: float, dtype: torch.dtype) -> Tile:
+def pick_grouped_config(pairs_per_expert: float, dtype: torch.dtype) -> GroupedConfig:
     if dtype == torch.float32:
-        return Tile(16, 32, 32, 4, 2)
+        return GroupedConfig(16, 32, 32, 4, 2)
     if pairs_per_expert <= 16:
-        return Tile(16, 64, 128, 4, 4)
-    return Tile(64, 128, 64, 4, 4) if pairs_per_expert <= 128 else Tile(128, 128, 64, 8, 3)
+        return GroupedConfig(16, 64, 128, 4, 4)
+    return GroupedConfig(64, 128, 64, 4, 4) if pairs_per_expert <= 128 else GroupedConfig(128, 128, 64, 8, 3)
+
+
+DETERMINISTIC_TILE = GroupedConfig(64, 128, 64, 4, 4)
+DETERMINISTIC_TILE_F32 = GroupedConfig(16, 32, 32, 4, 2)
+
+
+@kernel
+def _add_choices(pairs, out, size, K: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(K):
+        total += tl.load(pairs + (token * K + choice) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def deterministic_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    if not len(x):
+        return torch.empty_like(x)
+    tile = DETERMINISTIC_TILE_F32 if x.dtype == torch.float32 else DETERMINISTIC_TILE
+    pairs = sorted_experts(x.contiguous(), weights, ids, packed, activation, tile)
+    num_tokens, k, size = pairs.shape
+    out = torch.empty_like(x)
+    _add_choices[(num_tokens, cdiv(size, 1024))](pairs, out, size, k, 1024, num_warps=4)
+    return out

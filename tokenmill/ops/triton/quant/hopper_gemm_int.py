@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tokenmill.ops.triton.gemm.gluon_parts import (
+from tokenmill.ops.triton.gemm.hopper import (
     barrier,
     copy_to_shared,
     join_splits,

@@ -56,10 +56,10 @@ def test_one_compilation_serves_all_who_ask_meanwhile(vocabulary: Vocabulary) ->
 def test_a_compilation_that_takes_too_long_is_refused(vocabulary: Vocabulary) -> None:
     now = [0.0]
     compilation = Compilation(Compiler(lambda: vocabulary).start(choice(1)).future.__class__(), lambda: now[0])
-    assert not compilation.is_over
+    assert not compilation.is_done
     compilation.begun_s.append(0.0)
     now[0] = MAX_COMPILE_S + 0.1
-    assert compilation.is_over
+    assert compilation.is_done
     with pytest.raises(InvalidRequest, match="to compile"):
         compilation.result()
 
@@ -107,7 +107,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(vocabulary: Vocabulary) 
     gate.set()
     while grammars.num_waiting:
         grammars.wait(0.05)
-        assert all(error is None for _, error in grammars.settled())
+        assert all(error is None for _, error in grammars.pop_compiled())
     assert shared.future.done() and not gone.future.done()
     assert compiler.start(choice(9)) is not gone
 
@@ -122,7 +122,7 @@ def test_waiting_requests_settle_one_by_one(vocabulary: Vocabulary) -> None:
     began = time.monotonic()
     while grammars.num_waiting and time.monotonic() - began < 10:
         grammars.wait(0.05)
-        outcomes |= {settled.request_id: error for settled, error in grammars.settled()}
+        outcomes |= {settled.request_id: error for settled, error in grammars.pop_compiled()}
     assert set(outcomes) == {"good", "bad"}
     assert outcomes["good"] is None and isinstance(outcomes["bad"], InvalidRequest)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill.guided.compile import compile_grammar
 from tokenmill.guided.masks import MaskTable
-from tokenmill.guided.row import RowGrammar
+from tokenmill.guided.matcher import RowGrammar
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
 from tokenmill.text.tokenizer import EOS_ID

@@ -10,7 +10,7 @@ import pytest
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.compile import compile_grammar
-from tokenmill.guided.regex_size import expanded_size
+from tokenmill.guided.schema import expanded_size
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
 

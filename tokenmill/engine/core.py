@@ -185,7 +185,7 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Admit requests whose grammars are compiled; let go of grammars whose requests are over."""
-        for request, error in self._grammars.settled():
+        for request, error in self._grammars.pop_compiled():
             if error is None:
                 self._admit(request)
             else:

@@ -1,15 +1,13 @@
-"""Answers that must follow a schema, a regex or a grammar: compile, match, mask.
+"""Guided decoding: answers that follow a JSON schema, a regex, a list of choices or a grammar.
 
-vocabulary   our tokenizer as the grammar engine (llguidance) needs it
-schema       what of a JSON schema can be enforced; everything else is refused by keyword and path
-grammar      every kind of constraint into the grammar engine's one form
-compile      worker threads and a cache bounded by bytes
-matcher      where one sequence stands in its grammar: advance, roll back, fork, forced tokens
-objections   forced tokens that a request will not have
-masks        which tokens may come next, as bits, computed while the model computes
-grammars     the rows of a step and their matchers: what the engine talks to
+vocabulary   the tokenizer in the form that the grammar engine (llguidance) needs schema       which JSON schemas and
+regexes can be enforced; everything else is refused by keyword and path grammar      translation of every kind of
+constraint into the grammar engine's one form compile      compilation in worker threads, and a cache bounded by bytes
+matcher      the state of one sequence in its grammar: advance, roll back, fork, forced tokens masks        bit masks of
+the tokens that may come next, computed while the model computes grammars     the grammars of an engine: waiting
+requests, and the rows of each step
 
-What ends an answer. The grammar is complete and nothing may follow: "stop", and the text is whole. A stop string or a
-stop id is drawn, inside the grammar as anywhere else: "stop" with that reason, and the text is cut there. The last
-allowed token: "length", and the text is the beginning of a valid one.
+An answer ends in one of three ways. The grammar is complete and nothing may follow: finish reason "stop", and the text
+is complete. A stop string or stop id is sampled, inside the grammar or not: "stop" with that reason, and the text ends
+there. max_tokens is reached: "length", and the text is the beginning of a valid one.
 """

@@ -1,8 +1,8 @@
-"""Grammars are compiled in worker threads (llguidance works without Python's lock) and kept in a bounded cache.
+"""Compilation of grammars in worker threads (llguidance releases Python's lock), and a bounded cache of the results.
 
 A compilation can't be interrupted, so its size is bounded: the text, the grammar, the lexer's states, the fuel of each
-phase. It ends with a trial: the first tokens, which show grammars that no text satisfies or that only blow up later.
-The workers yield to the engine: they run at a lower priority than its step.
+phase. It ends with a trial of the first tokens, which finds grammars that no text satisfies or that explode only when
+they are used. The workers run at a lower priority than the engine's steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokenmill.params import Guided
 CACHE_BYTES = 64 << 20
 MAX_COMPILE_S = 1.8
 TRIAL_TOKENS = 64
-GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # what a grammar takes, estimated on the high side from hundreds
+GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # memory of a grammar: a high estimate from hundreds of them
 NUM_WORKERS = 2
 WORKER_NICENESS = 5
 LIMITS = llguidance.LLParserLimits(
@@ -39,7 +39,7 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class Compiled:
-    """A grammar ready to be matched: a matcher at its beginning, which sequences fork."""
+    """A compiled grammar: a matcher in its initial state, which each sequence forks."""
 
     def __init__(self, matcher: Matcher, num_bytes: int) -> None:
         self.matcher = matcher
@@ -48,7 +48,7 @@ class Compiled:
 
 @dataclass
 class Compilation:
-    """One that is under way; `begun_s` is set once a worker has taken it up."""
+    """A compilation in progress; `begun_s` holds the start time once a worker has begun."""
 
     future: Future[Compiled]
     clock: Callable[[], float]
@@ -56,7 +56,7 @@ class Compilation:
     is_wanted: bool = True
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return self.future.done() or self.is_late
 
     @property
@@ -71,7 +71,8 @@ class Compilation:
 
 
 class Compiler:
-    """Used from one thread; only the work itself happens in others."""
+    """Compiles and caches grammars. Its methods are called from one thread; only the compilation itself runs in
+    others."""
 
     def __init__(
         self,
@@ -86,42 +87,43 @@ class Compiler:
         self._cache_bytes = cache_bytes
         self._clock = clock
         self._workers: ThreadPoolExecutor | None = None
-        self._under_way: dict[Guided, Compilation] = {}
-        self._cache: OrderedDict[Guided, Compiled] = OrderedDict()  # least recently asked for first
-        self._alive: WeakValueDictionary[Guided, Compiled] = WeakValueDictionary()  # cached, or held by a request
+        self._in_progress: dict[Guided, Compilation] = {}
+        self._cache: OrderedDict[Guided, Compiled] = OrderedDict()  # least recently used first
+        self._alive: WeakValueDictionary[Guided, Compiled] = WeakValueDictionary()  # cached, or used by a request
 
     @property
     def cached_bytes(self) -> int:
         return sum(compiled.num_bytes for compiled in self._cache.values())
 
     def known(self, guided: Guided) -> Compiled | None:
+        """Return a grammar that is compiled already, else None."""
         compiled = self._alive.get(guided)
         if compiled is not None:
             self._keep(guided, compiled)
         return compiled
 
     def start(self, guided: Guided) -> Compilation:
-        """Several requests for one grammar wait for one compilation."""
-        under_way = self._under_way.get(guided)
-        if under_way is None or under_way.is_late:
-            under_way = self._under_way[guided] = self._new_compilation(guided)
-        return under_way
+        """Start a compilation, or return the one in progress for the same grammar."""
+        in_progress = self._in_progress.get(guided)
+        if in_progress is None or in_progress.is_late:
+            in_progress = self._in_progress[guided] = self._new_compilation(guided)
+        return in_progress
 
     def finish(self, guided: Guided, compilation: Compilation) -> Compiled:
-        """Takes a result in; raises InvalidRequest where there is none."""
-        self._let_go(guided, compilation)
+        """Cache and return the result of a compilation; raise InvalidRequest if it failed."""
+        self._remove(guided, compilation)
         compiled = compilation.result()
         self._keep(guided, compiled)
         return compiled
 
     def abandon(self, guided: Guided, compilation: Compilation) -> None:
-        """Give up a compilation that no request waits for; a worker that has not begun it never will."""
+        """Cancel a compilation that no request waits for, unless a worker has begun it."""
         compilation.is_wanted = False
-        self._let_go(guided, compilation)
+        self._remove(guided, compilation)
 
-    def _let_go(self, guided: Guided, compilation: Compilation) -> None:
-        if self._under_way.get(guided) is compilation:
-            del self._under_way[guided]
+    def _remove(self, guided: Guided, compilation: Compilation) -> None:
+        if self._in_progress.get(guided) is compilation:
+            del self._in_progress[guided]
 
     def _keep(self, guided: Guided, compiled: Compiled) -> None:
         self._alive[guided] = self._cache[guided] = compiled
@@ -131,7 +133,7 @@ class Compiler:
 
     def _new_compilation(self, guided: Guided) -> Compilation:
         if self._workers is None:
-            self._workers = ThreadPoolExecutor(NUM_WORKERS, "grammar", initializer=_step_back)
+            self._workers = ThreadPoolExecutor(NUM_WORKERS, "grammar", initializer=_lower_priority)
         compilation = Compilation(Future(), self._clock)
         self._workers.submit(self._work, guided, compilation)
         return compilation
@@ -145,8 +147,8 @@ class Compiler:
             vocabulary = self.vocabulary()
             compilation.begun_s.append(self._clock())
             compilation.future.set_result(compile_grammar(guided, vocabulary))
-        except BaseException as error:  # a panic in Rust is no Exception; whatever it is, the request must hear of it
-            compilation.future.set_exception(as_refusal(error))
+        except BaseException as error:  # a panic in Rust is no Exception, and its request must get an error too
+            compilation.future.set_exception(as_invalid_request(error))
 
     def vocabulary(self) -> Vocabulary:
         with self._loading:
@@ -156,36 +158,37 @@ class Compiler:
 
 
 def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
+    """Compile and try a grammar; raise InvalidRequest with the reason if it can't be used."""
     ll = llguidance.LLMatcher(vocabulary.ll, grammar_text(guided), log_level=0, limits=LIMITS)
     if ll.is_error():
         explain(guided, ll.get_error())
     if warnings := ll.get_grammar_warnings():
         explain(guided, warnings[0])
     matcher = Matcher(ll, vocabulary)
-    _try_out(guided, matcher, vocabulary.vocab_size)
+    _check_first_tokens(guided, matcher, vocabulary.vocab_size)
     return Compiled(matcher, GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(guided.text))
 
 
-def _try_out(guided: Guided, matcher: Matcher, vocab_size: int) -> None:
-    """The first tokens: what is forced, and the mask after it."""
+def _check_first_tokens(guided: Guided, matcher: Matcher, vocab_size: int) -> None:
+    """Raise InvalidRequest if the first forced tokens, or the mask after them, show that the grammar can't be used."""
     trial = matcher.fork()
-    line = np.ones(-(-vocab_size // 32), np.int32)
+    mask = np.ones(-(-vocab_size // 32), np.int32)
     trial.advance(trial.forced()[:TRIAL_TOKENS])
     if trial.error is None:
         trial.forced()
-        trial.fill(line)
-    if trial.error is not None or not line.any():
-        explain(guided, f"no text satisfies it, or it is too complex ({trial.error or 'nothing is allowed at first'})")
+        trial.fill(mask)
+    if trial.error is not None or not mask.any():
+        explain(guided, f"no text satisfies it, or it is too complex ({trial.error or 'no first token is allowed'})")
 
 
-def as_refusal(error: BaseException) -> InvalidRequest:
+def as_invalid_request(error: BaseException) -> InvalidRequest:
     if isinstance(error, InvalidRequest):
         return error
     return InvalidRequest(f"the grammar could not be compiled: {error}", param="guided")
 
 
-def _step_back() -> None:
-    """On Linux a thread has a priority of its own; elsewhere the workers just run."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread, where threads have their own (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICENESS)

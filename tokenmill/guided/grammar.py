@@ -1,7 +1,7 @@
-"""Every kind of constraint into the one form that the grammar engine compiles.
+"""Translation of every kind of constraint into the one form that the grammar engine compiles.
 
-JSON is written on one line as Python's `json.dumps` does: ", " and ": " between things, no other white space. So the
-text between values is known beforehand, need not be drawn, and an answer can't lose itself in white space.
+JSON is written on one line as Python's `json.dumps` does: ", " and ": " as separators, no other white space. So the
+text between values is known beforehand and need not be sampled, and an answer can't fill its length with white space.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided import schema as json_schema
 from tokenmill.guided.matcher import first_line
-from tokenmill.guided.regex_size import MAX_EXPANDED, expanded_size
+from tokenmill.guided.schema import MAX_EXPANDED, expanded_size
 from tokenmill.params import MAX_GUIDED_CHOICES, Guided
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -27,7 +27,7 @@ _REGEX_TERMINAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 
 
 def grammar_text(guided: Guided) -> str:
-    """What `LLMatcher` takes. Raises InvalidRequest for what is wrong before any compiling."""
+    """Return a constraint as a grammar for `LLMatcher`; raise InvalidRequest for errors that show before compiling."""
     match guided.kind:
         case "json_schema":
             return _schema_grammar(read_schema(guided.text))
@@ -41,21 +41,22 @@ def grammar_text(guided: Guided) -> str:
         case "lark":
             return _lark_grammar(guided.text)
         case "gbnf":
-            return _lark_grammar(_translated(guided.text))
+            return _lark_grammar(_lark_of_gbnf(guided.text))
 
 
 def explain(guided: Guided, message: str) -> NoReturn:
-    """The grammar engine refused: say so in the words of the kind."""
+    """Raise InvalidRequest for an error of the grammar engine, with the keyword and path for a schema."""
     if guided.kind == "json_schema":
         json_schema.explain(read_schema(guided.text), message)
-    _refuse(guided.kind, _about_regex(message) if guided.kind == "regex" else first_line(message))
+    _refuse(guided.kind, _regex_error(message) if guided.kind == "regex" else first_line(message))
 
 
 def read_schema(text: str) -> dict[str, Any]:
+    """Parse a JSON schema; raise InvalidRequest if it is not one."""
     try:
         schema = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the schema is not JSON that can be read: {error}", param="guided") from None
+        raise InvalidRequest(f"the schema is not valid JSON: {error}", param="guided") from None
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -64,7 +65,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def is_gbnf(text: str) -> bool:
-    """llama.cpp writes `root ::= ...`, Lark `start: ...`."""
+    """Return whether a grammar is GBNF (llama.cpp: `root ::= ...`) and not Lark (`start: ...`)."""
     return re.search(r"^\s*[A-Za-z][\w-]*\s*::=", text, re.MULTILINE) is not None
 
 
@@ -91,20 +92,20 @@ def _require_small_regex(regex: str) -> None:
         _refuse("regex", f"its repeats written out are more than {MAX_EXPANDED} characters")
 
 
-def _about_regex(message: str) -> str:
-    """The line that says what is wrong; around it stand pictures of the regex."""
+def _regex_error(message: str) -> str:
+    """Return the line of a message that names the error, without the excerpts of the regex around it."""
     lines = [line.strip() for line in message.splitlines()]
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), first_line(message))
 
 
 def _choice_lark(text: str) -> str:
-    """One terminal of all texts: thousands of them cost no more than one rule."""
+    """Return a grammar with all texts in one terminal, so that thousands of them cost no more than one rule."""
     try:
         texts = msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the choice is not a list of strings: {error}", param="guided") from None
     if not texts or "" in texts or len(texts) > MAX_GUIDED_CHOICES:
-        _refuse("choice", f"it takes 1 to {MAX_GUIDED_CHOICES} texts, none of them empty")
+        _refuse("choice", f"it must have 1 to {MAX_GUIDED_CHOICES} texts, none of them empty")
     quoted = " | ".join(msgspec.json.encode(one).decode() for one in dict.fromkeys(texts))
     return f"start: CHOICE\nCHOICE: {quoted}"
 
@@ -118,7 +119,7 @@ def _lark_grammar(text: str) -> str:
     return str(LLMatcher.grammar_from_lark(text))
 
 
-def _translated(text: str) -> str:
+def _lark_of_gbnf(text: str) -> str:
     if _nesting(text) > MAX_NESTING:
         _refuse("gbnf", f"parentheses are nested deeper than {MAX_NESTING}")
     try:

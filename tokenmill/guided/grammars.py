@@ -1,11 +1,11 @@
-"""The engine's grammars: requests that wait for theirs, and the rows of the runner that follow one.
+"""The grammars of an engine: requests that wait for a compilation, and the rows of the runner that follow a grammar.
 
-    hold(request) ──► settled()          a request waits for its grammar; others are not delayed
-    masks(plan) ──► advance(plan, result)    one step: what may be drawn, then what was drawn and what that forces
+    hold(request) ──► pop_compiled()             a request waits for its grammar; others are not delayed
+    masks(plan) ──► advance(plan, result)        one step: the allowed tokens; then the sampled and the forced ones
 
-Forced tokens are not drawn: where a grammar admits one continuation, it is appended to what was drawn, and the next
-step computes all of it as a chunk. A row that wants logprobs (or is a beam) draws the same tokens one by one, each as
-the only one allowed, so that asking for logprobs changes no token.
+Forced tokens are not sampled: where a grammar allows one continuation, it is appended to the sampled token, and the
+next step computes all of it as a chunk. A row with logprobs (or of a beam) samples the same tokens one by one, each as
+the only one allowed, so that logprobs change no token.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import msgspec
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.compile import Compilation, Compiled, Compiler
 from tokenmill.guided.masks import MaskTable, StepMasks
-from tokenmill.guided.objections import objection
-from tokenmill.guided.row import RowGrammar
+from tokenmill.guided.matcher import RowGrammar, excluded_tokens
 from tokenmill.types import Request, RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 
 class Grammars:
+    """Grammars of waiting and running requests."""
+
     def __init__(self, compiler: Compiler, num_rows: int, vocab_size: int) -> None:
         self._compiler = compiler
         self._table = MaskTable(num_rows, vocab_size)
         self._rows: dict[int, RowGrammar] = {}
         self._waiting: dict[str, tuple[Request, Compilation]] = {}
-        self._held: dict[str, Compiled] = {}  # by request: what must stay while it runs
+        self._held: dict[str, Compiled] = {}  # by request id: kept while the request runs
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -38,12 +39,12 @@ class Grammars:
         return len(self._waiting)
 
     def hold(self, request: Request) -> None:
-        """Until its grammar is there."""
+        """Let a request wait for the compilation of its grammar."""
         assert request.params.guided is not None
         self._waiting[request.request_id] = request, self._compiler.start(request.params.guided)
 
     def is_ready(self, request: Request) -> bool:
-        """The grammar is known already (and stays); the request need not wait."""
+        """Return whether the grammar is compiled already; if so, it is kept for the request."""
         assert request.params.guided is not None
         compiled = self._compiler.known(request.params.guided)
         if compiled is not None:
@@ -51,18 +52,18 @@ class Grammars:
         return compiled is not None
 
     def prepare(self, request: Request) -> None:
-        """Compiles now, for a caller who has nothing else to do; raises InvalidRequest."""
+        """Compile the grammar of a request and wait for it; raise InvalidRequest if it can't be used."""
         guided = request.params.guided
         if guided is not None and self._compiler.known(guided) is None:
             compilation = self._compiler.start(guided)
-            while not compilation.is_over:
+            while not compilation.is_done:
                 wait([compilation.future], timeout=0.05)
             self._compiler.finish(guided, compilation)
 
-    def settled(self) -> Iterator[tuple[Request, InvalidRequest | None]]:
-        """Requests whose waiting is over: with a grammar, or with the reason why there is none."""
+    def pop_compiled(self) -> Iterator[tuple[Request, InvalidRequest | None]]:
+        """Yield the requests whose compilation has ended, with the error if it failed."""
         for request, compilation in list(self._waiting.values()):
-            if compilation.is_over:
+            if compilation.is_done:
                 del self._waiting[request.request_id]
                 yield request, self._outcome(request, compilation)
 
@@ -75,10 +76,11 @@ class Grammars:
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """For one of the waiting, with nothing else to do."""
+        """Block until a compilation ends or the time is over."""
         wait([compilation.future for _, compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
+        """Drop a request; cancel its compilation if no other request waits for it."""
         self._held.pop(request_id, None)
         request, compilation = self._waiting.pop(request_id, (None, None))
         if request is None or compilation is None or request.params.guided is None:
@@ -87,14 +89,14 @@ class Grammars:
             self._compiler.abandon(request.params.guided, compilation)
 
     def release(self, is_open: Callable[[str], bool]) -> None:
-        """Requests that are over need their grammars no longer."""
+        """Drop the grammars of requests that have ended."""
         for request_id in [held for held in self._held if not is_open(held)]:
             del self._held[request_id]
 
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────
 
     def update_rows(self, plan: StepPlan) -> None:
-        """Forget rows that a plan frees, open the grammars of those that it brings. Plans come in order."""
+        """Drop the rows that a plan frees and open the grammars of its new rows. Plans come in order."""
         for row in plan.freed_rows:
             self._rows.pop(row, None)
         for new in plan.new_rows:
@@ -102,21 +104,22 @@ class Grammars:
                 self._rows[new.row] = self._opened(new)
 
     def masks(self, plan: StepPlan) -> StepMasks | None:
-        """What the drawing rows of this step may draw; computed while the model computes."""
+        """Return the masks of this step's sampling rows, computed while the model computes; None if no row has a
+        grammar."""
         self.update_rows(plan)
-        drawing = {row.row: self._rows[row.row] for row in plan.rows if row.sample and row.row in self._rows}
-        if not drawing:
+        sampling = {row.row: self._rows[row.row] for row in plan.rows if row.sample and row.row in self._rows}
+        if not sampling:
             return None
         drafts = {row.row: row.token_ids[-row.num_drafts :] for row in plan.rows if row.num_drafts}
-        return self._table.start(drawing, {row: tokens for row, tokens in drafts.items() if row in drawing})
+        return self._table.start(sampling, {row: tokens for row, tokens in drafts.items() if row in sampling})
 
     def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
-        """How many of these, in order, the row's grammar allows next: all where there is no grammar."""
+        """Return how many of these drafts, in order, the row's grammar allows next: all where there is no grammar."""
         grammar = self._rows.get(row)
         return len(drafts) if grammar is None else grammar.num_allowed(drafts)
 
     def advance(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Takes what was drawn into the grammars; adds what that forces."""
+        """Advance the grammars by the sampled tokens, and append the forced tokens to the result."""
         if not self._rows:
             return result
         plans = {row.row: row for row in plan.rows}
@@ -139,6 +142,6 @@ class Grammars:
     def _opened(self, new: RowInit) -> RowGrammar:
         assert new.params.guided is not None
         compiled = self._compiler.known(new.params.guided)
-        assert compiled is not None, "a request's grammar is held as long as the request"
-        objects = objection(new.params, new.stop_token_ids)
-        return RowGrammar(compiled.matcher.fork(), new.output_token_ids, objects)
+        assert compiled is not None, "the grammar of a running request must be kept"
+        is_excluded = excluded_tokens(new.params, new.stop_token_ids)
+        return RowGrammar(compiled.matcher.fork(), new.output_token_ids, is_excluded)

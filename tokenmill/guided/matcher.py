@@ -1,24 +1,35 @@
-"""Where one sequence stands in its grammar.
+"""The state of one sequence in its grammar.
 
-    advance(ids)   tokens were appended        forced()   what must come next, if only one thing can
-    rollback(n)    the last n were taken back  fill(line) which tokens may come next, as bits
-    fork()         a twin that goes its own way   spellings()   all tokens that begin what must come next
+    Matcher      the grammar engine's state: advance, roll back, fork, forced tokens, mask
+    RowGrammar   a row of the runner that follows a grammar: its matcher, and forced tokens not taken yet
 
-A matcher that was given a wrong token, or met a limit of the grammar engine, is in error and stays so.
+A grammar forces text; the tokens that it proposes are only the tokenizer's way to split that text. A request may
+exclude one of them: banned, not among the allowed, biased by -100 (a ban in OpenAI's API), or a stop token before
+`min_tokens`. Such a token is not forced: the row samples from all tokens that begin the same text. The end token of a
+complete grammar is never excluded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.params import SamplingParams
+
+BAN = -100.0
+
+IsExcluded = Callable[[int, int], bool]  # (token id, number of output tokens before it)
 
 
 class Matcher:
+    """A grammar and the tokens it has taken. After a token that the grammar does not allow, or a limit of the grammar
+    engine, the matcher stays in error.
+    """
+
     def __init__(self, ll: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self.ll = ll
         self._vocabulary = vocabulary
@@ -31,11 +42,11 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """The text so far satisfies the grammar (more may be allowed)."""
+        """Return whether the text so far satisfies the grammar (more may be allowed)."""
         return self._has_ended or bool(self.ll.is_accepting())
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """False: the grammar does not allow them; the matcher is in error from now on."""
+        """Append tokens; return False, and stay in error, if the grammar does not allow them."""
         return all(self._take(token_id) for token_id in token_ids)
 
     def _take(self, token_id: int) -> bool:
@@ -47,6 +58,7 @@ class Matcher:
         return True
 
     def rollback(self, num_tokens: int) -> None:
+        """Remove the last tokens."""
         assert 0 <= num_tokens <= self._num_tokens, "rolled back beyond the beginning"
         self._num_tokens -= num_tokens
         if num_tokens and self._has_ended:
@@ -56,16 +68,18 @@ class Matcher:
             self.ll.rollback(num_tokens)
 
     def fork(self) -> Matcher:
-        twin = Matcher(self.ll.deep_copy(), self._vocabulary)
-        twin._num_tokens, twin._has_ended = self._num_tokens, self._has_ended
-        return twin
+        """Return an independent copy."""
+        copy = Matcher(self.ll.deep_copy(), self._vocabulary)
+        copy._num_tokens, copy._has_ended = self._num_tokens, self._has_ended
+        return copy
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these, in order, the grammar allows next (a draft's good beginning)."""
+        """Return how many of these tokens, in order, the grammar allows next."""
         return int(self.ll.validate_tokens(list(token_ids)))
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, cut as the tokenizer cuts text; the end token where nothing else is allowed."""
+        """Return the tokens that must come next, split as the tokenizer splits text; the end token where only it is
+        allowed."""
         if self._has_ended or self.ll.is_error():
             return []
         tokens: list[int] = self.ll.compute_ff_tokens()
@@ -74,17 +88,110 @@ class Matcher:
         return tokens
 
     def spellings(self) -> list[int]:
-        """All tokens that begin the text which must come next: other cuts than the tokenizer's own among them."""
+        """Return all tokens that begin the forced text, not only the tokenizer's own split."""
         return [] if not self.forced() else self._vocabulary.beginnings(self.ll.compute_ff_bytes())
 
     def is_end(self, token_id: int) -> bool:
         return token_id in self._vocabulary.eos_token_ids
 
-    def fill(self, line: NDArray[np.int32]) -> None:
-        """One bit per token, lowest first, into int32 [ceil(vocab / 32)]."""
-        self.ll.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Write which tokens may come next, one bit each, lowest first, into int32 [ceil(vocab / 32)]."""
+        self.ll.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+
+def none_excluded(token_id: int, num_outputs: int) -> bool:
+    """Exclude no token."""
+    return False
+
+
+def excluded_tokens(params: SamplingParams, stop_token_ids: list[int]) -> IsExcluded:
+    """Return the function that says which tokens a request excludes even where its grammar forces them."""
+    allowed, banned = params.allowed_token_ids, {*(params.banned_token_ids or ())}
+    banned |= {token_id for token_id, bias in (params.logit_bias or {}).items() if bias <= BAN}
+    if allowed is None and not banned and not params.min_tokens:
+        return none_excluded
+    allowed_ids, stops = frozenset(allowed or ()), frozenset(stop_token_ids)
+
+    def is_excluded(token_id: int, num_outputs: int) -> bool:
+        is_early_stop = num_outputs < params.min_tokens and token_id in stops
+        return is_early_stop or token_id in banned or (allowed is not None and token_id not in allowed_ids)
+
+    return is_excluded
+
+
+class RowGrammar:
+    """A row that follows a grammar: its matcher, and the forced tokens up to the first that the request excludes."""
+
+    def __init__(self, matcher: Matcher, outputs: list[int], is_excluded: IsExcluded = none_excluded) -> None:
+        self.matcher = matcher
+        self.matcher.advance(outputs)
+        self._is_excluded = is_excluded
+        self._num_outputs = len(outputs)
+        self.forced = self._forced(0)
+
+    @property
+    def choices(self) -> list[int]:
+        """Return the tokens that may come next where text is forced; empty where the matcher's mask decides."""
+        return self._choices(self.forced)
+
+    def take(self, token_id: int) -> None:
+        """Advance by a sampled token."""
+        self.matcher.advance([token_id])
+        self._num_outputs += 1
+        self.forced = self.forced[1:] or self._forced(0)
+
+    def jump(self) -> list[int]:
+        """Advance by all forced tokens, and return them."""
+        taken: list[int] = []
+        while self.forced and self.matcher.advance(self.forced):
+            taken += self.forced
+            self._num_outputs += len(self.forced)
+            self.forced = self._forced(0)
+        return taken
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Return how many of these draft tokens, in order, may come next; where tokens are forced, only those may."""
+        if self.matcher.error is not None:
+            return 0
+        for position, (token_id, forced) in enumerate(zip(drafts, self.forced, strict=False)):
+            if token_id != forced:
+                return position
+        return self.matcher.num_allowed(drafts)
+
+    def walk(self, drafts: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the choices after each draft, as long as the drafts are allowed; then roll back.
+
+        While a value is being used, the matcher stands after that draft.
+        """
+        forced, taken = self.forced, 0
+        try:
+            for draft in drafts[: self.num_allowed(drafts)]:
+                if not self.matcher.advance([draft]):
+                    break
+                taken += 1
+                forced = forced[1:] or self._forced(taken)
+                yield self._choices(forced)
+        finally:
+            self.matcher.rollback(taken)
+
+    def _forced(self, num_drafts: int) -> list[int]:
+        """Return the forced tokens, up to the first that the request excludes; the matcher has taken `num_drafts`
+        drafts."""
+        tokens = self.matcher.forced()
+        for position, token_id in enumerate(tokens):
+            if self.matcher.is_end(token_id):
+                break
+            if self._is_excluded(token_id, self._num_outputs + num_drafts + position):
+                return tokens[:position]
+        return tokens
+
+    def _choices(self, forced: list[int]) -> list[int]:
+        if forced or self._is_excluded is none_excluded:
+            return forced[:1]
+        return self.matcher.spellings()
 
 
 def first_line(message: str) -> str:
+    """Return the first line of an error message that has text and no markup."""
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith("<")]
     return lines[0] if lines else "unknown problem"

@@ -1,7 +1,7 @@
-"""What of a JSON schema can be enforced token by token. What can't is refused by keyword and path, never ignored.
+"""Checks of JSON schemas and regexes: what can't be enforced token by token is refused by keyword and path.
 
-llguidance refuses most such keywords itself but does not say where they stand, and lets a few pass that JSON Schema's
-older drafts or its value semantics know. Unknown keys are annotations, as the standard has it.
+llguidance refuses most such keywords itself but does not say where they are, and it ignores a few keywords of older
+drafts of JSON Schema. Unknown keys are annotations, as in the standard.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ import llguidance
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.guided.matcher import first_line
-from tokenmill.guided.regex_size import MAX_EXPANDED, expanded_size
 
 MAX_SCHEMAS = 10_000
-MAX_PROPERTIES = 1_000  # of one object: compiling takes time with their square
+MAX_PROPERTIES = 1_000  # of one object: the time to compile grows with their square
+MAX_EXPANDED = 50_000  # characters of a regex with its counted repeats expanded
+_COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 
-# Keys under which schemas stand: one schema, a list of them, names with one each. Definitions come last, so that a
-# keyword is found where it acts before it is found where it may never be used.
+# Keys that hold schemas: one schema, a list of them, or names with one each. Definitions come last, so that a keyword
+# is found where it applies before it is found in a definition that may be unused.
 SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 LISTED = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "definitions", "$defs")
-FORGOTTEN = ("extends", "disallow", "divisibleBy")  # keywords of draft 3, which llguidance takes for annotations
+DRAFT3_KEYWORDS = ("extends", "disallow", "divisibleBy")  # keywords of draft 3, which llguidance takes for annotations
 
 
 class SchemaLocation(NamedTuple):
+    """A schema inside a schema, and where it is."""
+
     path: str  # a JSON pointer
     schema: dict[str, Any]
 
 
 def schema_locations(schema: Any) -> Iterator[SchemaLocation]:
-    """Every schema inside a schema, outermost first."""
+    """Yield every schema inside a schema, outermost first."""
     waiting, num_seen = [("#", schema)], 0
     while waiting:
         path, found = waiting.pop(0)
@@ -70,17 +73,17 @@ def refuse(problem: str, path: str) -> NoReturn:
 
 
 def check(schema: dict[str, Any]) -> None:
-    """Refuses what llguidance would let pass."""
+    """Refuse what llguidance would ignore."""
     if "x-guidance" in schema:
         refuse('the key "x-guidance" is not supported', "#")
     for path, found in schema_locations(schema):
-        _check_forgotten(path, found)
+        _check_keywords(path, found)
         _check_sizes(path, found)
         _check_num_properties(path, found)
 
 
-def _check_forgotten(path: str, schema: dict[str, Any]) -> None:
-    for key in FORGOTTEN:
+def _check_keywords(path: str, schema: dict[str, Any]) -> None:
+    for key in DRAFT3_KEYWORDS:
         if key in schema:
             refuse(f'the keyword "{key}" is not supported', f"{path}/{key}")
     if isinstance(schema.get("required"), bool):
@@ -92,7 +95,7 @@ def _check_forgotten(path: str, schema: dict[str, Any]) -> None:
 def _check_sizes(path: str, schema: dict[str, Any]) -> None:
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
     if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-        refuse(f"{len(properties)} properties in one object; at most {MAX_PROPERTIES} are", f"{path}/properties")
+        refuse(f"{len(properties)} properties in one object, more than {MAX_PROPERTIES}", f"{path}/properties")
     named = {f"{path}/patternProperties": list(patterns) if isinstance(patterns, dict) else []}
     for where, regexes in {f"{path}/pattern": [schema.get("pattern")], **named}.items():
         for regex in regexes:
@@ -101,19 +104,19 @@ def _check_sizes(path: str, schema: dict[str, Any]) -> None:
 
 
 def _check_num_properties(path: str, schema: dict[str, Any]) -> None:
-    """Names that are not listed may come twice, and then count once: more than one of them can't be demanded."""
+    """Refuse minProperties beyond the required ones: unlisted names may repeat, and then count once."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list) or schema.get("additionalProperties") is False:
         return
     if least > len(required) + 1:
-        refuse('"minProperties" beyond the required ones counts names that may repeat', f"{path}/minProperties")
+        refuse('"minProperties" beyond the required ones would count names that may repeat', f"{path}/minProperties")
 
 
 # ── after llguidance has refused ───────────────────────────────────────────────────────────────────────
 
 
 def explain(schema: dict[str, Any], message: str) -> NoReturn:
-    """Refuses with the keyword and the path that llguidance's message is about."""
+    """Refuse a schema with the keyword and the path that llguidance's message is about."""
     if keys := re.match(r"Unimplemented keys: \[(.*)\]", message):
         key = re.findall(r'"([^"]+)"', keys.group(1))[0]
         refuse(f'the keyword "{key}" is not supported', _path_of(schema, key))
@@ -160,3 +163,50 @@ def _is_wrong(regex: str) -> bool:
 
 def _last_line(message: str) -> str:
     return message.strip().splitlines()[-1].removeprefix("error: ").strip()
+
+
+# ── regexes ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def expanded_size(pattern: str) -> int:
+    """Estimate from above how large a regex is with its counted repeats expanded; stop once it is too large.
+
+    `((a{100}){100}){100}` is a million characters, and the grammar engine expands it while tokens are sampled.
+    """
+    sizes, last = [0], 0  # size of each open group; size of what a repeat would apply to
+    position = 0
+    while position < len(pattern):
+        char, step = pattern[position], 1
+        count = _COUNT.match(pattern, position) if char == "{" else None
+        if char == "(":
+            sizes.append(0)
+            last = 0
+        elif char == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif char in "*+?":  # a count after it repeats the same expression
+            sizes[-1] += 1
+        elif count is not None:
+            times = min(MAX_EXPANDED, int((count.group(3) or count.group(1))[:9]))
+            sizes[-1] += last * max(0, times - 1)
+            last, step = last * times, count.end() - position
+        else:
+            step = _atom_length(pattern, position)
+            last = 1
+            sizes[-1] += 1
+        if sizes[-1] > MAX_EXPANDED:
+            return sizes[-1]
+        position += step
+    return sum(sizes)
+
+
+def _atom_length(pattern: str, position: int) -> int:
+    if pattern[position] == "\\":
+        return 2
+    if pattern[position] != "[":
+        return 1
+    first = position + (2 if pattern.startswith("[^", position) else 1)  # a bracket in the first position is a literal
+    end = first
+    while end < len(pattern) and (pattern[end] != "]" or end == first):
+        end += 2 if pattern[end] == "\\" else 1
+    return end - position + 1

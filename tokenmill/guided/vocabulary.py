@@ -1,6 +1,6 @@
-"""Our tokenizer as llguidance wants it: the bytes of every token, which tokens are special, and how text is cut.
+"""The tokenizer in the form that llguidance needs: the bytes of every token, the special tokens, and how text is split.
 
-Only vocabularies whose tokens are fixed runs of bytes can be masked; others are refused.
+Only vocabularies whose tokens are fixed byte strings can be masked; others are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MARK = "\x02"  # a character that no merge of any vocabulary crosses
 
 
 class Vocabulary:
-    """`ll` is handed to every matcher; any of `eos_token_ids` ends a text, the first where nothing else can follow."""
+    """A vocabulary for matchers, which use `ll`. Any of `eos_token_ids` ends a text; a forced end uses the first."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if tokenizer.spelling is None:
@@ -26,17 +26,17 @@ class Vocabulary:
             raise InvalidRequest("this model has no end token, which a grammar needs")
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._cutter = _Cutter(tokenizer, vocab_size, self.eos_token_ids[0])
-        wrapper = cast(llguidance.TokenizerWrapper, self._cutter)
+        self._splitter = _SplittingTokenizer(tokenizer, vocab_size, self.eos_token_ids[0])
+        wrapper = cast(llguidance.TokenizerWrapper, self._splitter)
         self.ll = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     def beginnings(self, raw: bytes) -> list[int]:
-        """Tokens that spell a beginning of this text, or all of it."""
-        return sorted({token_id for end in range(1, len(raw) + 1) for token_id in self._cutter.single(raw[:end])})
+        """Return the tokens whose bytes are a prefix of this text."""
+        return sorted({token_id for end in range(1, len(raw) + 1) for token_id in self._splitter.single(raw[:end])})
 
 
-class _Cutter:
-    """The shape that `llguidance.LLTokenizer` reads: these attributes, and text → ids when called."""
+class _SplittingTokenizer:
+    """The interface that `llguidance.LLTokenizer` reads: these attributes, and text → ids when called."""
 
     is_tokenizer_wrapper = True
 
@@ -44,7 +44,7 @@ class _Cutter:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_token_id
         self.bos_token_id = tokenizer.bos_token_id
-        # Embeddings are often padded beyond the vocabulary: such ids spell nothing and are never allowed.
+        # Embeddings are often padded beyond the vocabulary: such ids have no bytes and are never allowed.
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
         special = set(self.special_token_ids)
@@ -52,20 +52,21 @@ class _Cutter:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids that spell exactly this text, cut as the model's tokenizer cuts it inside a longer one."""
+        """Return token ids of exactly this text, split as the model's tokenizer splits it inside a longer text."""
         raw = text if isinstance(text, bytes) else text.encode()
         ids = self._inside(raw)
         return ids if ids is not None else self._greedy(raw)
 
     def single(self, raw: bytes) -> set[int]:
-        """The token that the tokenizer spells this with, and the first that does, if there are such."""
+        """Return the single tokens with these bytes: the tokenizer's own, and the first of the vocabulary, if any."""
         if raw not in self._ids:
             return set()
         whole = self(raw)
         return {self._ids[raw], *(whole if len(whole) == 1 else ())}
 
     def _inside(self, raw: bytes) -> list[int] | None:
-        """After a mark, so that what a tokenizer does at the beginning of a text (a space) happens before it."""
+        """Tokenize after a mark, so that what a tokenizer adds at the beginning of a text (a space) comes before the
+        mark."""
         try:
             text = raw.decode()
         except UnicodeDecodeError:
@@ -80,14 +81,14 @@ class _Cutter:
         return None
 
     def _greedy(self, raw: bytes) -> list[int]:
-        ids, place = [], 0
-        while place < len(raw):
-            for length in range(min(self._longest, len(raw) - place), 0, -1):
-                token_id = self._ids.get(raw[place : place + length])
+        ids, position = [], 0
+        while position < len(raw):
+            for length in range(min(self._longest, len(raw) - position), 0, -1):
+                token_id = self._ids.get(raw[position : position + length])
                 if token_id is not None:
                     ids.append(token_id)
-                    place += length
+                    position += length
                     break
             else:
-                return []  # a byte that no token spells: nothing can be said about this text
+                return []  # no token has this byte, so the text can't be tokenized
         return ids

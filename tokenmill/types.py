@@ -5,8 +5,8 @@
     ChatRequest / PromptRequest ──► InputProcessor ──► Request ──► scheduler ──► StepPlan ──► runner
     Event ◄── OutputProcessor ◄── SequenceOutput ◄──────────────── scheduler ◄── StepResult ◄──┘
 
-Text lives on the left only: the engine process sees token ids. Everything is a msgspec struct, so it crosses
-a socket without pickle. `FinishReason` has OpenAI's words; "abort" and "error" never reach a typed client.
+Only the left side handles text: the engine process sees token ids. Everything is a msgspec struct, so it crosses a
+socket without pickle. `FinishReason` uses OpenAI's values; "abort" and "error" are not shown to clients with a schema.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation, already free of any dialect."""
+    """One message of a conversation, independent of the API dialect."""
 
     role: str
     content: str | None = None
@@ -36,6 +36,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to continue."""
+
     messages: list[Message]
     params: SamplingParams = SamplingParams()
     tools: list[dict[str, Any]] = []
@@ -47,6 +49,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A text, or token ids, to continue."""
+
     prompt: str | list[int]
     params: SamplingParams = SamplingParams()
     add_special_tokens: bool = True
@@ -56,13 +60,15 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """Asks for one vector instead of tokens."""
+    """How hidden states become one embedding vector, for requests that return a vector instead of tokens."""
 
     kind: Literal["mean", "last", "cls"] = "mean"
     normalize: bool = True
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A text, or token ids, of which the client wants an embedding."""
+
     prompt: str | list[int]
     pooling: Pooling | None = None  # None: the mean
     request_id: str = ""
@@ -70,7 +76,8 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContextShift(msgspec.Struct, frozen=True):
-    """How a sequence goes on past the context: its first `keep` tokens stay, the oldest others go, `drop` at a time."""
+    """How a sequence continues past the context: the first `keep` tokens stay, the oldest others go, `drop` at a
+    time."""
 
     context: int
     keep: int
@@ -78,30 +85,30 @@ class ContextShift(msgspec.Struct, frozen=True):
 
 
 class TokenizedParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that users write as text, as the token ids that the core needs."""
+    """Token ids of the parameters that users write as text."""
 
     dry_break_ids: list[int] = []  # tokens that hold a DRY sequence breaker
-    dry_breakers: list[list[int]] = []  # tokens that spell one together
-    stop_pieces: dict[int, bytes] = {}  # for beams: tokens that a stop string may be spelled with, and their bytes
+    dry_breakers: list[list[int]] = []  # token sequences that form one
+    stop_pieces: dict[int, bytes] = {}  # for beams: tokens that may be part of a stop string, and their bytes
     think_start_ids: list[int] = []
     think_end_ids: list[int] = []
     starts_thinking: bool = False  # the prompt ends inside a think section
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine computes: token ids in, token ids (or a vector) out."""
+    """A request as the engine computes it: token ids in, token ids (or a vector) out."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: list[int] = []
-    max_tokens: int  # settled: never None; prompt + max_tokens fits the context, or the context shifts
-    seed: int  # settled: the user's, or drawn by the input processor
+    max_tokens: int  # prompt + max_tokens fits the context, unless the context shifts
+    seed: int  # the user's, or a random one of the input processor
     priority: int = 0  # smaller runs first
     arrival_s: float = 0.0
     cache_salt: str = ""
     pooling: Pooling | None = None
-    shift: ContextShift | None = None  # None: the context is the end
+    shift: ContextShift | None = None  # None: generation ends at the end of the context
     tokenized: TokenizedParams = TokenizedParams()
 
 
@@ -120,21 +127,21 @@ class BlockTableUpdate(msgspec.Struct, frozen=True):
 
 
 class RowInit(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence takes a permanent row in the runner (also on return from preemption)."""
+    """The initial state of a permanent row of the runner, for a new sequence or one that returns from preemption."""
 
     row: int
     params: SamplingParams
     seed: int  # already mixed with the sequence's index
     prompt_token_ids: list[int]
     output_token_ids: list[int]  # non-empty when forked or resumed
-    stop_token_ids: list[int]  # what min_tokens must hold back (eos and stop ids)
+    stop_token_ids: list[int]  # eos and stop ids, which min_tokens excludes
     pooling: Pooling | None = None
     tokenized: TokenizedParams = TokenizedParams()
-    mirostat_mu: float | None = None  # what the row's last draw left (None: it has drawn nothing yet)
+    mirostat_mu: float | None = None  # mirostat's limit after the last sampled token (None: none yet)
 
 
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one row computes in one step.
+    """The work of one row in one step.
 
     tokens of the sequence:  [0 .......... start | start .. start+len(token_ids) | .......... total]
                                in the KV cache     fed in this step                 later (a chunk)
@@ -153,10 +160,10 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     token_ids: list[int]
     table_updates: list[BlockTableUpdate] = []
-    sample: bool = False  # the last fed token is the sequence's last: draw the next one
-    num_drafts: int = 0  # the last so many of `token_ids` are drafts: draw after each, as far as they were right
-    output_index: int = 0  # how many output tokens precede the one drawn (position in the seed's stream)
-    num_logprobs: int | None = None  # for the drawn token
+    sample: bool = False  # the last fed token is the sequence's last: sample the next one
+    num_drafts: int = 0  # how many of the last `token_ids` are drafts: sample after each, as far as they are accepted
+    output_index: int = 0  # number of output tokens before the sampled one (position in the random stream)
+    num_logprobs: int | None = None  # for the sampled token
     num_prompt_logprobs: int | None = None  # for the prompt tokens that these positions predict
     num_dropped: int = 0
 
@@ -167,7 +174,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a runner needs for one step. Plans are launched in order, and the next may be launched before this one
+    """The input of a runner for one step. Plans are launched in order, and the next may be launched before this one
     is collected."""
 
     step: int = 0  # ties the result to the plan
@@ -192,17 +199,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one row in one step."""
+
     row: int
-    token_ids: list[int] = []  # drawn tokens (one more than drafts were right); empty for an unfinished chunk
-    logprobs: list[TokenLogprobs] | None = None  # one per drawn token, where asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 ..., where asked for
+    token_ids: list[int] = []  # sampled tokens (one more than accepted drafts); empty for an unfinished chunk
+    logprobs: list[TokenLogprobs] | None = None  # one per sampled token, if requested
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 ..., if requested
     embedding: list[float] | None = None
-    mirostat_mu: float | None = None  # what the next draw goes by; kept for the row's return from preemption
+    mirostat_mu: float | None = None  # mirostat's next limit; kept for the row's return from preemption
     error: str | None = None  # this row could not be computed (NaN logits ...)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step brought, for every row of its plan."""
+    """The result of one step, for every row of its plan."""
 
     step: int = 0
     rows: list[RowResult]
@@ -213,36 +222,40 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step brought to one sequence of a request. The last one of a sequence has `finish_reason`. There is one
-    for every token, so what has not changed from its default does not travel."""
+    """New tokens of one sequence of a request. The last output of a sequence has `finish_reason`.
+
+    There is one for every token, so fields with default values are left out of the message.
+    """
 
     request_id: str
     index: int = 0
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # once, complete, on the first output of index 0
-    cumulative_logprob: float | None = None  # on the last output where known
+    cumulative_logprob: float | None = None  # on the last output, if known
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop id that ended it (never part of the text)
     num_cached_tokens: int = 0
     embedding: list[float] | None = None
     error: str | None = None  # with finish_reason "error"
-    error_code: str | None = None  # which error of `errors.py` it was, where that is known
+    error_code: str | None = None  # code of the error in `errors.py`, if known
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
-    num_drafted: int = 0  # tokens of this sequence that were guessed and computed so far
-    num_accepted: int = 0  # ... of which so many were right
+    num_drafted: int = 0  # draft tokens of this sequence that were computed so far
+    num_accepted: int = 0  # ... and accepted
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    drafted_tokens: int = 0  # guessed by speculation
-    accepted_tokens: int = 0  # ... and right
+    drafted_tokens: int = 0  # draft tokens of speculative decoding
+    accepted_tokens: int = 0  # ... that were accepted
 
 
 class TokenInfo(msgspec.Struct, frozen=True):
-    """A drawn or prompt token as text, with its alternatives; `raw` are its exact bytes."""
+    """A sampled or prompt token as text, with its alternatives; `raw` are its exact bytes."""
 
     token_id: int
     text: str
@@ -253,14 +266,14 @@ class TokenInfo(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client sees of one choice: new text (never half a character), and at the end why it ended."""
+    """New text of one choice for a client (always whole characters), and at the end the reason why it ended."""
 
     request_id: str
     index: int = 0
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenInfo] | None = None
-    prompt_logprobs: Sequence[TokenInfo | None] | None = None  # None for the first token, which nothing predicts
+    prompt_logprobs: Sequence[TokenInfo | None] | None = None  # None for the first token, which has no prediction
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended it
     cumulative_logprob: float | None = None

@@ -1,8 +1,8 @@
-"""Every parameter of one generation, validated once, here.
+"""The parameters of one generation, validated once, here.
 
-sampling   `SamplingParams`: what users write, what travels to the engine process and what the sampler reads
-parts      the parameters that have parameters of their own: what an answer must follow, beams, a watermark
-checks     how a value is refused
+sampling   `SamplingParams`: written by users, sent to the engine process, read by the sampler parts      parameters
+with fields of their own: guided decoding, beam search, watermark checks     checks of single values, with errors that
+name the parameter
 
 A value that cannot be honoured raises `InvalidRequest` naming the field; later stages do not check again.
 """
@@ -24,13 +24,13 @@ from tokenmill.params.sampling import (
     DEVICE_PARAM_SLOTS,
     DEVICE_PARAMS,
     DRY_BREAKERS,
+    INTEGERS,
     MAX_BREAKERS,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_REGEXES,
     MAX_STOP_STRINGS,
     NUMBERS,
-    WHOLE_NUMBERS,
     SamplingParams,
 )
 
@@ -40,6 +40,7 @@ __all__ = [
     "DRY_BREAKERS",
     "INT64_MAX",
     "INT64_MIN",
+    "INTEGERS",
     "MAX_BREAKERS",
     "MAX_CHOICES",
     "MAX_GUIDED_BYTES",
@@ -51,7 +52,6 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_WATERMARK_CONTEXT",
     "NUMBERS",
-    "WHOLE_NUMBERS",
     "BeamParams",
     "Guided",
     "GuidedKind",

@@ -1,5 +1,4 @@
-"""How a parameter's value is looked at: what is wrong with it is said with the parameter's name. `true` is no
-number."""
+"""Checks of single parameter values, with errors that name the parameter. `true` is not accepted as a number."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ SHOWN_CHARACTERS = 200
 
 
 def refuse(name: str, problem: str) -> NoReturn:
+    """Raise InvalidRequest for a parameter."""
     raise InvalidRequest(f"{name} {problem}", param=name)
 
 
@@ -24,13 +24,13 @@ def require_number(name: str, value: Any, low: float, high: float) -> None:
 
 def require_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        refuse(name, f"must be a whole number, got {shown(value)}")
+        refuse(name, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
         refuse(name, f"must be between {low} and {high}, got {shown(value)}")
 
 
 def require_list(name: str, value: Any, most: int | None = None) -> None:
-    """A text would pass for a list of its characters."""
+    """Require a list or tuple; a string, which is a sequence too, is refused."""
     if not isinstance(value, list | tuple):
         refuse(name, f"must be a list, got {shown(value)}")
     if most is not None and len(value) > most:
@@ -48,15 +48,15 @@ def require_texts(name: str, value: Any, most: int, longest: int) -> None:
 
 
 def require_unicode(name: str, text: str) -> None:
-    """Python's strings may hold halves of characters, which no other process can be told of."""
+    """Require a string that can be encoded: Python's strings may hold lone surrogates, which can't be sent anywhere."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        refuse(name, f"holds {text[error.start]!r}, which is half a character")
+        refuse(name, f"holds the lone surrogate {text[error.start]!r}")
 
 
 def shown(value: object) -> str:
-    """Short, whatever it is; Python itself refuses to write numbers of thousands of digits."""
+    """Return a short repr of any value; Python refuses to format integers with thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)

@@ -1,5 +1,6 @@
-"""Knobs that have parameters of their own. Each is sound by itself once it is made; how it combines with others
-`SamplingParams` knows.
+"""Parameters with fields of their own: guided decoding, beam search, watermark.
+
+Each validates its own fields when it is created; `SamplingParams` checks how they combine with other parameters.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ MAX_CHOICES = 128  # answers to one prompt: n, best_of, beams
 MAX_GUIDED_CHOICES = 10_000  # texts that a guided answer may be one of
 MAX_GUIDED_BYTES = 128 << 10
 MAX_WATERMARK_CONTEXT = 8
-MAX_LENGTH_PENALTY = 30.0  # whose power of any length is still a number, and not 0
+MAX_LENGTH_PENALTY = 30.0  # length ** penalty stays finite and above 0 for any length
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 
 class Guided(msgspec.Struct, frozen=True):
-    """The answer must follow this: a JSON schema, any JSON object, a regex, one of several texts, a grammar.
+    """A constraint on the answer: a JSON schema, any JSON object, a regex, one of several texts, or a grammar.
 
     `text` is the schema, the regex or the grammar as it is written; for `choice` a JSON list of strings.
     """
@@ -68,9 +69,9 @@ class BeamParams(msgspec.Struct, frozen=True):
 
 
 class Watermark(msgspec.Struct, frozen=True):
-    """Leaves a mark in the choice of words that `tokenmill detect` finds with the same key (Kirchenbauer et al. 2023).
+    """A watermark in the choice of tokens, which `tokenmill detect` finds with the same key (Kirchenbauer et al. 2023).
 
-    At each place a share `gamma` of the vocabulary is green, told by the key and the last `context` tokens; green
+    At each position the key and the last `context` tokens select a share `gamma` of the vocabulary as green; green
     tokens get `delta` added to their logit.
     """
 

@@ -1,7 +1,7 @@
 """All parameters of one generation and how they combine.
 
 Defaults change nothing: temperature 1, no truncation, no penalties. `max_tokens=None` means "up to the end of the
-context". What a parameter does is said in docs/SAMPLING.md.
+context". docs/SAMPLING.md explains every parameter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ INT32_MAX = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request's answer is drawn: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)`.
+    """Sampling parameters of one request: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)`.
 
-    Checked when it is made. Defaults change nothing; every parameter is explained in docs/SAMPLING.md.
+    Values are validated on creation. Defaults change nothing; every parameter is explained in docs/SAMPLING.md.
     """
 
     n: int = 1
@@ -42,24 +42,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_a: float = 0.0  # keep tokens with probability >= top_a * (highest probability) ** 2; 0 = off
     epsilon_cutoff: float = 0.0  # keep tokens with at least this probability; 0 = off
     eta_cutoff: float = 0.0  # the same, with less where the distribution is flat; 0 = off
-    dynatemp_range: float = 0.0  # temperature moves this far to both sides, with the entropy; 0 = off
+    dynatemp_range: float = 0.0  # temperature varies by this much to both sides, with the entropy; 0 = off
     dynatemp_exponent: float = 1.0
     mirostat: int = 0  # 2 = keep the surprise of each token near mirostat_tau bits (version 2); 0 = off
     mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1  # how quickly it corrects itself
-    xtc_probability: float = 0.0  # how often the most likely tokens above xtc_threshold are left out; 0 = never
+    mirostat_eta: float = 0.1  # learning rate of the correction
+    xtc_probability: float = 0.0  # chance to remove the most likely tokens above xtc_threshold; 0 = never
     xtc_threshold: float = 0.1
     no_repeat_ngram_size: int = 0  # no run of so many tokens occurs twice; 0 = off
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0  # what a token that would go on repeating an earlier passage loses; 0 = off
+    dry_multiplier: float = 0.0  # subtracted from the logit of a token that would extend a repeated passage; 0 = off
     dry_base: float = 1.75  # ... times this for each token that the repeat is longer than dry_allowed_length
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1  # how many tokens back repeats are looked for; -1 = all
-    dry_sequence_breakers: list[str] | None = None  # a repeat does not reach beyond these; None: DRY_BREAKERS
+    dry_penalty_last_n: int = -1  # number of last tokens in which repeats are searched; -1 = all
+    dry_sequence_breakers: list[str] | None = None  # texts that end a repeat; None: DRY_BREAKERS
     watermark: Watermark | None = None
-    logits_processors: list[Any] = []  # functions (output ids, logits) -> logits; where the engine runs in-process
+    logits_processors: list[Any] = []  # functions (output ids, logits) -> logits; only with an in-process engine
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] | None = None
@@ -71,15 +71,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     include_stop: bool = False  # keep the stop string in the text
-    logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
+    logprobs: int | None = None  # number of alternatives beside the sampled token; 0 = the sampled one only
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     beam: BeamParams | None = None
-    guided: Guided | None = None  # what the answer must follow
-    context_shift: bool | None = None  # go on past the context, forgetting what is oldest; None: as the engine is set
-    context_keep: int | None = None  # how many of the first tokens are never forgotten; None: as the engine is set
-    thinking_budget: int | None = None  # the most tokens inside think sections; then their end is written
-    thinking_markers: tuple[str, str] | None = None  # what opens and closes them; None: as the chat template writes it
+    guided: Guided | None = None  # a constraint that the answer must satisfy
+    context_shift: bool | None = None  # continue past the context, without the oldest tokens; None: engine setting
+    context_keep: int | None = None  # number of first tokens that are always kept; None: engine setting
+    thinking_budget: int | None = None  # maximum tokens in think sections; then the closing marker is forced
+    thinking_markers: tuple[str, str] | None = None  # opening and closing marker; None: those of the chat template
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -97,11 +97,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the engine runs at once for this request."""
+        """Return how many sequences the engine runs at once for this request."""
         return self.beam.width if self.beam else (self.best_of or self.n)
 
 
-# What a parameter that is one number may be: low, high.
+# Ranges of numeric parameters: low, high.
 NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -123,7 +123,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "dry_multiplier": (0.0, 100.0),
     "dry_base": (1.0, 100.0),
 }
-# What a GPU draws tokens by: a row of float64 for each sequence, in this order, padded to a power of two.
+# Parameters of sampling on a GPU: a row of float64 for each sequence, in this order, padded to a power of two.
 DEVICE_PARAMS = (
     "temperature",
     "top_k",
@@ -134,7 +134,7 @@ DEVICE_PARAMS = (
     "frequency_penalty",
 )
 DEVICE_PARAM_SLOTS = 8
-WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
+INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_CHOICES),
     "top_k": (0, INT32_MAX),
     "no_repeat_ngram_size": (0, 1024),
@@ -143,7 +143,7 @@ WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
     "dry_penalty_last_n": (-1, INT32_MAX),
     "min_tokens": (0, INT32_MAX),
 }
-MAYBE_WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
+OPTIONAL_INTEGERS: dict[str, tuple[int, int]] = {
     "best_of": (1, MAX_CHOICES),
     "seed": (INT64_MIN, INT64_MAX),
     "max_tokens": (0, INT32_MAX),
@@ -154,15 +154,15 @@ MAYBE_WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
 }
 
 
-# Knobs that are texts: how many, how long.
-TEXTS: dict[str, tuple[int, int]] = {
+# Parameters that are lists of strings: maximum number, maximum length.
+STRING_LISTS: dict[str, tuple[int, int]] = {
     "stop": (MAX_STOP_STRINGS, MAX_STOP_LENGTH),
     "stop_regex": (MAX_STOP_REGEXES, MAX_STOP_LENGTH),
     "dry_sequence_breakers": (MAX_BREAKERS, MAX_BREAKER_LENGTH),
 }
 TOKEN_LISTS: dict[str, int | None] = {
     "stop_token_ids": MAX_STOP_STRINGS,
-    "allowed_token_ids": None,  # as many as the vocabulary has; which ids there are the input processor knows
+    "allowed_token_ids": None,  # up to the whole vocabulary; the input processor checks the ids
     "banned_token_ids": None,
 }
 
@@ -170,17 +170,17 @@ TOKEN_LISTS: dict[str, int | None] = {
 def _check_ranges(params: SamplingParams) -> None:
     for name, (low, high) in NUMBERS.items():
         require_number(name, getattr(params, name), low, high)
-    for name, (least, most) in WHOLE_NUMBERS.items():
+    for name, (least, most) in INTEGERS.items():
         require_int(name, getattr(params, name), least, most)
-    for name, (least, most) in MAYBE_WHOLE_NUMBERS.items():
+    for name, (least, most) in OPTIONAL_INTEGERS.items():
         if (value := getattr(params, name)) is not None:
             require_int(name, value, least, most)
     if params.mirostat == 1:
-        refuse("mirostat", "knows version 2 only (0 turns it off)")
+        refuse("mirostat", "must be 2 (version 2) or 0 (off)")
 
 
 def _check_lists(params: SamplingParams) -> None:
-    for name, (most, longest) in TEXTS.items():
+    for name, (most, longest) in STRING_LISTS.items():
         if (texts := getattr(params, name)) is not None:
             require_texts(name, texts, most, longest)
     for name, most_ids in TOKEN_LISTS.items():
@@ -214,7 +214,7 @@ def _check_combinations(params: SamplingParams) -> None:
     if params.context_shift is False and params.context_keep is not None:
         refuse("context_keep", "needs context_shift to be on")
     if params.guided is not None and params.thinking_budget is not None:
-        refuse("thinking_budget", "does not combine with a schema or grammar, which admits no think section")
+        refuse("thinking_budget", "does not combine with a schema or grammar, which allows no think section")
 
 
 def _check_markers(params: SamplingParams) -> None:
@@ -222,10 +222,10 @@ def _check_markers(params: SamplingParams) -> None:
         refuse("thinking_markers", "need a thinking_budget")
     require_texts("thinking_markers", params.thinking_markers, 2, MAX_STOP_LENGTH)
     if len(params.thinking_markers or ()) != 2:
-        refuse("thinking_markers", "must be two texts: what opens a think section and what closes it")
+        refuse("thinking_markers", "must be two strings: the opening and the closing marker of a think section")
 
 
-# Those that leave unlikely tokens out, and whatever else only a draw has a use for.
+# Parameters that remove unlikely tokens, and all others that have a meaning only when tokens are sampled.
 TRUNCATION_PARAMS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "top_a", "epsilon_cutoff", "eta_cutoff")
 SAMPLING_ONLY_PARAMS = (*TRUNCATION_PARAMS, "dynatemp_range", "mirostat", "xtc_probability")
 
@@ -236,11 +236,11 @@ def _check_beam(params: SamplingParams, beam: BeamParams) -> None:
     if params.best_of is not None:
         refuse("best_of", "does not combine with beam search")
     if params.temperature not in (0.0, 1.0):
-        refuse("temperature", "does not combine with beam search, which draws nothing; leave it at 0 or 1")
+        refuse("temperature", "does not combine with beam search, which does not sample; leave it at 0 or 1")
     defaults = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
     for name in SAMPLING_ONLY_PARAMS:
         if getattr(params, name) != defaults[name]:
-            refuse(name, "does not combine with beam search, which draws nothing")
+            refuse(name, "does not combine with beam search, which does not sample")
     if params.stop_regex:
         refuse("stop_regex", "does not combine with beam search; use stop")
     if params.context_shift:

@@ -21,6 +21,7 @@ from tokenmill.guided.grammar import is_gbnf
 from tokenmill.params import (
     INT64_MAX,
     INT64_MIN,
+    INTEGERS,
     MAX_BREAKERS,
     MAX_GUIDED_CHOICES,
     MAX_LENGTH_PENALTY,
@@ -29,7 +30,6 @@ from tokenmill.params import (
     MAX_STOP_STRINGS,
     MAX_WATERMARK_CONTEXT,
     NUMBERS,
-    WHOLE_NUMBERS,
     BeamParams,
     Guided,
     SamplingParams,
@@ -118,7 +118,7 @@ def _numbers(fields: BodyFields) -> dict[str, float | int | None]:
         for name, (low, high) in NUMBERS.items()
         if name not in ("temperature", "top_n_sigma")
     }
-    whole = {name: fields.integer(name, *WHOLE_NUMBERS[name]) for name in WHOLE_NUMBERS if name not in ("n", "top_k")}
+    whole = {name: fields.integer(name, *INTEGERS[name]) for name in INTEGERS if name not in ("n", "top_k")}
     top_k = fields.integer("top_k", -1, MAX_COUNT)
     top_n_sigma = fields.number("top_n_sigma", -1.0, NUMBERS["top_n_sigma"][1])
     return {

@@ -7,7 +7,7 @@ may rely on.
 
 from __future__ import annotations
 
-from tokenmill.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBERS, WHOLE_NUMBERS
+from tokenmill.params import INTEGERS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBERS
 from tokenmill.server.openai.params import MAX_BEST_OF, MAX_COUNT, MAX_LEGACY_LOGPROBS, MAX_TOP_LOGPROBS
 from tokenmill.server.openai.parse import MAX_MESSAGES, MAX_PARTS, ROLES
 from tokenmill.server.routing import COUNT, TEXT, Schema, list_of, object_of
@@ -42,7 +42,7 @@ def body_of(required: list[str], properties: Schema, example: Schema) -> Schema:
 MODEL: Schema = {**TEXT, "description": "The name that GET /v1/models shows."}
 SAMPLING: Schema = {
     **{name: number(*bounds) for name, bounds in NUMBERS.items()},
-    **{name: whole(*bounds) for name, bounds in WHOLE_NUMBERS.items()},
+    **{name: whole(*bounds) for name, bounds in INTEGERS.items()},
     "temperature": number(0.0, 2.0),
     "top_n_sigma": number(-1.0, NUMBERS["top_n_sigma"][1]),
     "top_k": whole(-1, MAX_COUNT),

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor
-from tokenmill.engine.input_processor import ClientRequest, InputProcessor
-from tokenmill.engine.lengths import MAX_CHARACTERS_PER_TOKEN, longest_prompt
+from tokenmill.engine.input_processor import MAX_CHARACTERS_PER_TOKEN, ClientRequest, InputProcessor, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import SamplingParams
 from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer

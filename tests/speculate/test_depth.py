@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenmill.speculate.acceptance import FIRST_RATES, AcceptanceRates, RequestAcceptance, length_class
-from tokenmill.speculate.depth import LONGEST_PATIENCE, CostModelDepth, DraftDepth, ThresholdDepth
-from tokenmill.speculate.step_cost import StepCost
+from tokenmill.speculate.depth import LONGEST_PATIENCE, CostModelDepth, DraftDepth, StepCost, ThresholdDepth
+from tokenmill.speculate.draft_state import FIRST_RATES, AcceptanceRates, RequestAcceptance, length_class
 
 Machine = Callable[[int], float]
 MEMORY_BOUND: Machine = lambda tokens: 0.050 + 0.0002 * tokens  # noqa: E731  # a line of a table

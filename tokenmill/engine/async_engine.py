@@ -105,7 +105,8 @@ class AsyncEngine:
         input_processor = self._loaded_input_processor()
         self._num_preparing += 1
         try:
-            return await self._workers.run(text_size(asked), lambda: input_processor.prepare(asked))
+            request = await self._workers.run(text_size(asked), lambda: input_processor.process(asked))
+            return PreparedRequest(asked, request)
         finally:
             self._num_preparing -= 1
 
@@ -116,7 +117,7 @@ class AsyncEngine:
         """
         self._require_room()
         if not isinstance(asked, PreparedRequest):
-            asked = self._loaded_input_processor().prepare(asked)
+            asked = PreparedRequest(asked, self._loaded_input_processor().process(asked))
         request = asked.request
         if request.params.logits_processors:
             raise InvalidRequest(

@@ -113,11 +113,11 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Take a request; one that can't be served gets an error output at the next step."""
         if request.params.guided is None or self._grammars.is_ready(request):
-            self._admit(request)
+            self._schedule(request)
         else:
             self._grammars.hold(request)
 
-    def _admit(self, request: Request) -> None:
+    def _schedule(self, request: Request) -> None:
         try:
             self._scheduler.add(request)
         except TokenmillError as error:
@@ -136,7 +136,7 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Launch what can be planned, collect the oldest step in flight, and return what it brought."""
         started = self._clock()
-        self._admit_compiled()
+        self._schedule_compiled()
         outputs, self._refusals = self._refusals, []
         self._launch()
         if self._in_flight:
@@ -183,11 +183,11 @@ class EngineCore:
         failed = failed_step(plan, f"the step could not be computed: {error}")
         return self._scheduler.apply_failure(self._grammars.advance(plan, failed))
 
-    def _admit_compiled(self) -> None:
-        """Admit requests whose grammars are compiled; let go of grammars whose requests are over."""
+    def _schedule_compiled(self) -> None:
+        """Hand on requests whose grammars are compiled; let go of grammars whose requests are over."""
         for request, error in self._grammars.pop_compiled():
             if error is None:
-                self._admit(request)
+                self._schedule(request)
             else:
                 self._refuse(request, error)
         self._grammars.release(self._scheduler.has)

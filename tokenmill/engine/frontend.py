@@ -11,8 +11,7 @@ from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
-from tokenmill.engine.input_processor import InputProcessor
-from tokenmill.engine.lengths import Shifting
+from tokenmill.engine.input_processor import InputProcessor, Shifting
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.status import ModelInfo
 from tokenmill.store import resolve_model

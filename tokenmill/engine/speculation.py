@@ -25,11 +25,10 @@ from tokenmill.models.protocol import Model
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
-from tokenmill.speculate.depth import CostModelDepth, ThresholdDepth
+from tokenmill.speculate.depth import CostModelDepth, StepCost, ThresholdDepth
 from tokenmill.speculate.draft_model import DraftModel, DraftModelProposer
 from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.speculate.ngram_proposer import NgramProposer
-from tokenmill.speculate.step_cost import StepCost
 from tokenmill.store import resolve_model
 
 log = logging.getLogger(__name__)

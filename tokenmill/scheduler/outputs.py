@@ -39,9 +39,19 @@ def finished_prompt_logprobs(state: RequestState) -> list[TokenLogprobs] | None:
     return state.prompt_logprobs if state.request.params.prompt_logprobs is not None else None
 
 
-def draw(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
-    """Append what was drawn; return it with its logprobs (None when not asked for) and the ending."""
-    taken, ending = append_drawn(sequence, result.token_ids)
+def append_drawn(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
+    """Append drawn tokens until the sequence ends; return those taken, their logprobs (None when not asked for) and the
+    ending."""
+    state = sequence.state
+    taken: list[int] = []
+    ending: Ending | None = None
+    for token_id in result.token_ids:
+        sequence.append(token_id)
+        taken.append(token_id)
+        if ending := ending_after(state.request, state.stop_token_ids, token_id, sequence.num_outputs):
+            break
+    if ending is None and sequence.num_outputs >= state.request.max_tokens:  # none was wanted (max_tokens=0)
+        ending = Ending("length")
     logprobs = None if result.logprobs is None else result.logprobs[: len(taken)]
     if logprobs is not None:
         sequence.logprob_sum += sum(logprob.logprob for logprob in logprobs)
@@ -61,7 +71,7 @@ class StreamedOutputs:
 
     def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
         state = self._state
-        taken, logprobs, ending = draw(sequence, result)
+        taken, logprobs, ending = append_drawn(sequence, result)
         is_first = not sequence.has_emitted
         sequence.has_emitted = True
         return [
@@ -105,15 +115,3 @@ class PooledOutput:
                 queue_s=state.queue_s or 0.0,
             )
         ]
-
-
-def append_drawn(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], Ending | None]:
-    """Append drawn tokens until the sequence ends; return those taken and the ending."""
-    state = sequence.state
-    taken: list[int] = []
-    for token_id in token_ids:
-        sequence.append(token_id)
-        taken.append(token_id)
-        if ending := ending_after(state.request, state.stop_token_ids, token_id, sequence.num_outputs):
-            return taken, ending
-    return taken, Ending("length") if sequence.num_outputs >= state.request.max_tokens else None

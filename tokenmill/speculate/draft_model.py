@@ -20,10 +20,8 @@ from tokenmill.kv.blocks import BlockTable, HashChain
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams
 from tokenmill.params.sampling import TRUNCATION_PARAMS
-from tokenmill.speculate.acceptance import AcceptanceRates
-from tokenmill.speculate.depth import DraftDepth
-from tokenmill.speculate.draft_state import DraftRequest, DraftState
-from tokenmill.speculate.step_cost import StepCost
+from tokenmill.speculate.depth import DraftDepth, StepCost
+from tokenmill.speculate.draft_state import AcceptanceRates, DraftRequest, DraftState
 from tokenmill.types import RowInit, RowPlan, StepPlan, StepResult
 
 DISTRIBUTION_PARAMS = ("temperature", "dynatemp_range", "dynatemp_exponent", *TRUNCATION_PARAMS)

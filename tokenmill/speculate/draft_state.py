@@ -2,6 +2,12 @@
 
 `DraftState` lives as long as the sequence: its index of token pairs, its acceptance statistics, and the last proposal,
 which is compared with the tokens that came when the next one is asked for.
+
+How likely draft tokens are to be accepted is learned from the tokens that were really sampled. A draft token is more
+likely to be right the longer the matching context before it, so `AcceptanceRates` keeps one rate per match length for
+all requests together. Some requests repeat themselves more than others: `RequestAcceptance` says how one request does
+against those rates. A draft token need not have been computed to be learned from: it is compared with the token that
+was sampled in its place.
 """
 
 from __future__ import annotations
@@ -10,8 +16,64 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenmill.params import SamplingParams
-from tokenmill.speculate.acceptance import AcceptanceRates, RequestAcceptance
 from tokenmill.speculate.bigram_index import BigramIndex
+
+# Prior rates for matches of 2, 3, 4 to 5, 6 to 9, and 10 or more tokens.
+FIRST_RATES = (0.35, 0.5, 0.65, 0.8, 0.9)
+_CLASS_OF_LENGTH = (0, 0, 0, 1, 2, 2, 3, 3, 3, 3)
+FIRST_RATE_WEIGHT = 8.0
+MAX_OBSERVATIONS = 256.0  # per length class; beyond, the older ones are halved
+MAX_REQUEST_OBSERVATIONS = 32.0
+REQUEST_PRIOR_WEIGHT = 2.0
+
+
+def length_class(length: int) -> int:
+    return _CLASS_OF_LENGTH[length] if length < len(_CLASS_OF_LENGTH) else len(FIRST_RATES) - 1
+
+
+class AcceptanceRates:
+    """Acceptance rates over all requests, one per class of match length."""
+
+    def __init__(self, first_rates: Sequence[float] = FIRST_RATES) -> None:
+        self._first = first_rates
+        self._right = [0.0] * len(first_rates)
+        self._seen = [0.0] * len(first_rates)
+
+    def rate(self, kind: int) -> float:
+        weight = FIRST_RATE_WEIGHT
+        return (self._right[kind] + weight * self._first[kind]) / (self._seen[kind] + weight)
+
+    def learn(self, kind: int, is_right: bool) -> None:
+        if self._seen[kind] >= MAX_OBSERVATIONS:
+            self._right[kind] /= 2
+            self._seen[kind] /= 2
+        self._right[kind] += is_right
+        self._seen[kind] += 1
+
+
+class RequestAcceptance:
+    """How one request's draft tokens do, compared with the rates of all requests."""
+
+    __slots__ = ("_expected", "_right", "_seen")
+
+    def __init__(self) -> None:
+        self._right = self._seen = self._expected = 0.0
+
+    def learn(self, expected: float, is_right: bool) -> None:
+        if self._seen >= MAX_REQUEST_OBSERVATIONS:
+            self._right, self._seen, self._expected = self._right / 2, self._seen / 2, self._expected / 2
+        self._right += is_right
+        self._expected += expected
+        self._seen += 1
+
+    def chance(self, rate: float) -> float:
+        """Probability that a draft token with the general acceptance rate `rate` is right in this request: the odds,
+        multiplied by how much better or worse this request has done than expected."""
+        wrong, expected_wrong = self._seen - self._right, self._seen - self._expected
+        better = (self._right + REQUEST_PRIOR_WEIGHT) * (expected_wrong + REQUEST_PRIOR_WEIGHT)
+        worse = (wrong + REQUEST_PRIOR_WEIGHT) * (self._expected + REQUEST_PRIOR_WEIGHT)
+        odds = rate / (1.0 - rate) * better / worse
+        return odds / (1.0 + odds)
 
 
 class DraftPosition(NamedTuple):

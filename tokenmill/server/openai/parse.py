@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from tokenmill.config.server import ServerConfig
-from tokenmill.engine.lengths import prompt_limit, require_plausible_length
+from tokenmill.engine.input_processor import prompt_limit, require_plausible_length
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import SamplingParams

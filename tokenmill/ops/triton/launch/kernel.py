@@ -1,7 +1,7 @@
 """A kernel of ours, launched as Triton's are: `kernel[grid](tensor, ...)`.
 
 Making one takes half a second. Whatever is called inside `compile_beside` has its kernels made side by side instead of
-run: each is asked for once in every form, and left to processes of their own (see `compilers`).
+run: each is asked for once in every form, and left to processes of their own (`compile_workers.py`).
 """
 
 from __future__ import annotations

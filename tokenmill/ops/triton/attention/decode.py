@@ -20,7 +20,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.reference.kv_rounding import LARGEST
-from tokenmill.ops.triton.attention.kv_cache import cache_tensors, norm_rope, store_kv
+from tokenmill.ops.triton.attention.kv_cache import as_factors, cache_tensors, norm_rope, store_kv
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.select import TILE, num_splits_for
 from tokenmill.ops.triton.attention.softmax import (
@@ -81,9 +81,10 @@ def _add_tile(
 ):  # fmt: skip
     """The state [16], [16], [16, D] after the keys of a tile"""
     key, value, key_scale, value_scale = tile
+    key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
     qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
     qk = tl.where(seen[None, :], qk, float("-inf"))
-    return add_keys(state, qk, value, value_scale, query.dtype, IS_SCALED, PRECISION)
+    return add_keys(state, qk, value, value_scale, IS_SCALED, PRECISION)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
-from tokenmill.ops.triton.attention.kv_cache import cache_tensors
+from tokenmill.ops.triton.attention.kv_cache import as_factors, cache_tensors
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.softmax import (
     NO_WINDOW,
@@ -57,12 +57,13 @@ def _segment_state(
         kv_inside = inside[:, None] & (offs_d < DIM)[None, :]
         key = tl.load(keys + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
         value = tl.load(values + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
+        key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
         key_scale = load_scale(key_scales, kv_rows, inside, IS_SCALED)
+        value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
         qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
         seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] > q_positions[:, None] - window)
         qk = tl.where(seen, qk, float("-inf"))
-        value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
-        m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, query.dtype, IS_SCALED, PRECISION)
+        m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, IS_SCALED, PRECISION)
     return m_i, l_i, acc
 
 

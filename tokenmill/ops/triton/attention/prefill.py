@@ -73,13 +73,14 @@ def _attend_range(
         else:
             key = tl.load(keys + kv_rows[:, None] * DIM + offs_d[None, :])
             value = tl.load(values + kv_rows[:, None] * DIM + offs_d[None, :])
+        key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
         key_scale = load_scale(key_scales, kv_rows, inside, IS_SCALED)
+        value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
         qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
         if IS_MASKED:
             seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] > q_positions[:, None] - window)
             qk = tl.where(seen, qk, float("-inf"))
-        value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
-        m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, query.dtype, IS_SCALED, PRECISION)
+        m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, IS_SCALED, PRECISION)
     return m_i, l_i, acc
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenmill.ops.triton.attention.kv_cache import as_factors
 from tokenmill.ops.triton.elementwise.activation import tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are computed with powers of two
@@ -56,7 +55,7 @@ def attention_scores(
     HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """query [M, D] times key [N, D], as powers of two: [M, N]"""
-    qk = tl.dot(query, tl.trans(as_factors(key, query.dtype)), input_precision=PRECISION) * scale
+    qk = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if IS_SCALED:
         qk *= key_scale[None, :]
     if HAS_SOFTCAP:
@@ -65,8 +64,8 @@ def attention_scores(
 
 
 @triton.jit
-def add_keys(state, qk, value, value_scale, DTYPE: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after more keys: their scores qk [M, N] and values [N, D], which are multiplied in DTYPE"""
+def add_keys(state, qk, value, value_scale, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """The state after more keys: their scores qk [M, N] and values [N, D]"""
     m_i, l_i, acc = state
     m_new = tl.maximum(m_i, tl.max(qk, axis=1))
     p = tl.exp2(qk - m_new[:, None])
@@ -74,7 +73,7 @@ def add_keys(state, qk, value, value_scale, DTYPE: tl.constexpr, IS_SCALED: tl.c
     l_i = l_i * alpha + tl.sum(p, axis=1)
     if IS_SCALED:
         p *= value_scale[None, :]
-    acc = tl.dot(p.to(DTYPE), as_factors(value, DTYPE), acc * alpha[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=PRECISION)
     return m_new, l_i, acc
 
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.support.warm_up import BUDGET, GEMMA, LLAMA, MAX_ROWS, QWEN, asked_at_once, warm_up_for
+from tests.support.warm_up import BUDGET, GEMMA, LFM2, LLAMA, MAX_ROWS, QWEN, asked_at_once, warm_up_for
 from tokenmill.ops.triton.launch.kernel import Kernel
 from tokenmill.runner.decode_graphs import IDLE_KINDS
 from tokenmill.runner.memory import graph_sizes
@@ -70,7 +70,8 @@ def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time()
     ("config", "quantization"),
     [
         (QWEN, "none"), (LLAMA, "none"), (LLAMA, "fp8"), (LLAMA, "int8"), (LLAMA, "int4"), (LLAMA, ("Q4_K", "Q4_K")),
-        (LLAMA, ("Q4_K", "Q6_K")), (QWEN, ("Q4_K", "Q6_K")), (QWEN, "int4"), (GEMMA, "none"),
+        (LLAMA, ("Q4_K", "Q6_K")), (QWEN, ("Q4_K", "Q6_K")), (QWEN, "int4"), (GEMMA, "none"), (LFM2, "none"),
+        (LFM2, "fp8"),
     ],
 )  # fmt: skip
 def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quantization: str | tuple[str, str]) -> None:
@@ -99,7 +100,7 @@ def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quant
     ("config", "how", "num_asked"),
     [
         (LLAMA, {}, 3), (LLAMA, {"quantization": "fp8"}, 3), (LLAMA, {"deterministic": True}, 3),
-        (LLAMA, {"blocks": ("Q4_K", "Q6_K")}, 6), (GEMMA, {}, 6), (GEMMA, {"kv_dtype": torch.int8}, 6),
+        (LLAMA, {"blocks": ("Q4_K", "Q6_K")}, 6), (GEMMA, {}, 6), (LFM2, {}, 5), (GEMMA, {"kv_dtype": torch.int8}, 6),
         (QWEN, {}, 3), (QWEN | {"mlp_only_layers": [0, 1, 2]}, {}, 6), (QWEN, {"blocks": ("Q4_K", "Q6_K")}, 6),
     ],
 )  # fmt: skip

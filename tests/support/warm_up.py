@@ -43,6 +43,11 @@ GEMMA = {
     "rope_local_base_freq": 1e4, "sliding_window": 512, "sliding_window_pattern": 4, "query_pre_attn_scalar": 256,
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
 }  # fmt: skip
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048,
+    "intermediate_size": 12288, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 32768, "full_attn_idxs": [2, 5],
+}  # fmt: skip
 
 
 class Shapes:

@@ -12,15 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenmill.bench.client import Connection
+from tokenmill.bench.client import Connection, Inbox
 from tokenmill.bench.dialects import DIALECTS, RequestSpec
-from tokenmill.bench.inbox import Inbox
 from tokenmill.bench.lag import ClientTooSlow, Lag
-from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.load import ClosedLoop, LoadRun, OpenLoop, Target, run_load
 from tokenmill.bench.measures import percentile
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.totals import in_flight, totals
+from tokenmill.bench.traffic import Lengths
 from tokenmill.bench.workloads import Session, Workload, plain
 from tokenmill.cli import main
 

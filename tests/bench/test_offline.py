@@ -17,9 +17,9 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.bench import offline
 from tokenmill.bench.engine_steps import drive, model_clock, random_requests
-from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.offline import OfflineWorkload as Workload
 from tokenmill.bench.offline import measure_throughput, open_measured
+from tokenmill.bench.traffic import Lengths
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
 from tokenmill.engine.backends import CUDA, TRITON, StoredWeights

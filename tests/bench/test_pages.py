@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.browser import look_at
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.bench.report import ReportRun, html_report
+from tokenmill.bench.report import ReportRun, html_report, html_search
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import SearchSettings, Trial, search
-from tokenmill.bench.search_report import html_search
 from tokenmill.bench.totals import totals
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.model import PlannedModel

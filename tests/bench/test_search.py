@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.bench.capacity_belief import belief_of
+from tokenmill.bench.report import sentence
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import (
     SearchSettings,
     Trial,
     Verdict,
+    belief_of,
     judge,
     queue_grows,
     read_trials,
     search,
     write_trials,
 )
-from tokenmill.bench.search_report import sentence
-from tokenmill.bench.slo import meets, parse_goodput, parse_limits
+from tokenmill.bench.totals import meets, parse_goodput, parse_limits
 from tokenmill.cli import main
 from tokenmill.errors import InvalidConfig
 
@@ -105,7 +105,7 @@ def test_no_more_trials_than_allowed() -> None:
 def test_belief_narrows_with_agreement_and_widens_with_contradiction() -> None:
     agreeing = belief_of([(36, True), (37, True), (38, False), (39, False)] * 2, 1, 4096)
     contradicted = belief_of([(36, True), (37, False), (38, True), (39, False)] * 2, 1, 4096)
-    assert agreeing.chances.sum() == pytest.approx(1) and agreeing.between(0, math.inf) == pytest.approx(1)
+    assert agreeing.probs.sum() == pytest.approx(1) and agreeing.between(0, math.inf) == pytest.approx(1)
     assert 35 < agreeing.quantile(0.05) < agreeing.quantile(0.5) < agreeing.quantile(0.95) < 40
     assert agreeing.between(37, 38) > 2 * contradicted.between(37, 38)
     alone = belief_of([(8, False)], 1, 64)

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from tokenmill.bench.lag import Interval
-from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.load import LoadRun, OpenLoop, Target, run_load
 from tokenmill.bench.measures import percentile
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.totals import in_flight
+from tokenmill.bench.traffic import Lengths
 from tokenmill.bench.workloads import Workload
 
 STREAMS, TTFT_S, ITL_S, TOKENS = 1000, 1.5, 0.1, 20

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenmill.bench.arrivals import ArrivalProcess
-from tokenmill.bench.lengths import Lengths
-from tokenmill.bench.traces import TraceScale, read_trace
+from tokenmill.bench.traffic import ArrivalProcess, Lengths, TraceScale, read_trace
 from tokenmill.bench.workloads import Workload, trace_session
 from tokenmill.errors import InvalidConfig
 

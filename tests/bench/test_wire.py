@@ -14,9 +14,9 @@ from pydantic import TypeAdapter, with_config
 
 from tests.support.wire_servers import SERVERS, WORDS, wire_server
 from tokenmill.bench.dialects import DIALECTS, RequestSpec
-from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.load import ClosedLoop, Target, run_load
 from tokenmill.bench.result import without_key
+from tokenmill.bench.traffic import Lengths
 from tokenmill.bench.workloads import Workload
 
 SCHEMA = {"type": "object"}

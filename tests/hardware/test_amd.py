@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tokenmill.bench import offline
-from tokenmill.bench.lengths import Lengths
+from tokenmill.bench.traffic import Lengths
 from tokenmill.cli.doctor import gpu_advice, hardware_rows
 from tokenmill.config import EngineConfig, OpsConfig
 from tokenmill.config.engine import GPU_LIMITS

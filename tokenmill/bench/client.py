@@ -1,8 +1,7 @@
 """A streaming HTTP/1.1 client that does as little as possible between the socket and the clock.
 
-One asyncio protocol object is one connection. Bytes are stamped where they arrive and read soon after (`inbox.py`),
-without tasks or copies of what was already seen. That is what lets one core hold thousands of streams and still know
-when each piece came.
+One asyncio protocol object is one connection. Bytes are stamped on arrival and parsed soon after (`Inbox`), without
+tasks and without copies of earlier data. So one core can hold thousands of streams and still know when each piece came.
 
     bytes ─► stamp ─► head ─► body (chunked, counted, or until the end) ─► lines ─► the dialect's reader ─► Record
 
@@ -14,19 +13,60 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections import deque
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import orjson
 
 from tokenmill.bench.dialects import ClientDialect, RequestSpec
-from tokenmill.bench.inbox import Inbox
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
+
+SLICE_S = 0.0002
+
+Take = Callable[[bytes | None, float], None]  # bytes, or None at the end of the connection; arrival time
+
+
+class Inbox:
+    """Received bytes with their arrival times, parsed a little later.
+
+    When a thousand streams receive data at the same moment, parsing the first one's bytes would delay the time stamps
+    of the others. So data is stamped and queued here, and parsed in slices between two polls of the sockets:
+
+        sockets ─► stamp, put ─► sockets ─► stamp, put ─► ...
+                          └─► parse for a fraction of a millisecond ─┘
+
+    The order is kept over all connections.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[Take, bytes | None, float]] = deque()
+        self._is_reading = False
+
+    def put(self, take: Take, data: bytes | None, at: float) -> None:
+        self._waiting.append((take, data, at))
+        if not self._is_reading:
+            self._is_reading = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        waiting, clock = self._waiting, time.perf_counter
+        until = clock() + SLICE_S
+        while waiting:
+            take, data, at = waiting.popleft()
+            take(data, at)
+            if clock() > until:
+                self._loop.call_soon(self._read)
+                return
+        self._is_reading = False
+
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_LINE_BYTES = 4 << 20
 MAX_ERROR_BYTES = 4096
-UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)  # what reading nonsense ends in
+UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)  # raised for malformed replies
 
 
 def bad_reply(problem: Exception) -> tuple[str, str]:
@@ -40,6 +80,8 @@ def length_of(digits: bytes, base: int) -> int:
 
 
 class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection, which carries one request at a time."""
+
     def __init__(self, dialect: ClientDialect, began: float, inbox: Inbox) -> None:
         self._dialect = dialect
         self._began = began
@@ -98,7 +140,7 @@ class Connection(asyncio.Protocol):
         if data is None:
             self._lost(now)
             return
-        if self._record is None:  # bytes after the end of an answer: not a connection to use again
+        if self._record is None:  # bytes after the end of an answer: do not reuse this connection
             self._may_be_kept = False
             return
         try:
@@ -112,7 +154,7 @@ class Connection(asyncio.Protocol):
             head, found, data = data.partition(b"\r\n\r\n")
             if not found:
                 if len(head) > MAX_HEAD_BYTES:
-                    raise ValueError("endless headers")
+                    raise ValueError("headers too long")
                 self._buffer = head
                 return
             self._read_head(head)
@@ -139,7 +181,7 @@ class Connection(asyncio.Protocol):
         self._may_be_kept = headers.get(b"connection", b"").lower() != b"close"
 
     def _take_chunks(self, data: bytes, now: float) -> None:
-        """hex length, CRLF, bytes, CRLF; a length of 0 ends the answer. Splits may fall anywhere."""
+        """Parse chunks: hex length, CRLF, bytes, CRLF; length 0 ends the answer. Data may be split anywhere."""
         position = 0
         while position < len(data):
             if self._remaining:
@@ -160,7 +202,7 @@ class Connection(asyncio.Protocol):
             self._remaining = size + 2  # with the CRLF that follows
 
     def _inside(self, part: bytes) -> int:
-        """How much of an unfinished part is content: the CRLF at a chunk's end may itself be cut."""
+        """Return how much of an unfinished part is content: the CRLF at a chunk's end may itself be split."""
         return len(part) - max(0, 2 - self._remaining)
 
     def _take_body(self, data: bytes, now: float) -> None:
@@ -170,7 +212,7 @@ class Connection(asyncio.Protocol):
             return
         *lines, self._line = (self._line + data if self._line else data).split(b"\n")
         if len(self._line) > MAX_LINE_BYTES:
-            raise ValueError("endless line")
+            raise ValueError("line too long")
         for line in lines:
             self._read_line(line, now)
 
@@ -188,7 +230,9 @@ class Connection(asyncio.Protocol):
         record, done = self._record, self._done
         if record is None or done is None:
             return
-        if self._line and error is None:  # a last line needs no line break; half a line of a broken answer is nothing
+        if (
+            self._line and error is None
+        ):  # the last line needs no line break; a partial line of a broken answer is dropped
             try:
                 self._read_line(self._line, now)
             except UNREADABLE as problem:
@@ -206,7 +250,7 @@ class Connection(asyncio.Protocol):
             done.set_result(None)
 
     def _lost(self, now: float) -> None:
-        """The end of the connection is the end of an answer that had no length; of any other it is a cut."""
+        """Handle the end of the connection: the end of an answer without a length, an error for any other."""
         self._may_be_kept = False
         if self._in_body and not self._is_chunked and not self._has_length:
             self._finish(now)
@@ -220,7 +264,7 @@ class Client:
     def __init__(self, url: str, dialect: ClientDialect, model: str, api_key: str | None, began: float) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidConfig(f"{url!r} is no http address", param="url")
+            raise InvalidConfig(f"{url!r} is not an http address", param="url")
         self._host, self._tls = parts.hostname, parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
         self._dialect, self._model, self._began = dialect, model, began
@@ -239,7 +283,7 @@ class Client:
         return self._head + str(len(body)).encode() + b"\r\n\r\n" + body
 
     async def fetch(self, request: bytes, record: BenchRecord, timeout_s: float) -> None:
-        """Sends the request and waits until its record is complete; problems end in the record."""
+        """Send the request and wait until its record is complete; errors are put into the record."""
         loop = asyncio.get_running_loop()
         connection = await self._connection(loop, record)
         if connection is None:

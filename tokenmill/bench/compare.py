@@ -1,8 +1,8 @@
-"""The same file through several engines, taking turns on one machine.
+"""Comparison of several engines with the same model file, in turns on one machine.
 
-Each engine lives in a process of its own (`peers/`), loaded once. In every round each measures every concurrency in
-turn; while one works the others are stopped, so none disturbs another. What is reported is the ratio of medians, and
-how far the ratios of single rounds spread: a machine that is slow for a minute is slow for all of them.
+Each engine runs in a process of its own (`peers/`), loaded once. In every round each measures every concurrency in
+turn; while one works the others are stopped. The report has the ratio of medians, and the spread of the ratios of
+single rounds: a slow minute of the machine affects all engines of a round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Turn = tuple[str, dict[str, int], dict[str, float | None]]  # engine, what was a
 
 
 class ComparedEngine:
-    """One engine's process. Stopped between turns."""
+    """The process of one engine, stopped (SIGSTOP) between turns."""
 
     def __init__(self, name: str, python: str, model: Path, threads: int, more: Sequence[str] = ()) -> None:
         script = Path(__file__).parent / "peers" / PEERS.get(name, BINARY_PEER)
@@ -73,7 +73,7 @@ class ComparedEngine:
             self._process.send_signal(signal.SIGSTOP)
 
     def _answer(self) -> dict[str, Any]:
-        """The next line that is a JSON object; libraries write other things between."""
+        """Return the next line that is a JSON object; libraries print other lines in between."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -86,7 +86,7 @@ class ComparedEngine:
 
 
 def _remedy(last_line: str) -> str | None:
-    """What helps against the commonest failure: a Python that lacks the peer."""
+    """Return a hint for the most common failure: a Python without the peer's package."""
     if not last_line.startswith("ModuleNotFoundError"):
         return None
     installed = "pip install llama-cpp-python openvino-genai"
@@ -102,11 +102,11 @@ def engines(
     binary: Path | None = None,
     ours: Sequence[str] = (),
 ) -> Iterator[list[ComparedEngine]]:
-    """`binary`: a `llama-batched-bench` that takes part too; `ours`: what this engine's script is told besides."""
+    """Start the engines. `binary`: a `llama-batched-bench` to include; `ours`: further arguments of our own script."""
     unknown = set(names) - set(PEERS)
     if unknown:
         known = ", ".join(peer for peer in PEERS if peer != OURS)
-        raise InvalidConfig(f"no peer is called {sorted(unknown)[0]}; known are {known}", param="peers")
+        raise InvalidConfig(f"unknown peer {sorted(unknown)[0]}; known are {known}", param="peers")
     with ExitStack() as stack:
         started = []
         found = str(binary.resolve()) if binary is not None else ""  # a bare name would be looked for on PATH
@@ -136,7 +136,7 @@ class Comparison:
 
 
 def take_turns(running: Sequence[ComparedEngine], shapes: Sequence[dict[str, int]], rounds: int) -> Iterator[Turn]:
-    """Every engine, every shape, every round; who begins changes from round to round."""
+    """Measure every engine with every shape in every round; the first engine changes from round to round."""
     for number in range(rounds):
         order = [*running[number % len(running) :], *running[: number % len(running)]]
         for shape in shapes:

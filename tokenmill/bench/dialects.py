@@ -1,7 +1,7 @@
-"""How to ask a server and how to read its stream, per dialect. Data going out, one small function per event coming in.
+"""API dialects for the load generator: the request body, and a reader of one event of the response stream.
 
-A reader gets the payload of one event (the bytes after `data:`, or one line) and notes in the record what it brought: a
-piece of text with its time, the server's token counts, why the answer ended, an error.
+A reader gets the payload of one event (the bytes after `data:`, or one line) and adds to the record: a piece of text
+with its time, the server's token counts, the finish reason, an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Reader = Callable[[bytes, BenchRecord, float], None]
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """One request before it has a dialect."""
+    """One request, independent of the dialect."""
 
     messages: tuple[Message, ...]  # one user message for a plain prompt
     output_len: int
-    input_len: int = 0  # what was aimed at; the server's count is the truth
-    prompt_ids: tuple[int, ...] = ()  # token ids instead of text, where a dialect takes them
+    input_len: int = 0  # intended length; the server reports the actual one
+    prompt_ids: tuple[int, ...] = ()  # token ids instead of text, where a dialect accepts them
     schema: dict[str, Any] | None = None
 
     @property
@@ -41,8 +41,8 @@ class ClientDialect:
     body: Callable[[RequestSpec, str], dict[str, Any]]
     read: Reader
     is_sse: bool = True  # False: one JSON object a line
-    key_headers: tuple[str, ...] = ()  # where servers look for the key besides `authorization`
-    headers: tuple[str, ...] = ()  # more that the dialect asks for
+    key_headers: tuple[str, ...] = ()  # headers for the key besides `authorization`
+    headers: tuple[str, ...] = ()  # further headers of the dialect
 
 
 def _text(record: BenchRecord, now: float, text: str | None) -> None:
@@ -107,7 +107,7 @@ def _read_openai(payload: bytes, record: BenchRecord, now: float) -> None:
 
 
 def _anthropic_body(ask: RequestSpec, model: str) -> dict[str, Any]:
-    """Without a temperature: the dialect has none any more, and servers may refuse it."""
+    """Build the body without a temperature: newer models of the API refuse it."""
     body = {"model": model, "max_tokens": ask.output_len, "stream": True, "messages": list(ask.messages)}
     wanted = {"format": {"type": "json_schema", "schema": ask.schema}}
     return body if ask.schema is None else {**body, "output_config": wanted}
@@ -128,7 +128,7 @@ def _read_anthropic(payload: bytes, record: BenchRecord, now: float) -> None:
 
 
 def _anthropic_input(record: BenchRecord, usage: dict[str, Any]) -> None:
-    """`input_tokens` are those that no cache held or will hold; the prompt is all three together."""
+    """Sum the prompt's tokens: `input_tokens` leaves out those read from and written to the cache."""
     cached = usage.get("cache_read_input_tokens") or 0
     record.cached_tokens = cached
     record.input_tokens = usage.get("input_tokens", 0) + cached + (usage.get("cache_creation_input_tokens") or 0)
@@ -184,5 +184,5 @@ DIALECTS = {
 
 def find_dialect(name: str) -> ClientDialect:
     if name not in DIALECTS:
-        raise InvalidConfig(f"no dialect is called {name!r}; known are {', '.join(DIALECTS)}", param="dialect")
+        raise InvalidConfig(f"unknown dialect {name!r}; known are {', '.join(DIALECTS)}", param="dialect")
     return DIALECTS[name]

@@ -1,11 +1,11 @@
-"""Drives the in-process engine step by step and writes down what each step took.
+"""Run the in-process engine step by step and record the time of each step.
 
     add requests of token ids ─► step ─► step ─► ...          a StepRecord each
                                   │
                                   └ time in the model's kernels (with torch: in its forward and head), the rest is the
                                     host's: plan, inputs, sampler, bookkeeping
 
-A request's phases show in the outputs: until its first token it prefills, afterwards it decodes.
+A request is in prefill until its first output token, and in decode afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepRecord:
 
 @dataclass
 class StepRun:
-    """What happened to one set of requests."""
+    """The steps and times of one set of requests."""
 
     steps: list[StepRecord] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)  # since the run began, per request, as they came
@@ -46,8 +46,8 @@ class StepRun:
     waiting: set[str] = field(default_factory=set)  # requests without a token yet
     alive: int = 0
 
-    def note(self, output: SequenceOutput, at_s: float) -> int:
-        """Takes in what a step brought to one request; the number of new tokens."""
+    def record(self, output: SequenceOutput, at_s: float) -> int:
+        """Record the output of a step for one request; return the number of new tokens."""
         if output.finish_reason == "error":
             raise RequestFailed(output.error or "the request failed")
         if output.token_ids and output.request_id in self.waiting:
@@ -81,7 +81,7 @@ class KernelClock:
 
 
 class ModelClock:
-    """Stands before the runner's model and adds up the time spent inside it."""
+    """A proxy of the runner's model that sums the time spent inside it."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -119,8 +119,11 @@ def model_clock(core: EngineCore) -> Iterator[Clock]:
 
 
 def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = None) -> StepRun:
-    """Runs the requests to their end. A step takes from the end of the one before to its own: a GPU is at it already
-    while what the last one brought is noted."""
+    """Run the requests to their end.
+
+    A step lasts from the end of the one before to its own end: a GPU computes already while the host processes the
+    outputs of the step before.
+    """
     run = StepRun(waiting={request.request_id for request in requests}, alive=len(requests))
     began = time.perf_counter()
     for request in requests:
@@ -131,7 +134,7 @@ def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = N
         model_before = clock.spent_s if clock else 0.0
         outputs = core.step()
         last_ended, ended = ended, time.perf_counter()
-        num_new = sum(run.note(output, ended - began) for output in outputs)
+        num_new = sum(run.record(output, ended - began) for output in outputs)
         in_model = clock.spent_s - model_before if clock else None
         run.steps.append(StepRecord(ended - last_ended, in_model, num_new, is_full))
     run.elapsed_s = time.perf_counter() - began
@@ -141,12 +144,12 @@ def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = N
 def random_requests(
     input_lens: Sequence[int], output_lens: Sequence[int], vocab_size: int, *, seed: int, name: str
 ) -> list[Request]:
-    """Prompts of random token ids that nothing shares; answers are exactly as long as asked."""
-    drawing = random.Random(f"{seed}/{name}")
+    """Make requests with random token ids, without common prefixes, and answers of exactly the given lengths."""
+    rng = random.Random(f"{seed}/{name}")
     return [
         Request(
             request_id=f"{name}-{number}",
-            prompt_token_ids=[drawing.randrange(vocab_size) for _ in range(input_len)],
+            prompt_token_ids=[rng.randrange(vocab_size) for _ in range(input_len)],
             params=SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),
             max_tokens=output_len,
             seed=number,

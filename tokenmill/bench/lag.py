@@ -1,9 +1,8 @@
 """Lag of the load generator: a check that it was not itself the bottleneck.
 
-A timer that should fire every two milliseconds is watched: how late it fires is how late any arriving byte was seen and
-any request was sent. A report made of times measured late would blame the server for the client's slowness, so beyond a
-limit there is none. Where a late timer's time was not spent computing, something else had the processor; those moments
-are told apart, since a faster program would not help.
+A timer fires every two milliseconds: its delay is also the delay of any received byte and any sent request. Late times
+would blame the server for the client's slowness, so beyond a limit there is no report. Where the delay was not spent
+computing, another process had the processor; those moments are reported apart, since a faster program would not help.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tokenmill.bench.measures import percentile
 from tokenmill.errors import TokenmillError
 
 EVERY_S = 0.002
-STOLEN_S = 0.001  # late by more than this without having computed for most of it: the processor was elsewhere
+STOLEN_S = 0.001  # late by more than this, mostly without CPU time: another process had the processor
 
 Interval = tuple[float, float]
 
@@ -30,9 +29,9 @@ class Lag:
     p50_ms: float
     p99_ms: float
     max_ms: float
-    late_start_p99_ms: float  # how long after its time a request was sent (open loop)
+    late_start_p99_ms: float  # delay between the scheduled and the actual sending (open loop)
     busy: float  # share of one core that the generator used
-    stolen: float = 0.0  # share of the time in which something else had its processor
+    stolen: float = 0.0  # share of the time in which another process had its processor
 
     def refuse_beyond(self, limit_ms: float) -> None:
         hint = "use a faster or idler machine, fewer streams, or --max-lag-ms to accept less precise times"
@@ -62,7 +61,7 @@ class LagMeter:
         self.stolen: list[Interval] = []  # on the clock of `time.perf_counter`
 
     def start(self) -> None:
-        """From here on; what was before (a warm-up) is forgotten."""
+        """Start to measure; earlier values (of a warm-up) are dropped."""
         self.stop()
         self._late_s.clear()
         self.stolen.clear()

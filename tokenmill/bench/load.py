@@ -1,10 +1,10 @@
-"""Puts load on a server and writes down what happens.
+"""Load generation: send requests to a server and record their times.
 
     closed loop   `concurrency` clients, each sends its next request when the last is answered
-    open loop     requests are sent at their times, however many are still running
+    open loop     requests are sent at their scheduled times, however many are running
 
-A few warm-up requests run first and are not counted. The garbage collector is off meanwhile: its pauses would be
-measured as the server's.
+A few warm-up requests run first and are not counted. The garbage collector is off meanwhile, because its
+pauses would count as the server's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LoadRun:
     in_flight: int = 0
     done: int = 0
     lag: Lag | None = None
-    stolen: list[Interval] = field(default_factory=list)  # when something else had this program's processor
+    stolen: list[Interval] = field(default_factory=list)  # when another process had the processor
     elapsed_s: float = 0.0
 
     @property
@@ -79,7 +79,7 @@ def run_load(
     progress: Progress | None = None,
     keep_texts: bool = False,
 ) -> LoadRun:
-    """`keep_texts`: what was answered stays in the records, not only when."""
+    """Run a load to its end. `keep_texts`: keep the answers in the records, not only their times."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, no_collector():
         return runner.run(_run(target, load, list(warmup), warmup_concurrency, progress, keep_texts))
 

@@ -1,8 +1,8 @@
-"""Numbers about numbers: percentiles, spread, confidence intervals. What every benchmark reports with.
+"""Statistics of benchmarks: percentiles, spread, confidence intervals.
 
-A percentile is the nearest-rank one (a value that really occurred), so p99 of 50 requests is the worst of them, not an
-average of two. Confidence intervals come from the bootstrap: the sample is redrawn with replacement a few hundred times
-and the middle 95 % of the redrawn statistics is the interval. The redraws are seeded: same sample, same interval.
+A percentile is the nearest-rank one (a value of the sample), so p99 of 50 requests is the worst of them, not an average
+of two. Confidence intervals come from the bootstrap: the sample is resampled with replacement a few hundred times, and
+the middle 95 % of the resampled statistics is the interval. Resampling is seeded: same sample, same interval.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 PERCENTILES = (50, 75, 90, 95, 99)
 BOOTSTRAP_ROUNDS = 400
-MAX_BOOTSTRAP_SAMPLE = 20_000  # beyond this the interval is narrower than anyone's noise
+MAX_BOOTSTRAP_SAMPLE = 20_000  # beyond this the interval is narrower than the noise
 CONFIDENCE = 0.95
 
 Floats = npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float] | Floats) -> Summary | None:
-    """None for an empty sample: there is nothing to say about it."""
+    """Return the statistics of a sample; None if it is empty."""
     sample = np.sort(np.asarray(values, dtype=np.float64))
     if sample.size == 0:
         return None
@@ -58,7 +58,7 @@ def summarize(values: Sequence[float] | Floats) -> Summary | None:
 
 
 def percentile(values: Sequence[float] | Floats, p: float) -> float:
-    """Nearest rank; NaN for an empty sample."""
+    """Return the nearest-rank percentile; NaN for an empty sample."""
     sample = np.sort(np.asarray(values, dtype=np.float64))
     return percentile_of_sorted(sample, p) if sample.size else math.nan
 
@@ -82,19 +82,19 @@ class Interval:
 def bootstrap(
     values: Sequence[float] | Floats, statistic: Callable[[Floats], float], *, seed: int = 0
 ) -> Interval | None:
-    """The interval in which the statistic of the next run like this one is expected; None for under two values."""
+    """Return the confidence interval of a statistic; None for fewer than two values."""
     sample = np.asarray(values, dtype=np.float64)
     if sample.size < 2:
         return None
-    drawing = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     size = min(sample.size, MAX_BOOTSTRAP_SAMPLE)
-    found = [statistic(sample[drawing.integers(0, sample.size, size)]) for _ in range(_rounds(sample.size))]
+    found = [statistic(sample[rng.integers(0, sample.size, size)]) for _ in range(_rounds(sample.size))]
     tail = (1 - CONFIDENCE) / 2 * 100
     return Interval(percentile(found, tail), percentile(found, 100 - tail))
 
 
 def _rounds(size: int) -> int:
-    """Fewer redraws of large samples: their intervals are narrow and smooth."""
+    """Return the number of resamplings: fewer for large samples, whose intervals are narrow and smooth."""
     return BOOTSTRAP_ROUNDS if size <= 2000 else BOOTSTRAP_ROUNDS // 4
 
 

@@ -1,4 +1,4 @@
-"""The engine alone, without a server: how fast it prefills and decodes with 1, 4, 16 ... sequences at once.
+"""Benchmark of the engine without a server: prefill and decode speed with 1, 4, 16 ... sequences at once.
 
 For each concurrency C two sets of C requests run, each after a warm-up:
 
@@ -18,9 +18,9 @@ from typing import Any
 from tokenmill.arch.cost import WeightParts, decode_flops, kv_bytes, prefill_flops, weights_read_bytes
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.bench.engine_steps import StepRun, drive, model_clock, random_requests
-from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.measures import median, summarize
-from tokenmill.bench.peaks import Peaks
+from tokenmill.bench.traffic import Lengths
+from tokenmill.bench.utilisation import Peaks
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import StoredWeights, find_backend, find_device
 from tokenmill.engine.llm import LLM
@@ -46,7 +46,7 @@ class OfflineWorkload:
 
 @dataclass(frozen=True)
 class Measured:
-    """The model under test and what must be known to speak of its bytes and operations."""
+    """The model under test, and what is needed to count its bytes and operations."""
 
     llm: LLM
     spec: ModelSpec
@@ -57,9 +57,10 @@ class Measured:
 
 
 def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
-    """Room for the largest concurrency and the longest request, no more, unless the user set other limits.
+    """Return a config with room for exactly the largest concurrency and the longest request, unless the user set
+    limits.
 
-    `auto` speculation would measure how the answers to random prompts repeat themselves: it is off unless asked for.
+    `auto` speculation is turned off: it would measure how repetitive the answers to random prompts are.
     """
     most = max((*workload.concurrency, 1))
     model, scheduler = config.model, config.scheduler
@@ -73,7 +74,7 @@ def config_for(config: EngineConfig, workload: OfflineWorkload) -> EngineConfig:
 
 
 def rows_by_default(config: EngineConfig) -> int:
-    """How many sequences at once the engine would settle on by itself."""
+    """Return the engine's default number of sequences at once."""
     machine = probe(config)
     device = choose_device(config.ops, machine)
     return device.limits(machine.free_bytes[device.name])[0]
@@ -88,7 +89,7 @@ def open_measured(config: EngineConfig) -> Measured:
 
 
 def stored_weights(llm: LLM) -> tuple[WeightParts, str]:
-    """Bytes of the weights as the engine keeps them, and the type most of them have."""
+    """Return the bytes of the weights as the engine keeps them, and the dtype of most of them."""
     path, config, spec = llm.frontend.model_path, llm.config, llm.frontend.spec
     is_random = config.model.load_format == "dummy"
     backend, stored = find_backend(llm.core.info.backend), StoredWeights(spec, None if is_random else path)
@@ -101,9 +102,9 @@ def stored_weights(llm: LLM) -> tuple[WeightParts, str]:
 
 
 def measure_concurrency(m: Measured, workload: OfflineWorkload, concurrency: int, round_number: int) -> dict[str, Any]:
-    drawing = random.Random(f"{workload.seed}/{concurrency}/{round_number}")
-    inputs = workload.input_len.draw_many(drawing, concurrency)
-    outputs = [max(2, n) for n in workload.output_len.draw_many(drawing, concurrency)]
+    rng = random.Random(f"{workload.seed}/{concurrency}/{round_number}")
+    inputs = workload.input_len.draw_many(rng, concurrency)
+    outputs = [max(2, n) for n in workload.output_len.draw_many(rng, concurrency)]
     _run(m, inputs[:1], [min(WARMUP_TOKENS, outputs[0])], workload.seed, f"warm-{concurrency}-{round_number}")
     prefill = _run(m, inputs, [1] * concurrency, workload.seed, f"prefill-{concurrency}-{round_number}")
     decode = None
@@ -113,7 +114,8 @@ def measure_concurrency(m: Measured, workload: OfflineWorkload, concurrency: int
 
 
 def _run(m: Measured, inputs: Sequence[int], outputs: Sequence[int], seed: int, name: str) -> StepRun:
-    """On a GPU the model is not timed from inside: waiting for it there would take away the overlap being measured."""
+    """Run one set of requests. On a GPU the model is not timed: waiting for it would remove the overlap being
+    measured."""
     requests = random_requests(inputs, outputs, m.spec.vocab_size, seed=seed, name=name)
     if m.device == "cuda":
         return drive(m.llm.core, requests)
@@ -164,7 +166,7 @@ def decode_figures(m: Measured, concurrency: int, inputs: Sequence[int], run: St
 
 
 def host_figures(run: StepRun, concurrency: int) -> dict[str, Any]:
-    """What a step costs beside the model; unknown where the model was not timed."""
+    """Return the host time of a step besides the model; None where the model was not timed."""
     host_s = [step.host_s for step in run.full_decode if step.host_s is not None]
     return {
         "host_ms_per_step": median(host_s) * 1e3 if host_s else None,
@@ -173,10 +175,10 @@ def host_figures(run: StepRun, concurrency: int) -> dict[str, Any]:
 
 
 def measure_throughput(m: Measured, workload: OfflineWorkload) -> dict[str, Any]:
-    """All requests at once: what a batch job sees. Lengths are drawn inputs first, then outputs."""
-    drawing = random.Random(workload.seed)
-    inputs = workload.input_len.draw_many(drawing, workload.num_requests)
-    outputs = workload.output_len.draw_many(drawing, workload.num_requests)
+    """Measure all requests at once, as in a batch job. Input lengths are drawn first, then output lengths."""
+    rng = random.Random(workload.seed)
+    inputs = workload.input_len.draw_many(rng, workload.num_requests)
+    outputs = workload.output_len.draw_many(rng, workload.num_requests)
     _run(m, inputs[:1], [min(WARMUP_TOKENS, outputs[0])], workload.seed, "warm-all")
     run = _run(m, inputs, outputs, workload.seed, "all")
     return {
@@ -194,19 +196,22 @@ def measure_throughput(m: Measured, workload: OfflineWorkload) -> dict[str, Any]
 def in_turns(
     m: Measured, workloads: Sequence[OfflineWorkload], tell: Callable[[dict[str, Any]], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Every workload at every concurrency, each figure the median of the rounds. A round visits them all before the
-    next begins: a machine that is slow for a minute then makes a round slow, not one of the concurrencies."""
-    places = [(workload, concurrency) for workload in workloads for concurrency in workload.concurrency]
-    found: list[list[dict[str, Any]]] = [[] for _ in places]
+    """Measure every workload at every concurrency; each figure is the median of the rounds.
+
+    A round visits all of them before the next begins, so that a slow minute of the machine affects a round and not one
+    of the concurrencies.
+    """
+    points = [(workload, concurrency) for workload in workloads for concurrency in workload.concurrency]
+    found: list[list[dict[str, Any]]] = [[] for _ in points]
     for number in range(workloads[0].rounds):
-        for rounds, (workload, concurrency) in zip(found, places, strict=True):
+        for rounds, (workload, concurrency) in zip(found, points, strict=True):
             rounds.append(measure_concurrency(m, workload, concurrency, number))
             if tell is not None:
                 tell(rounds[-1])
-    return [middle(rounds) for rounds in found]
+    return [median_of_rounds(rounds) for rounds in found]
 
 
-def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def median_of_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Take the median of each figure over several rounds of one measurement."""
     if len(rounds) == 1:
         return dict(rounds[0])
@@ -216,7 +221,7 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def against_peaks(result: dict[str, Any], peaks: Peaks | None) -> dict[str, Any]:
-    """The same figures as shares of what the machine can do at best."""
+    """Add the figures as shares of the machine's peaks."""
     if peaks is None:
         return result
     result["prefill_mfu"] = result["prefill_flops_s"] / peaks.flops

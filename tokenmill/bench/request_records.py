@@ -1,4 +1,4 @@
-"""What is written down of one request: when it should have been sent, was sent, and when each piece of answer came.
+"""The record of one request: when it was scheduled and sent, and when each piece of its answer came.
 
     scheduled ── sent ─────── first ── · ── · ── · ── last
         └ delay ┘ └─── TTFT ───┘ └ ITL ┘           │
@@ -54,7 +54,7 @@ class BenchRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for a single token: nothing lies between."""
+        """Return the mean time per output token after the first; None for a single token."""
         return (self.times_s[-1] - self.times_s[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
     @property
@@ -62,7 +62,8 @@ class BenchRecord:
         return np.diff(np.asarray(self.times_s, dtype=np.float64))
 
     def as_dict(self) -> dict[str, Any]:
-        """For the result file; piece times are relative to the first, in milliseconds, to keep it small."""
+        """Return the record for the result file; piece times are in milliseconds after the first, to keep the file
+        small."""
         first = self.times_s[0] if self.times_s else 0.0
         return {
             "scheduled_s": round(self.scheduled_s, 6),

@@ -1,4 +1,4 @@
-"""The file a run leaves: what was asked, what was measured, every request, and enough to do it again."""
+"""The result file of a run: settings, figures, every request, and the command to repeat it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def result(run: LoadRun, settings: dict[str, Any], totals: dict[str, Any]) -> di
 
 
 def without_key(arguments: list[str]) -> list[str]:
-    """A command that can be shown to others."""
+    """Hide the API key in a command line."""
     hidden = [re.sub(r"^(--api-key=).*", r"\1…", argument) for argument in arguments]
     return ["…" if before == "--api-key" else argument for before, argument in zip(["", *hidden], hidden, strict=False)]
 
@@ -45,7 +45,7 @@ def write_result(path: Path, found: dict[str, Any], run: LoadRun) -> None:
 
 
 def read_result(path: Path) -> tuple[dict[str, Any], list[BenchRecord]]:
-    """A run's figures and its records."""
+    """Read a result file: the figures and the records."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidConfig(f"{path} is too large for a result")

@@ -1,13 +1,13 @@
-"""The largest load a server holds within limits: doubling until it fails, halving the gap, trying again near the edge.
+"""Search for the largest load that a server holds within limits: double until it fails, bisect, then repeat near the
+edge.
 
     level   1 ✓  2 ✓  4 ✓  8 ✓  16 ✓  32 ✓  64 ✗ │ 48 ✗  40 ✗  36 ✓  38 ✗  37 ✓ │ 38 ✗  37 ✓  36 ✓  38 ✗   → 37
 
 Where the first level fails already, levels are halved until one passes. A level is a concurrency (closed loop) or an
 arrival rate (open loop). It passes when the percentiles are within the limits, nearly nothing failed, and the run was
-steady: a queue that grows will break any limit if only one waits, so growth is failure even while the percentiles still
-pass. Close to the edge single trials are luck, and so is the gap they lead to: the last part weighs all trials together
-(`bench/capacity_belief.py`) and goes on until their edge is sure. Trials are kept in a file, so a search can be
-resumed.
+steady: a growing queue breaks any limit sooner or later, so growth counts as failure even while the percentiles still
+pass. Close to the edge single trials are random, so the last part weighs all trials together (`Belief`) and continues
+until the edge is certain enough. Trials are kept in a file, so a search can be resumed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,71 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.bench.capacity_belief import Belief, belief_of
-from tokenmill.bench.measures import median
+import numpy as np
+
+from tokenmill.bench.measures import Floats, median
 from tokenmill.bench.request_records import BenchRecord
-from tokenmill.bench.slo import Limit
+from tokenmill.bench.totals import Limit
 from tokenmill.errors import InvalidConfig
+
+Outcome = tuple[float, bool]  # level, whether it passed
+
+STEP = 0.006  # step of the grid in log(level)
+WIDTHS = np.array([0.003, 0.006, 0.012, 0.025, 0.04, 0.06, 0.09, 0.13, 0.18, 0.25])
+SLIP = 0.01
+MARGIN = 1.5  # the edge may be outside of the allowed levels by this factor
+
+
+@dataclass(frozen=True)
+class Belief:
+    """Posterior distribution of the capacity limit (edge): candidate levels and their probabilities.
+
+    More load is never easier, so apart from noise there is one edge: levels below it pass, levels above it fail, and
+    close to it a single trial is random (a machine that was slow or fast for some seconds). Neither the edge nor the
+    width of that noise is known; both are inferred from the trials, on a grid, with Bayes' rule:
+
+        P(a level passes) = logistic(log(edge / level) / width), and one trial in a hundred fails for other reasons
+
+        level      30   36   40   44   48   52   60
+        trials     ✓✓   ✓✓   ✓✗   ✓✓   ✗✓   ✗✗   ✗        edge likely 44 to 48, with width 0.1
+
+    A server whose trials agree needs few of them; where they contradict each other, more are needed. (Counting
+    majorities, or resampling the trials, is overconfident: a search that stops when it looks certain stops at a lucky
+    moment.)
+    """
+
+    edges: Floats
+    probs: Floats
+
+    def quantile(self, share: float) -> float:
+        index = int(np.searchsorted(np.cumsum(self.probs), share))
+        return float(self.edges[min(index, len(self.edges) - 1)])
+
+    def between(self, low: float, high: float) -> float:
+        return float(self.probs[(self.edges >= low) & (self.edges < high)].sum())
+
+    def sample(self, rng: random.Random) -> float:
+        return self.quantile(rng.random())
+
+
+def belief_of(outcomes: Sequence[Outcome], lowest: float, most: float) -> Belief:
+    """Return the posterior after these trials; the prior is uniform over log(edge) and over the widths."""
+    logs = np.arange(np.log(lowest / MARGIN), np.log(most * MARGIN), STEP)
+    likelihood = np.zeros((len(WIDTHS), len(logs)))
+    for (level, passed), times in Counter(outcomes).items():
+        distance = (logs - np.log(level)) / WIDTHS[:, None]
+        chance = 0.5 * (1 + np.tanh(distance / 2))  # the logistic function, without overflow
+        chance = SLIP + (1 - 2 * SLIP) * chance
+        likelihood += times * np.log(chance if passed else 1 - chance)
+    weights = np.exp(likelihood - likelihood.max()).sum(axis=0)
+    return Belief(np.exp(logs), weights / weights.sum())
+
 
 MAX_FAILED_SHARE = 0.01
 GROWTH = 1.5  # TTFT of the last quarter against the second
@@ -48,20 +103,20 @@ class Trial:
 class Verdict:
     best: float | None  # None: not even the lowest level passes
     first_failing: float | None  # None: every level up to the highest allowed passes
-    confidence: float  # that the edge is within the resolution of this one
+    confidence: float  # probability that the edge is within the resolution of `best`
     likely: tuple[float, float]  # the edge lies here in 9 of 10 cases
     trials: list[Trial] = field(default_factory=list)
-    was_cut_short: bool = False  # someone broke it off before it was sure
+    was_cut_short: bool = False  # interrupted before it was certain
 
 
 @dataclass(frozen=True)
 class SearchSettings:
     start: float = 1
     most: float = 4096
-    confidence: float = 0.9  # the search ends when it is that sure of the edge
+    confidence: float = 0.9  # the search ends at this probability of the edge
     most_trials: int = 60  # or after so many trials
     is_whole: bool = True  # levels are integers
-    noisy_s: float = 0.0  # where trials contradict each other it lasts as long as this, however sure it is
+    noisy_s: float = 0.0  # minimum duration where trials contradict each other
     resolution: float = 0.05  # an edge this share off is the same; so are neighbouring integers
 
     def __post_init__(self) -> None:
@@ -222,7 +277,7 @@ class _Log:
         further away where they do not; of integers the one below or the one above it. No further up than twice
         what passed: a server far beyond its edge takes long to show it."""
         settings = self._settings
-        level = settings.level(believed.drawn(self._drawing))
+        level = settings.level(believed.sample(self._drawing))
         if settings.is_whole:
             level += self._drawing.choice((0, 1))
         passed = self._highest_passed() or settings.lowest

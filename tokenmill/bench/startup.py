@@ -1,12 +1,12 @@
-"""How long a start takes, from a cold process to the first token, and where the time goes.
+"""Benchmark of the start: from a cold process to the first token, by stages.
 
-A fresh Python runs each round, so that every import is paid for:
+Each round runs a fresh Python, so that every import counts:
 
     process ─► import tokenmill ─► import the engine ─► tokenizer, torch, weights ─► first token    `LLM` in Python
     process ─► `tokenmill run` writes the first byte of its answer
     process ─► `tokenmill serve` answers /health with 200
 
-On a busy machine the times grow and the CPU times do not; so the server's start is told in both.
+On a busy machine the times grow and the CPU times do not, so the start of the server is reported in both.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure_start(model: str, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def measure_starts(model: str, settings: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Medians of several starts; the first warms the disk's cache and is left out when there are more."""
+    """Return the medians of several starts; the first one fills the disk cache and is left out if there are more."""
     found = [measure_start(model, settings) for _ in range(rounds)]
     counted = found[1:] if len(found) > 1 else found
     return {stage: median([one[stage] for one in counted]) for stage in STAGES}
@@ -71,7 +71,7 @@ def measure_starts(model: str, settings: dict[str, Any], rounds: int) -> dict[st
 
 
 def measure_runs(arguments: list[str], rounds: int) -> dict[str, float]:
-    """Medians of `tokenmill run MODEL hi` with these arguments; again the first only warms where there are more."""
+    """Return the medians of `tokenmill run MODEL hi` with these arguments; the first is left out if there are more."""
     found = [measure_run(arguments) for _ in range(rounds)]
     counted = found[1:] if len(found) > 1 else found
     return {stage: median([one[stage] for one in counted]) for stage in RUN_STAGES}
@@ -95,7 +95,7 @@ def measure_run(arguments: list[str]) -> dict[str, float]:
 
 
 def measure_server_starts(arguments: list[str], rounds: int) -> dict[str, float]:
-    """Medians of `tokenmill serve` with these arguments, from the process to its readiness."""
+    """Return the medians of `tokenmill serve` with these arguments, from process start to readiness."""
     found = [measure_server_start(arguments) for _ in range(rounds)]
     return {stage: median([one[stage] for one in found]) for stage in SERVER_STAGES}
 
@@ -126,7 +126,7 @@ def _is_ready(port: str) -> bool:
 
 
 def _cpu_s(pid: int) -> float:
-    """User and system time of a process so far; 0 where the system does not tell."""
+    """Return user and system time of a process so far; 0 where the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -1,14 +1,16 @@
-"""How much of a device a served load used, where model and device are known: MFU and MBU over the whole run.
+"""Peaks of the machine, and the share of them that a served load used: MFU and MBU over the whole run.
 
-FLOPs   of every prompt (what was not cached) and of every decoded token at its context
-bytes   a decode step reads the weights once for all running requests and each one's KV; the number of steps is the
-        decoded tokens divided by how many requests were running on average
+FLOPs   of every prompt (without its cached part) and of every decoded token at its context
+bytes   a decode step reads the weights once for all running requests, and the KV cache of each; the number of steps is
+        the decoded tokens divided by the mean number of running requests
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenmill.arch.cost import (
     WeightParts,
@@ -24,7 +26,51 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.errors import InvalidConfig
-from tokenmill.hardware.peaks import DevicePeaks, find_device
+from tokenmill.hardware.machine import Machine, probe_machine
+from tokenmill.hardware.measured import measure_cpu
+from tokenmill.hardware.peaks import DevicePeaks, PeakDType, find_device
+
+MEASURE_S = 1.5
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peak bandwidth and arithmetic of the machine, measured on a CPU, listed for a GPU."""
+
+    device: str
+    source: str  # "measured" or "listed"
+    bandwidth_bytes_s: float
+    flops: float
+    flops_dtype: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f"peak_{name}": value for name, value in vars(self).items()}
+
+
+def machine_peaks(device: str, dtype: str, threads: int | None) -> Peaks | None:
+    """Return the peaks of this machine; None for a GPU that is not in the table."""
+    if device == "cpu":
+        return measured_peaks(dtype, threads)
+    machine = probe_machine()
+    listed = listed_device(machine)
+    if listed is None:
+        return None
+    kinds: dict[str, PeakDType] = {"float32": "fp32", "fp8": "fp8"}  # 4-bit matrices are expanded for many rows
+    kind = kinds.get(dtype, "bf16")
+    return Peaks(listed.name, "listed", listed.bandwidth_bytes_s, listed.flops_for(kind), kind)
+
+
+def measured_peaks(dtype: str, threads: int | None) -> Peaks:
+    found = measure_cpu(threads, MEASURE_S)
+    uses_int8 = dtype not in ("float32", "bfloat16", "float16") and found.int8_flops is not None
+    flops = found.int8_flops if uses_int8 and found.int8_flops else found.fp32_flops
+    name = probe_machine().cpu.name
+    return Peaks(name, "measured", found.bandwidth_bytes_s, flops, "int8" if uses_int8 else "fp32")
+
+
+def listed_device(machine: Machine) -> DevicePeaks | None:
+    return find_device(machine.gpus[0].name) if machine.gpus else None
+
 
 KV_DTYPE = "bfloat16"
 

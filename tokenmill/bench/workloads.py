@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.dialects import Message, RequestSpec
-from tokenmill.bench.lengths import Lengths
-from tokenmill.bench.traces import HASH_BLOCK_TOKENS, TraceRow
+from tokenmill.bench.traffic import HASH_BLOCK_TOKENS, Lengths, TraceRow
 from tokenmill.errors import InvalidConfig
 
 COMMON_WORDS = (

@@ -64,7 +64,7 @@ def offline(
         Measure the machine first and show which share of it is used.
     """
     from tokenmill.bench import offline as bench
-    from tokenmill.bench.lengths import Lengths
+    from tokenmill.bench.traffic import Lengths
 
     workload = bench.OfflineWorkload(
         Lengths.parse(input_len, "input-len"),
@@ -93,7 +93,7 @@ def whole_numbers(text: str, param: str, *, can_be_empty: bool = False) -> tuple
 
 def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[str, Any]:
     from tokenmill.bench import offline as bench
-    from tokenmill.bench.peaks import machine_peaks
+    from tokenmill.bench.utilisation import machine_peaks
 
     session.fetch(config.model.model)
     measured = bench.open_measured(config)
@@ -190,7 +190,7 @@ def latency(
         Repeats of each measurement; medians are shown.
     """
     from tokenmill.bench import offline as bench
-    from tokenmill.bench.lengths import Lengths
+    from tokenmill.bench.traffic import Lengths
 
     batches, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(input_lens, "input-lens")
     answer = Lengths(output_len, output_len)

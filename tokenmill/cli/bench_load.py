@@ -98,7 +98,7 @@ class WorkloadConfig:
 
     def sessions(self, *, has_trace: bool = False) -> Workload:
         """The requests to send (with a trace: those of the warm-up); a wrong kind or file is refused before that."""
-        from tokenmill.bench.lengths import Lengths
+        from tokenmill.bench.traffic import Lengths
         from tokenmill.bench.workloads import Workload
 
         refuse_idle(self, self._needs(has_trace))

@@ -78,8 +78,8 @@ class ArrivalConfig:
         return closed_load(work, self.concurrency or 1, self.count, self.duration_s)
 
     def _open(self, work: Workload, rate: float) -> OpenLoop:
-        from tokenmill.bench.arrivals import ArrivalProcess
         from tokenmill.bench.load import OpenLoop
+        from tokenmill.bench.traffic import ArrivalProcess
 
         process = ArrivalProcess(rate, self.arrivals, self.burstiness, self.rate_end, self.duration_s)
         timed = zip(process.times(work.seed), work.sessions(), strict=False)
@@ -87,7 +87,7 @@ class ArrivalConfig:
 
     def _replay(self, path: Path, asked: WorkloadConfig) -> OpenLoop:
         from tokenmill.bench.load import OpenLoop
-        from tokenmill.bench.traces import TraceScale, read_trace
+        from tokenmill.bench.traffic import TraceScale, read_trace
         from tokenmill.bench.workloads import trace_session
 
         first_s = float("inf") if self.trace_s is None else self.trace_s
@@ -116,7 +116,7 @@ class ResultConfig:
     def check(self) -> None:
         """Refuse wrong settings before anything is sent."""
         from tokenmill.arch.read import read_spec
-        from tokenmill.bench.slo import parse_goodput
+        from tokenmill.bench.totals import parse_goodput
         from tokenmill.bench.utilisation import known_device
 
         parse_goodput(self.goodput)
@@ -128,8 +128,7 @@ class ResultConfig:
             read_spec(self.known_model)
 
     def figures(self, run: LoadRun) -> dict[str, Any]:
-        from tokenmill.bench.slo import parse_goodput
-        from tokenmill.bench.totals import totals
+        from tokenmill.bench.totals import parse_goodput, totals
         from tokenmill.bench.utilisation import utilisation
 
         figures = totals(run.records, goodput=parse_goodput(self.goodput), usd_per_hour=self.usd_per_hour)
@@ -256,9 +255,9 @@ def search(
     resume
         File that keeps the trials; a search that was broken off goes on from it.
     """
+    from tokenmill.bench.report import curve_rows, curve_titles, html_search, sentence
     from tokenmill.bench.search import read_trials, write_trials
     from tokenmill.bench.search import search as find
-    from tokenmill.bench.search_report import curve_rows, curve_titles, html_search, sentence
 
     edge = asked.settings()
     require_folder(resume, "resume")
@@ -305,7 +304,7 @@ def trier(
     asked: SearchConfig, workload: WorkloadConfig, measurement: RunConfig, aim: Target
 ) -> Callable[[float], Trial]:
     """The function that runs one trial at a level of load."""
-    from tokenmill.bench.slo import parse_limits
+    from tokenmill.bench.totals import parse_limits
 
     limits, work = parse_limits(asked.slo), workload.sessions()
 

@@ -125,7 +125,7 @@ def question(device: DeviceConfig, load: LoadConfig, precision: PrecisionConfig)
 
 
 def parse_slo(text: str) -> Slo:
-    from tokenmill.bench.slo import parse_seconds
+    from tokenmill.bench.totals import parse_seconds
     from tokenmill.planner.capacity import Slo
 
     limits: dict[str, float] = {}

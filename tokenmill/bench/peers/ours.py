@@ -7,8 +7,8 @@ import json
 import sys
 
 import tokenmill
-from tokenmill.bench.lengths import Lengths
 from tokenmill.bench.offline import OfflineWorkload, config_for, measure_concurrency, open_measured
+from tokenmill.bench.traffic import Lengths
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -205,6 +206,8 @@ def default(argument: Any) -> str:
         return "required"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if value == sys.executable:
+        return "this Python"
     return "–" if value in (None, "", ()) else f"`{value}`"
 
 

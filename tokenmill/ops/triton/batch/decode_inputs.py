@@ -1,14 +1,14 @@
-"""Permanent rows on the device: what a decoding step must know of its rows is looked up there, not sent.
+"""Inputs of decoding steps, gathered on the device from permanent rows instead of being sent by the host.
 
 `tables` int32 [groups, max_rows, max_blocks] and `newest` int64 [max_rows] (each row's last drawn token) stay on the
-device. A step says which rows it is about; a row of number NO_ROW only fills up the batch.
+device. A step says which rows it computes; a row of number NO_ROW only pads the batch.
 
 Kernels read what the host sends, and write what it waits for, in the host's own memory: a copy before a graph and one
-behind it would take 10 us each, most of it until they begin. Both lie in a ring of PLACES, since the host is a step or
-two ahead; which place is a step's own the device counts by itself, so that a captured graph needs no arguments:
+behind it would take 10 us each, most of it until they begin. Both lie in a ring of RING_SIZE slots, since the host is
+a step or two ahead; the device itself counts which slot is a step's own, so a captured graph needs no arguments:
 
-    host     writes place k, launches; writes place k + 1, launches ...         reads place k of `drawn`
-    device   look_up: turn is k, reads place k ─► model ─► hand_over: writes place k, turn becomes k + 1
+    host     writes slot k, launches; writes slot k + 1, launches ...           reads slot k of `drawn`
+    device   gather_inputs: reads slot k ─► model ─► publish_tokens: writes slot k, counts k + 1
 """
 
 from __future__ import annotations

@@ -233,7 +233,8 @@ def hopper_gemm(
     config: HopperConfig,
     activation: Activation | None,
 ) -> torch.Tensor:
-    """As `wide_linear` of `wide_cuts`"""
+    """x [rows, num_in], values [num_out, num_in] → [rows, num_out]. With an activation, values are gates above ups, and
+    the result is act(gate) * up [rows, num_out / 2]. fp8: both have scales, and the result is of `dtype`."""
     (num_rows, num_in), lines = x.shape, len(values)
     own, num_out = (config.lines // 2, lines // 2) if activation else (config.lines, lines)
     strips, blocks = cdiv(num_out, own), cdiv(num_rows, config.rows)

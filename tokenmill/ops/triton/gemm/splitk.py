@@ -1,6 +1,6 @@
 """Products of a few rows with a big matrix on the matrix units: the time is what reading the matrix once takes.
 
-A program owns a strip of matrix rows and a share of their columns. The strip is the left factor and the inputs, of
+A program owns a strip of matrix rows and a range of their columns. The strip is the left factor and the inputs, of
 which there are few, the right one, so that nothing is padded but the inputs:
 
     strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
@@ -8,7 +8,7 @@ which there are few, the right one, so that nothing is padded but the inputs:
 Where a matrix has too few strips to keep the device busy its columns are split too. The program that ends last adds up
 the sums of all splits, in their order. Matrices of 4 or 8 bits are expanded in registers, on their way to the product.
 
-What is read first is asked for before the kernel that computes the inputs has ended (see `overlap`).
+The first columns are prefetched before the kernel that computes the inputs has ended (see `launch/pdl.py`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def packed_tile_sums(
     matrix, inputs, places, stride, low, high, ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Words [low, high) of each of the matrix's lines times the inputs: [STRIP, ROWS], WORDS at a time (see `words`).
+    """Words [low, high) of each matrix row times the inputs: [STRIP, ROWS], WORDS at a time (`quant/packed_int.py`).
     `matrix` [STRIP, WORDS] and `inputs` [ROWS, WORDS] point at the first of each line and row, `places` [STRIP] at the
     scales of the lines' first groups, which lie `stride` apart from those of the next.
 

@@ -112,7 +112,7 @@ def _kind(arg: Any) -> Any:
 
 
 def _form(arg: Any) -> Any:
-    """The same, or more than that, where whole numbers and constants are not told apart"""
+    """The same, or more than that, where integers and constants are not told apart"""
     if hasattr(arg, "block_shape"):  # a descriptor of a tensor, Triton's or Gluon's
         return arg.base.dtype, *arg.block_shape
     return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg

@@ -1,9 +1,10 @@
 """One kernel begins while the one before it ends (programmatic dependent launch, NVIDIA from Hopper on).
 
-Every kernel that takes part says at its beginning that its successor may be brought onto the chip, and waits before it
-touches anything its predecessors wrote. What it needs from elsewhere, weights above all, it may fetch before that.
+A kernel that takes part allows its successor to be launched (`launch_dependents`) at its own beginning, and waits
+(`wait_for_previous`) before it reads anything that kernels before it wrote. What it needs from elsewhere, weights above
+all, it may load before that.
 
-Programs of one kernel that share a result count their arrivals; the last one puts the result together.
+Programs of one kernel that share a result, as the splits of split-K do, count themselves; the last one adds up.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def overlaps() -> bool:
 
 @cache
 def split_counters(device: torch.device) -> torch.Tensor:
-    """Counters that are 0 between kernels: whoever counts to the end sets his back."""
+    """Counters that are 0 between kernels: the program that counts to the end sets its counter back."""
     return torch.zeros(MAX_SPLIT_COUNTERS, dtype=torch.int32, device=device)
 
 

@@ -60,7 +60,7 @@ LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def ordered_logits(logits, token, num_experts, BLOCK: tl.constexpr):
-    """Logits [BLOCK] as whole numbers that sort as they do; experts that do not exist come after all others"""
+    """Logits [BLOCK] as integers in the same order; experts that do not exist come after all others"""
     experts = tl.arange(0, BLOCK)
     # Not by way of the first-level cache, which may know older ones: downs look before they wait.
     at = logits + token * num_experts + experts

@@ -1,9 +1,9 @@
-"""Words times a row in pairs of float16 numbers: two of a word's values at an instruction, made weights on their way.
+"""Packed integers times a row in pairs of float16 numbers: each instruction works on two values of a word.
 
-A word of 4 or 8 bits a value (see `words`) has as many pairs as it has values in its lower half. A pair of the row lies
-as the values do that it is multiplied by, which are half a word apart:
+A word of 4 or 8 bits a value (`packed_int.py`) has as many pairs as it has values in its lower half. The two columns of
+a pair lie as far apart as the values they are multiplied by, half a word:
 
-    pair i of word w:   [ column w + span (i + values / 2) | column w + span i ]
+    pair i of word w:   [ column w + interleave (i + values / 2) | column w + interleave i ]
 
 One instruction puts two values behind the exponent of 1024, one makes them -8 to 7, or -128 to 127, one makes weights
 of them, by pairs of scales and minima, and one multiplies and adds. Two or four products are added up in float16.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SMALLER = tl.constexpr(1 / 64)  # where nobody has looked for the largest: columns up to 2 ** 17 have room
+SMALLER = tl.constexpr(1 / 64)  # where a row's largest value is not known: columns up to 2 ** 17 have room
 
 # Two float32 numbers as a pair.
 PAIR = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")

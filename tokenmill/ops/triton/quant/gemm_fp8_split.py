@@ -6,7 +6,7 @@ Planes are further columns of the right factor, which the matrix units would pad
 
     x / scale = a + b / 16        strip [STRIP, columns] · [a | b] of each row → sums [STRIP, 2 * ROWS]
 
-Many rows make do with one plane (see `quantized`). As in `strips`, a matrix with few strips is split by columns too.
+Many rows are rounded to one plane. As in split-K, a matrix with few strips is split by columns too.
 """
 
 from __future__ import annotations

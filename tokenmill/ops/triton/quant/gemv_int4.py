@@ -1,12 +1,12 @@
 """A single row times a 4-bit matrix, without the matrix units: the time is what reading the matrix once takes, if a
 value costs few instructions.
 
-The row's columns are divided by a scale, one a span, rounded to float16, and kept in pairs that lie as the values of a
-word do (see `words`; spans of 32 words, 256 columns):
+The row's columns are divided by a scale, one for 256 columns (32 interleaved words), rounded to float16, and kept in
+pairs that lie as the values of a word do (`packed_int.py`):
 
     pair i of word w:   [ column w + 32 (i + 4) | column w + 32 i ]        i = 0 to 3
 
-So one instruction does something to two values (see `pairs`). Four products at a time are added up in float16, in
+So one instruction works on two values (`fp16x2.py`). Four products at a time are added up in float16, in
 groups of 128 columns that share a scale; then in float32. Where groups are smaller or have minima, one instruction more
 makes two weights of two values.
 """

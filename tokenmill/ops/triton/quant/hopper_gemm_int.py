@@ -1,11 +1,11 @@
-"""Products of dozens to hundreds of rows with matrices of words (see `words`), on Hopper: enough rows to keep the
+"""Products of dozens to hundreds of rows with packed integers (`packed_int.py`), on Hopper: enough rows to keep the
 matrix units busy, too few to expand the matrix into memory first.
 
-As in `strips` a program owns a strip of the matrix, which is the left factor, and a share of its columns:
+As in split-K a program owns a strip of the matrix, which is the left factor, and a range of its columns:
 
     strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
 
-Three things go on at once. Inputs are copied into a ring of tiles in shared memory by the unit that is there for it;
+Three things go on at once. Inputs are copied into a ring of tiles in shared memory by the copying unit (TMA);
 words and scales of the next span are on their way into registers; and while the matrix units multiply one chunk of
 columns, the others turn words into the next chunk's weights, in the very registers where the matrix units take them
 from. No compiler arranges that by itself, so this is written in Gluon, Triton's lower language, in which layouts,

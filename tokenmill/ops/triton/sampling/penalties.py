@@ -1,6 +1,5 @@
-"""What a row's parameters do to its logits on the device before a token is drawn (`draw.py`): penalties for tokens
-that were
-seen, then what is added to single tokens. Each row's parameters, edits and counts of seen tokens lie in tables by row.
+"""Logits processors on the device, before a token is sampled (`sample.py`): penalties for tokens that were seen, then
+what is added to single tokens. Each row's parameters, edits and counts of seen tokens lie in tables by row.
 
 The same steps in the same order as `sampling/steps.py`.
 """

@@ -1,10 +1,9 @@
-"""Drawing a token on the device: temperature, top-k, top-p, min-p, and the draw, a program a row, from logits
-that are
-penalised and edited already (`logit_edits.py`).
+"""Token sampling on the device: temperature, top-k, top-p, min-p and the draw, one program a row, from logits that are
+penalised and edited already (`penalties.py`).
 
-The same steps in the same order as `sampling/steps.py`: softmax in whole numbers of 2**-50, cuts on these, then the
-first token whose cumulative mass passes u * total. Sums of whole numbers have no order, so a row's token is the same in
-any batch; against a CPU only the last bit of exp differs.
+The same steps in the same order as `sampling/steps.py`: softmax in integers of 2**-50, cuts on these, then the first
+token whose cumulative mass passes u * total. Sums of integers do not depend on their order, so a row's token is the
+same in any batch; against a CPU only the last bit of exp differs.
 
 A cut needs the k-th best value, or the value at which the mass reaches a share. Distances below the highest logit are
 floats of one sign, whose bits sort as they do. A pass over the row counts what lies within each of eight borders, the

@@ -20,10 +20,9 @@ from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.planner.calibrate import fit_speeds
 from tokenmill.planner.capacity import Slo, largest_load, steady_load
 from tokenmill.planner.device import plan_device
-from tokenmill.planner.fit import grid
 from tokenmill.planner.memory import GPU_CONTEXT_BYTES, Limits, Split, plan_memory
 from tokenmill.planner.model import PlannedModel
-from tokenmill.planner.plan import Question, make_plan
+from tokenmill.planner.plan import Question, grid, make_plan
 from tokenmill.planner.report import html_page
 from tokenmill.planner.serving import serving_lines, serving_plan
 

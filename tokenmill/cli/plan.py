@@ -173,9 +173,8 @@ def command(
 
 def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Question) -> list[Plan]:
     from tokenmill.hardware.peaks import find_device
-    from tokenmill.planner.fit import grid
     from tokenmill.planner.model import find_model
-    from tokenmill.planner.plan import make_plan
+    from tokenmill.planner.plan import grid, make_plan
 
     others = [name for part in show.compare for name in _list(part)]
     device_names = [*_list(asked.device), *[name for name in others if name == "auto" or find_device(name)]]

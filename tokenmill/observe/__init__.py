@@ -1,1 +1,1 @@
-"""What can be seen of a running Tokenmill: log lines and metric series. Nothing here keeps the text of a prompt."""
+"""Logs and metrics of a running Tokenmill. Neither contains the text of prompts or answers."""

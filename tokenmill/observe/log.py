@@ -2,8 +2,8 @@
 
     2026-01-31T12:00:00.123Z info request id=chatcmpl-1 prompt_tokens=12 finish=stop total_ms=840
 
-`event(log, "request", id=…, …)` is the one way to write a line: the values are numbers, ids and words; anything with
-spaces, quotes or control characters is quoted, so a line stays a line whatever a client sent.
+All lines are written with `event(log, "request", id=…, …)`: the values are numbers, ids and words; anything with
+spaces, quotes or control characters is quoted, so that client input can't break a line.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ LIBRARIES = ("uvicorn", "asyncio")
 Value = str | int | float | bool | None
 
 
-def get_log(room: str) -> logging.Logger:
-    return logging.getLogger(f"tokenmill.{room}")
+def get_log(package: str) -> logging.Logger:
+    """Return the logger of one of tokenmill's packages."""
+    return logging.getLogger(f"tokenmill.{package}")
 
 
 def event(log: logging.Logger, name: str, *, level: int = logging.INFO, **fields: Value) -> None:
-    """Write one line about one thing that happened."""
+    """Log one event as one line."""
     if log.isEnabledFor(level):
         log.log(level, "%s", " ".join([name, *(f"{key}={shown(value)}" for key, value in fields.items())]))
 
 
 def shown(value: Value) -> str:
-    """A value on one line: numbers short, odd strings quoted, long ones cut."""
+    """Format a value on one line: numbers short, strings with special characters quoted, long ones truncated."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -50,8 +51,10 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
-    """Send tokenmill's lines to `stream` (stderr), and warnings of what it is built on in the same form. Called once by
-    a program that starts, never by an import."""
+    """Log to `stream` (stderr by default), including warnings of the server libraries in the same format.
+
+    Called once at the start of a program, never by an import.
+    """
     writer = logging.StreamHandler(stream or sys.stderr)
     writer.setFormatter(LineFormatter())
     for name in ("tokenmill", *LIBRARIES):

@@ -1,10 +1,10 @@
-"""The metric series, declared once, made on a registry that the caller owns (so that a test can have its own).
+"""Prometheus metrics, created on a registry of the caller (so that each test can have its own).
 
 | series (prefix tokenmill_)        | kind      | what                                                          |
 |-----------------------------------|-----------|---------------------------------------------------------------|
 | requests_total{outcome}           | counter   | finished requests: stop, length, abort, error, rejected       |
 | prompt_tokens_total               | counter   | prompt tokens of finished requests                            |
-| generation_tokens_total           | counter   | tokens drawn                                                  |
+| generation_tokens_total           | counter   | tokens generated                                              |
 | time_to_first_token_seconds       | histogram | arrival → first token                                         |
 | time_per_output_token_seconds     | histogram | (last token − first token) / (tokens of an answer − 1)        |
 | queue_time_seconds                | histogram | arrival → first scheduled                                     |
@@ -13,8 +13,8 @@
 | kv_usage_ratio                    | gauge     | share of KV blocks in use                                     |
 | prefix_hits_total, _queries_total | counter   | prompt tokens found in, and looked up in, the prefix cache    |
 | preemptions_total                 | counter   | sequences sent back to the queue for lack of KV blocks        |
-| draft_tokens_total                | counter   | tokens that speculation guessed and the model computed        |
-| accepted_draft_tokens_total       | counter   | those of them that were right                                 |
+| draft_tokens_total                | counter   | draft tokens of speculative decoding that were computed       |
+| accepted_draft_tokens_total       | counter   | draft tokens that were accepted                               |
 | engine_steps_total                | counter   | steps computed                                                |
 | engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
@@ -37,7 +37,7 @@ _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """What was measured of one request; None where it did not get that far."""
+    """Times of one request; None for stages that it did not reach."""
 
     total_s: float
     queue_s: float | None = None
@@ -64,7 +64,7 @@ NO_ENGINE = EngineState(0, 0, 0.0, 0, 0, 0)
 
 
 class Metrics:
-    """All series on one registry; small typed methods are the only way to move them."""
+    """All metrics of a server, updated by typed methods only."""
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model: str = "") -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -77,9 +77,9 @@ class Metrics:
     def _declare_requests(self) -> None:
         self._requests = self._counter("requests", "Finished requests by outcome", "outcome")
         for outcome in get_args(Outcome):
-            self._requests.labels(outcome=outcome)  # a series that is zero is there
+            self._requests.labels(outcome=outcome)  # exported as zero from the start
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens drawn")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self._tpot = self._histogram("time_per_output_token_seconds", "Mean gap between output tokens", _PER_TOKEN_S)
         self._queue = self._histogram("queue_time_seconds", "Arrival to first being scheduled", _LATENCY_S)
@@ -92,18 +92,18 @@ class Metrics:
         self._prefix_hits = self._counter("prefix_hits", "Prompt tokens found in the prefix cache")
         self._prefix_queries = self._counter("prefix_queries", "Prompt tokens looked up in the prefix cache")
         self._preemptions = self._counter("preemptions", "Sequences sent back to the queue")
-        self._drafted = self._counter("draft_tokens", "Tokens guessed by speculation and computed")
-        self._accepted = self._counter("accepted_draft_tokens", "Guessed tokens that were right")
+        self._drafted = self._counter("draft_tokens", "Draft tokens of speculative decoding that were computed")
+        self._accepted = self._counter("accepted_draft_tokens", "Draft tokens that were accepted")
         self._steps = self._counter("engine_steps", "Steps computed")
         self._busy = self._counter("engine_busy_seconds", "Time spent in steps")
         self._restarts = self._counter("engine_restarts", "Engine processes started again after a death")
 
-    # ── what moves them ────────────────────────────────────────────────────────────────────────────────
+    # ── updating ────────────────────────────────────────────────────────────────────────────────
 
     def finish_request(
         self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes, num_answers: int = 1
     ) -> None:
-        """`num_answers`: side by side, with `output_tokens` together; what lies between two tokens is an answer's."""
+        """Count a finished request. `num_answers` ran in parallel and have `output_tokens` together."""
         self._requests.labels(outcome=outcome).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._generation_tokens.inc(output_tokens)
@@ -116,7 +116,7 @@ class Metrics:
                 self._tpot.observe((times.total_s - times.first_token_s) / (output_tokens / num_answers - 1))
 
     def reject_request(self) -> None:
-        """Refused before it reached the engine: wrong, too long, or the queue is full."""
+        """Count a request that was refused before it reached the engine: invalid, too long, or the queue is full."""
         self._requests.labels(outcome="rejected").inc()
 
     def set_engine(self, now: EngineState) -> None:
@@ -132,16 +132,16 @@ class Metrics:
             (self._steps, self._last.steps, now.steps),
             (self._busy, self._last.busy_s, now.busy_s),
         ):
-            series.inc(total - before if total >= before else total)  # smaller: the engine started anew
+            series.inc(total - before if total >= before else total)  # smaller: the engine was restarted
         self._last = now
 
     def engine_restarted(self) -> None:
-        """The totals that come next begin at zero."""
+        """Count a restart of the engine; its totals begin at zero again."""
         self._restarts.inc()
         self._last = NO_ENGINE
 
     def render(self) -> bytes:
-        """The text format that Prometheus scrapes."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     # ── declaring ──────────────────────────────────────────────────────────────────────────────────────

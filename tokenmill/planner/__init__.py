@@ -1,1 +1,1 @@
-"""What a model takes and gives on a device, known beforehand: memory, speed, capacity, price. No torch."""
+"""Estimates of a model on a device before it runs: memory, speed, capacity, price. Does not import torch."""

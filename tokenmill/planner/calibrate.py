@@ -1,11 +1,11 @@
-"""From a measurement to the speeds a plan uses: of the engine alone (`bench offline`, `latency`) or of a server under
-load (`bench serve --output`).
+"""Calibration: speeds of a plan from a measurement of the engine (`bench offline`, `latency`) or of a server under load
+(`bench serve --output`).
 
 Decode steps at several batch sizes are fitted by   seconds = fixed + bytes / bandwidth + FLOPs / rate   with no term
 negative, in relative error, so that a step of 5 ms counts as much as one of 50. Prefill takes the median rate.
 
-Of a served request its TPOT is a step's time, at the mean number of requests that were being answered meanwhile; its
-speed of prefill is its prompt over its TTFT, where the best tenth counts: the others waited in a queue, too.
+For served requests, TPOT is the time of a step at the mean number of requests running meanwhile. The prefill speed is
+the prompt over the TTFT, where the best tenth counts: the others also waited in a queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HINT = "tokenmill bench offline MODEL --concurrency 1,2,4,8,16,32 --rounds 3 | t
 
 @dataclass(frozen=True)
 class Served:
-    """One answered request, seconds since its run began."""
+    """One answered request; times are seconds since the run began."""
 
     input_len: int
     output_len: int
@@ -47,7 +47,7 @@ class Served:
 
 
 def read_calibration(path: Path) -> Speeds:
-    """From a result of the engine alone."""
+    """Read the speeds from a result file of the engine alone."""
     results = read_json(path).get("results")
     rows = [row for row in results if _is_measured(row)] if isinstance(results, list) else []
     if not rows:
@@ -65,18 +65,18 @@ def _is_measured(row: Any) -> bool:
 
 
 def served_speeds(served: Sequence[Served], model: PlannedModel, kv_dtype: str) -> Speeds:
-    """From requests that were answered by a server of `model`."""
-    told = [r for r in served if r.output_len > 1 and r.last_s > r.first_s > r.sent_s]
-    if not told:
+    """Fit the speeds to requests that a server of `model` answered."""
+    usable = [r for r in served if r.output_len > 1 and r.last_s > r.first_s > r.sent_s]
+    if not usable:
         raise InvalidConfig("no request of that run was answered with several tokens", param="calibrate", hint=HINT)
-    running = _running(told)
-    rows = [_served_row(request, batch, model, kv_dtype) for request, batch in zip(told, running, strict=True)]
+    running = _running(usable)
+    rows = [_served_row(request, batch, model, kv_dtype) for request, batch in zip(usable, running, strict=True)]
     best = float(np.quantile([row["prefill_flops_s"] for row in rows], 0.9))
     return fit_speeds([{**row, "prefill_flops_s": best} for row in rows])
 
 
 def _running(served: Sequence[Served]) -> list[float]:
-    """For each request, how many were being answered on average while it was."""
+    """Return, for each request, the mean number of requests that ran at the same time."""
     begins = np.array([request.first_s for request in served])
     ends = np.array([request.last_s for request in served])
     shared = [np.clip(np.minimum(ends, r.last_s) - np.maximum(begins, r.first_s), 0, None).sum() for r in served]
@@ -84,7 +84,7 @@ def _running(served: Sequence[Served]) -> list[float]:
 
 
 def _served_row(request: Served, batch: float, model: PlannedModel, kv_dtype: str) -> dict[str, float]:
-    """A request as `bench offline` would have told of a step."""
+    """Return a request in the form of a step of `bench offline`."""
     context, whole = request.input_len + request.output_len // 2, max(1, round(batch))
     moved = decode_step_bytes(model.spec, model.weights("auto"), kv_dtype, whole, context)
     return {
@@ -112,7 +112,7 @@ def fit_speeds(rows: list[dict[str, Any]]) -> Speeds:
 
 
 def _nonnegative(terms: Any) -> tuple[float, float, float]:
-    """Least squares of terms · x = 1 with x >= 0: the best of all subsets of terms whose free solution is positive."""
+    """Solve least squares of terms · x = 1 with x >= 0: the best subset of terms with a positive free solution."""
     best, best_error = np.zeros(3), np.inf
     for size in (1, 2, 3):
         for chosen in combinations(range(3), size):

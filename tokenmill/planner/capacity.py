@@ -1,10 +1,10 @@
-"""How many requests at once, and how many a second, a machine serves within limits on TTFT and TPOT.
+"""Capacity of a machine within limits on TTFT and TPOT, the price of its tokens, and the readers it is fast enough for.
 
 Prefill and decode share the machine. With B requests running and r arriving a second, a share r·P of the time goes into
 prefills (P seconds each) and the rest into decode steps (D(B) seconds each), so in balance
 
     r = 1 / (P + output · D(B) / B)          requests a second
-    TPOT = D(B) / (1 - r·P)                  steps are held up by the prefills between them
+    TPOT = D(B) / (1 - r·P)                  prefills between the steps delay them
     TTFT = P + wait,  wait = r·P · P / (2 (1 - r·P))      prefills queue one after another (M/D/1)
 """
 
@@ -30,7 +30,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class Load:
-    """A steady state."""
+    """A steady state of a server: concurrency, throughput and latencies."""
 
     concurrency: int
     requests_s: float
@@ -51,12 +51,68 @@ def steady_load(roofline: Roofline, concurrency: int, input_len: int, output_len
 
 
 def largest_load(roofline: Roofline, slo: Slo, most: int, input_len: int, output_len: int) -> Load | None:
-    """The largest concurrency up to `most` (what memory holds) within the limits; None if not even one request is."""
+    """Return the largest load up to concurrency `most` (what memory holds) within the limits; None if there is none."""
     low, high = 0, min(most, MAX_BATCH)
-    while low < high:  # TTFT and TPOT grow with concurrency, so the limit is found by halving
+    while low < high:  # TTFT and TPOT grow with concurrency, so bisection finds the limit
         middle = (low + high + 1) // 2
         if slo.holds(steady_load(roofline, middle, input_len, output_len)):
             low = middle
         else:
             high = middle - 1
     return steady_load(roofline, low, input_len, output_len) if low else None
+
+
+# ── price ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Price:
+    """Cost of tokens on a machine with a price per hour that is kept busy."""
+
+    usd_per_hour: float
+    usd_per_million_input: float
+    usd_per_million_output: float
+    usd_per_request: float
+
+
+def price(usd_per_hour: float, *, prefill_s: float, input_len: int, decode_tok_s: float, output_len: int) -> Price:
+    """Compute token prices: input tokens pay for the prefill, output tokens for their share of the decode steps."""
+    per_second = usd_per_hour / 3600
+    per_input, per_output = per_second * prefill_s / input_len, per_second / decode_tok_s
+    request = per_input * input_len + per_output * output_len
+    return Price(usd_per_hour, per_input * MILLION, per_output * MILLION, request)
+
+
+# ── reading speed ────────────────────────────────────────────────────────────────────────────────────────
+
+
+TOKENS_PER_WORD = 4 / 3  # English with a vocabulary of 100,000
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reading speed, and the TPOT that keeps up with it."""
+
+    who: str
+    words_per_minute: int
+
+    @property
+    def tpot_s(self) -> float:
+        return 60 / (self.words_per_minute * TOKENS_PER_WORD)
+
+
+READERS = (
+    Reader("listens to speech", 150),
+    Reader("reads carefully", 200),
+    Reader("reads (adult average)", 240),
+    Reader("reads fast", 400),
+    Reader("skims", 700),
+)
+
+
+def readers_kept_up_with(tpot_s: float) -> list[str]:
+    """Return the kinds of readers that this TPOT is fast enough for."""
+    return [reader.who for reader in READERS if tpot_s <= reader.tpot_s]

@@ -1,7 +1,7 @@
-"""The device of a plan: its memory and peaks, from the table or from this machine, and what a program reaches of them.
+"""The device of a plan: memory and peaks from the table or from this machine, and the share that a program reaches.
 
 MFU is the share of peak arithmetic a prefill reaches, MBU the share of peak bandwidth a decode step reaches. The
-defaults are what good engines reach on large models; `calibrate.py` replaces them by what was measured.
+defaults are what good engines reach on large models; `calibrate.py` replaces them by measurements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class PlanDevice:
 
     @property
     def backend(self) -> Backend:
-        """The engine's row that would compute here; accelerators that it does not run on are planned like GPUs."""
+        """Return the backend that would run here; accelerators that the engine does not support are planned like
+        GPUs."""
         return NATIVE if self.is_cpu else TRITON
 
     @property
@@ -56,7 +57,7 @@ class PlanDevice:
 
 
 def compute_dtype(weight_dtype: str, *, on_cpu: bool) -> PeakDType:
-    """What products are computed in: GPUs expand small integers to 16 bits, CPUs quantise the activations instead."""
+    """Return the dtype of matrix products: GPUs expand small integers to 16 bits, CPUs quantise the activations."""
     if weight_dtype == "float32":
         return "fp32"
     if weight_dtype in ("bfloat16", "float16", "BF16", "F16"):
@@ -73,14 +74,14 @@ def plan_device(name: str, *, mfu: float | None = None, mbu: float | None = None
     if peaks is None:
         near = difflib.get_close_matches(name, device_names(), n=3, cutoff=0.3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"some are {', '.join(device_names()[:8])}"
-        raise InvalidConfig(f"no device is called {name!r}", param="device", hint=hint)
+        raise InvalidConfig(f"unknown device {name!r}", param="device", hint=hint)
     return _device(peaks, peaks.memory_bytes, mfu, mbu, "listed")
 
 
 def this_machine(
     *, mfu: float | None = None, mbu: float | None = None, use_gpu: bool = True, threads: int | None = None
 ) -> PlanDevice:
-    """A known GPU by its listed peaks and its real memory; otherwise the processor, measured."""
+    """Return this machine: a known GPU with its listed peaks and real memory, otherwise the measured processor."""
     machine = probe_machine()
     if machine.gpus and use_gpu:
         gpu = machine.gpus[0]

@@ -1,10 +1,10 @@
-"""What a model takes on each device: weights, KV pool, activations, and what the runtime itself costs.
+"""Memory of a model on each device: weights, KV pool, activations, and the runtime itself.
 
 The KV pool is sized by the functions the engine allocates with (`runner/memory.py` over `kv/layout.py`), so the
-estimate is the allocation. A split over devices cuts it like this:
+estimate equals the allocation. A split over devices divides it:
 
-    tensor split t    every matrix and the KV heads in t parts (KV heads can't be cut further than one a device)
-    pipeline split p  the layers in p runs; the largest run is what must fit
+    tensor split t    every matrix and the KV heads in t parts (at least one KV head per device)
+    pipeline split p  the layers in p stages; the largest stage must fit
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenmill.planner.device import PlanDevice
 from tokenmill.runner.memory import RunnerLimits, blocks_for_context, num_blocks_that_fit
 
 MIB = 1 << 20
-GPU_CONTEXT_BYTES = 500 * MIB  # what the driver takes of a GPU before anything else
+GPU_CONTEXT_BYTES = 500 * MIB  # taken by the driver before anything else
 CPU_RUNTIME_BYTES = 272 * MIB  # interpreter, torch, tokenizer
 
 
@@ -34,7 +34,7 @@ class Split:
         return self.tensor * self.pipeline
 
     def layers(self, spec: Model) -> float:
-        """Share of the layers that the fullest stage holds."""
+        """Return the share of the layers in the fullest stage."""
         return ceil(spec.num_layers / self.pipeline) / spec.num_layers
 
     def kv_share(self, spec: Model) -> float:
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the engine is told: see the config fields of the same names."""
+    """Limits of the engine: the config fields of the same names."""
 
     context: int
     max_running: int = 256
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     @property
     def resident(self) -> int:
-        """What the system shows for the process once the pool is in use."""
+        """Return the resident size of the process once the pool is in use."""
         return self.total + self.mapped
 
     @property
@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """A pool whose size was given may be larger than what is there."""
+        """Return whether everything fits; a pool with a given size may be larger than the memory."""
         return self.max_concurrency >= 1 and self.total <= self.available
 
 
@@ -103,7 +103,7 @@ def plan_memory(
     *,
     file_bytes: int = 0,
 ) -> MemoryPlan:
-    """`file_bytes`: of a file that stays mapped while its packed copy is used (a GGUF file on a CPU)."""
+    """Plan the memory. `file_bytes`: size of a file that stays mapped beside its packed copy (a GGUF file on a CPU)."""
     weights = device_weight_bytes(spec, parts, split)
     activations, graphs = step_bytes(spec, limits, device, split)
     runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + device.runs_on.start_bytes
@@ -117,12 +117,12 @@ def plan_memory(
 
 
 def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
-    """On the fullest stage: its share of the layers, and the embedding of the first one (or the head of the last)."""
+    """Return the weights on the fullest stage: its share of the layers, and the embedding (or the head)."""
     return int((parts.embedding + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
 
 
 def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> tuple[int, int]:
-    """(what the largest step needs, what captured steps keep)"""
+    """Return (bytes of the largest step, bytes kept by captured graphs)."""
     if device.is_cpu or isinstance(spec, ModelOutline):
         return outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else limits.value_bytes), 0
     bounds = RunnerLimits(
@@ -138,7 +138,7 @@ def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) ->
 
 
 def outline_step_bytes(spec: Model, limits: Limits, split: Split, value_bytes: int) -> int:
-    """The widest moment of the largest step: residual, its norm, and the projections of one layer; then the logits."""
+    """Return the peak bytes of the largest step: residual, its norm, the projections of one layer, and the logits."""
     widest = max(layer.width for layer in outline_of(spec).layers) / split.tensor
     step = limits.token_budget * (2 * spec.hidden_size + widest) * value_bytes
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size / split.tensor * 4
@@ -148,7 +148,7 @@ def outline_step_bytes(spec: Model, limits: Limits, split: Split, value_bytes: i
 def _pool(
     spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
 ) -> tuple[int, int, int]:
-    """(blocks, bytes of one on a device, blocks of one request)"""
+    """Return (blocks, bytes of one on a device, blocks of one request)."""
     if isinstance(spec, ModelOutline):
         return _outline_pool(spec, kv_dtype, device, split, limits, free)
     layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, _compute_dtype(device, limits)))
@@ -174,7 +174,7 @@ def _pool(
 
 
 def _compute_dtype(device: PlanDevice, limits: Limits) -> str:
-    """A type as wide as activations are."""
+    """Return a dtype as wide as the activations."""
     return "float32" if device.is_cpu or limits.value_bytes == 4 else "bfloat16"
 
 
@@ -195,5 +195,5 @@ def _outline_pool(
 
 
 def rule_of_thumb_bytes(num_parameters: float, bits: float, overhead: float = 0.2) -> float:
-    """Weights plus a fifth: the estimate that forums use."""
+    """Return the common estimate: weights plus a fifth."""
     return num_parameters * bits / 8 * (1 + overhead)

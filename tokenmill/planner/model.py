@@ -1,7 +1,7 @@
-"""The model of a plan: what it is and what its weights take, from a config, a GGUF file or a name. No weights needed.
+"""The model of a plan, from a config, a GGUF file or a name: its shape and the size of its weights, without the
+weights.
 
-A config that says its weights are quantised is planned all the same: its shape is that of the unquantised model, its
-precision is what the config says.
+A config of quantised weights is planned with the shape of the unquantised model and the precision in the config.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ class PlannedModel:
     name: str
     spec: Model  # an outline where the engine does not run the model
     stored_dtype: str  # of most weights
-    stored: WeightParts | None = None  # as a file really has them; None for a bare config
-    kept: WeightParts | None = None  # what a GPU makes of a file, or of a quantised config; None for others
+    stored: WeightParts | None = None  # as stored in a file; None for a config alone
+    kept: WeightParts | None = None  # as a GPU keeps a file or a quantised config; None for others
     expands_weights: bool = False  # a GPU keeps quantised matrices and expands them, a piece at a time, for large steps
 
     def weights(self, asked: str, computed: str | None = None) -> WeightParts:
-        """In the precision asked for; `auto` is as stored, or as a GPU keeps that which computes in `computed`."""
+        """Return the weights in the given precision; `auto` is as stored, or as a GPU that computes in `computed` keeps
+        them."""
         dtype = self.dtype(asked, computed)
         as_kept = self.stored if computed is None else self.kept
         if asked == "auto" and as_kept is not None and (computed is None or dtype != "float32"):
             return as_kept
-        if dtype == "mxfp4":  # a format of experts; everything beside them stays as it was
+        if dtype == "mxfp4":  # a format of experts only
             return weight_parts(self.spec, "bfloat16", expert_dtype=dtype)
         require_known(dtype, "weight_dtype")
         return weight_parts(self.spec, dtype, vector_dtype=_vector(dtype))
@@ -58,11 +59,11 @@ class PlannedModel:
 def require_known(dtype: str, param: str) -> None:
     if dtype not in DTYPE_BYTES and dtype not in GGML_TYPE_BY_NAME:
         known = ", ".join([*DTYPE_BYTES, "Q8_0", "Q4_K"])
-        raise InvalidConfig(f"{param}: no type is called {dtype!r}; some are {known}", param=param)
+        raise InvalidConfig(f"{param}: unknown type {dtype!r}; some are {known}", param=param)
 
 
 def _vector(dtype: str) -> str | None:
-    """Norms and biases are never quantised: they stay in the precision around them."""
+    """Return the dtype of norms and biases, which are never quantised."""
     if dtype in ("fp8", "int8", "int4", "mxfp4", "nvfp4"):
         return "bfloat16"
     return "float32" if dtype in GGML_TYPE_BY_NAME else None
@@ -105,7 +106,7 @@ def model_from_config(path: Path, name: str) -> PlannedModel:
 
 
 def _quantised_beside(path: Path) -> dict[str, Any] | None:
-    """Some checkpoints say it in a file of its own, beside config.json."""
+    """Read hf_quant_config.json, where some checkpoints describe their quantisation."""
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
     found = read_json(beside).get("quantization") if beside.is_file() else None
     return found if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""One plan: a model on a device under a load, every figure in one flat record.
+"""A plan: a model on a device under a load, with every figure in one flat record; and grids of plans.
 
 FLOPs are reported as the literature counts them: the layers' matrix products with the full square of attention, the
 head apart (`head_tflops`). Times are computed with the head.
@@ -6,7 +6,7 @@ head apart (`head_tflops`). Times are computed with the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from tokenmill.arch.cost import (
 )
 from tokenmill.arch.outline import Model, outline_of
 from tokenmill.engine.backends import default_kv_dtype
-from tokenmill.planner.capacity import Load, Slo, largest_load, steady_load
+from tokenmill.errors import InvalidConfig
+from tokenmill.planner.capacity import Load, Price, Slo, largest_load, price, readers_kept_up_with, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
 from tokenmill.planner.model import PLAIN_DTYPES, PlannedModel, require_known
-from tokenmill.planner.price import Price, price
-from tokenmill.planner.reading import readers_kept_up_with
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
 
 TERA = 1e12
@@ -33,6 +32,8 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Question:
+    """What to plan for: the load, the precisions, the split and the limits."""
+
     input_len: int = 1024
     output_len: int = 1024
     batch: int = 1
@@ -63,6 +64,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Plan:
+    """A planned model on a device: memory, speeds and the largest load."""
+
     model: PlannedModel
     device: PlanDevice
     question: Question
@@ -83,7 +86,7 @@ class Plan:
         return self.roofline.prefill_s(self.question.input_len)
 
     def curve(self) -> list[Load]:
-        """Loads from one request to as many as memory holds."""
+        """Return the loads from one request to as many as memory holds."""
         q, most = self.question, max(1, self.memory.max_concurrency)
         batches = sorted({1, *[b for b in (2**n for n in range(13)) if b <= most], most})
         return [steady_load(self.roofline, batch, q.input_len, q.output_len) for batch in batches]
@@ -143,7 +146,7 @@ def _price(roofline: Roofline, question: Question, best: Load | None) -> Price |
 
 
 def embedding_once_parameters(spec: Model) -> int:
-    """The count of many tables: layer matrices and the embedding once, no norms or biases, whether tied or not."""
+    """Count parameters as many tables do: layer matrices and the embedding once, tied or not, no norms or biases."""
     layers = sum(layer.linear + layer.experts for layer in outline_of(spec).layers)
     return layers + spec.vocab_size * spec.hidden_size
 
@@ -243,7 +246,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if not memory.fits:
         yield _why_not(plan)
     elif plan.best is None:
-        yield "the limits on TTFT and TPOT can't be held, not even for one request"
+        yield "the limits on TTFT and TPOT can't be met, not even for one request"
     elif memory.max_concurrency < q.max_running:
         yield (
             f"memory holds {counted(memory.max_concurrency, 'request')} of {q.context:,} tokens, fewer than the "
@@ -267,3 +270,34 @@ def _why_not(plan: Plan) -> str:
         f"does not fit: one request of {plan.question.context:,} tokens needs {memory.kv_per_request / 1e9:.2f} GB of "
         f"KV cache, the pool has {memory.kv_pool / 1e9:.2f} GB"
     )
+
+
+# ── grids of plans ───────────────────────────────────────────────────────────────────────────────────────
+
+
+PRECISIONS = (("auto", "auto"), ("fp8", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", "int8"))
+SPLITS = (Split(), Split(2), Split(4), Split(8), Split(8, 2), Split(8, 4))
+
+
+def grid(
+    model: PlannedModel,
+    device: PlanDevice,
+    question: Question,
+    precisions: Sequence[tuple[str, str]] = PRECISIONS,
+    splits: Sequence[Split] = SPLITS,
+) -> list[Plan]:
+    """Plan every precision on every split that the model's heads and layers allow; a CPU is never split."""
+    return [
+        make_plan(model, device, replace(question, split=split, weight_dtype=weights, kv_dtype=kv))
+        for weights, kv in precisions
+        for split in _allowed(model, device, splits)
+    ]
+
+
+def _allowed(model: PlannedModel, device: PlanDevice, splits: Sequence[Split]) -> Iterator[Split]:
+    for split in splits if not device.is_cpu else (Split(),):
+        try:
+            split.check(model.spec)
+        except InvalidConfig:
+            continue
+        yield split

@@ -1,4 +1,4 @@
-"""A plan for people: rows of a table, and an HTML page with plots."""
+"""Reports of plans: rows of a table, and an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from tokenmill.planner.capacity import READERS, readers_kept_up_with
 from tokenmill.planner.plan import Plan
-from tokenmill.planner.reading import READERS, readers_kept_up_with
 from tokenmill.report.charts import Axis, Series, line_chart, page, stacked_bars, table
 
 GB = 1e9
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """(what, how much), in the order in which people ask."""
+    """Return the facts of a plan as (name, value)."""
     f = plan.flat()
     active = f" ({f['params_active'] / GB:.2f} B active per token)" if f["params_active"] != f["params_total"] else ""
     return [
@@ -108,7 +108,7 @@ COMPARED: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def comparison(plans: Sequence[Plan]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows: a figure a row, a plan a column."""
+    """Return titles and rows: one figure per row, one plan per column."""
     flats = [plan.flat() for plan in plans]
     return ["", *[label(plan) for plan in plans]], [[name, *[show(f) for f in flats]] for name, show in COMPARED]
 

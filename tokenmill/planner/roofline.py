@@ -1,10 +1,10 @@
-"""How long a step takes: the slower of arithmetic and memory, plus what is paid every step.
+"""Time of a step by the roofline model: the slower of arithmetic and memory, plus a fixed cost per step.
 
     prefill   FLOPs / (peak FLOP/s × MFU)        of one prompt, or its bytes if it is very short
     decode    bytes / (peak bandwidth × MBU)     of the weights read once and the KV of every sequence, or its FLOPs
 
-A calibrated machine was measured at several batch sizes, and there the two parts add up rather than hide each other
-(`overlap=False`): that is what a fit to real steps shows, since no kernel overlaps them fully.
+For a calibrated machine, measured at several batch sizes, the two parts add up (`overlap=False`), as fits to real steps
+show: no kernel overlaps them fully.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Split
 
 ALL_REDUCE_S = 8e-6  # the latency of one collective; two a layer
-STEP_S = {True: 1e-3, False: 3e-4}  # what the host costs a step: on a CPU, on a GPU that it runs ahead of
+STEP_S = {True: 1e-3, False: 3e-4}  # host time per step: on a CPU; on a GPU, where the host runs ahead
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a program reaches on a device."""
+    """Speeds that a program reaches on a device."""
 
     prefill_flops_s: float
     decode_flops_s: float
@@ -50,7 +50,7 @@ class Roofline:
     speeds: Speeds
 
     def prefill_s(self, num_tokens: int, *, batch: int = 1) -> float:
-        """Time to the first token of `batch` prompts computed together."""
+        """Return the time to the first token of `batch` prompts computed together."""
         flops = batch * prefill_flops(self.spec, num_tokens, causal=False)
         moved = weights_read_bytes(self.spec, self.parts, batch * num_tokens)
         compute = flops / self.speeds.prefill_flops_s / self.split.tensor
@@ -58,7 +58,8 @@ class Roofline:
         return max(compute, memory) + self._exchange_s(batch * num_tokens) + self.speeds.step_s
 
     def decode_s(self, batch: int, context: int) -> float:
-        """One token for each of `batch` sequences. Stages of a pipeline work on their share of the batch in turn."""
+        """Return the time of one token for each of `batch` sequences. Pipeline stages compute shares of the batch in
+        turn."""
         share = ceil(batch / self.split.pipeline)  # the fullest one sets the pace
         moved = decode_step_bytes(self.spec, self.parts, self.kv_dtype, share, context)
         flops = decode_step_flops(self.spec, share, context)
@@ -67,11 +68,11 @@ class Roofline:
         return self.speeds.combine(compute, memory) + self._exchange_s(share) + self.speeds.step_s
 
     def decode_tok_s(self, batch: int, context: int) -> float:
-        """Tokens per second of all sequences together; the stages of a pipeline compute different ones at a time."""
+        """Return the tokens per second of all sequences together."""
         return batch / self.decode_s(batch, context)
 
     def _exchange_s(self, num_tokens: int) -> float:
-        """A tensor split sums twice a layer: latency, and each device sends nearly twice its activations."""
+        """Return the time of two all-reduces per layer: latency, and each device sends nearly twice its activations."""
         t = self.split.tensor
         if t == 1:
             return 0.0
@@ -80,5 +81,5 @@ class Roofline:
 
 
 def quick_flops(num_active_parameters: int, num_tokens: int) -> float:
-    """The estimate everyone uses: two operations per parameter and token."""
+    """Return the common estimate: two operations per parameter and token."""
     return 2.0 * num_active_parameters * num_tokens

@@ -40,6 +40,12 @@ GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "attention_bias": False,
 }  # fmt: skip
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 1024,
+    "intermediate_size": 4608, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 2, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192, "norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3,
+    "conv_bias": False, "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True,
+}  # fmt: skip
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
@@ -140,6 +146,12 @@ def test_a_cache_of_fp8_is_read_where_there_is_no_such_number() -> None:
     found = {one.jitted.fn.__name__: one for one in forms}
     for kernel in ("_norm_rope_write_kv", "_fused_decode_attention"):
         require_fits(found[kernel], 80)
+
+
+def test_short_convolutions_are_compiled() -> None:
+    """The interpreter takes constants for numbers, so it does not show all that a compiler refuses."""
+    found = {one.jitted.fn.__name__: one for one in launches(80, LFM2)}
+    require_fits(found["_short_conv"], 80)
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def _short_conv(
     steps_back = (token - first) + tl.zeros((BLOCK,), tl.int64)  # tokens of this step before it
     all_back = position + tl.zeros((BLOCK,), tl.int64)  # tokens of its sequence before it
     for tap in tl.static_range(KERNEL - 1):
-        back: tl.constexpr = KERNEL - 1 - tap
+        back = KERNEL - 1 - tap
         in_step = steps_back >= back
         in_cache = (steps_back < back) & (all_back >= back)
         here = _gated_input(projected, token - back, columns, inside & in_step, WIDTH)

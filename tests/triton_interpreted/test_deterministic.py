@@ -39,9 +39,9 @@ def test_products_do_not_depend_on_the_number_of_rows(num_out: int, num_in: int,
     assert_near(together, x @ matrix.T + bias)
     for rows in (slice(0, 1), slice(3, 10)):
         assert torch.equal(deterministic_linear(x[rows], weight, border=border), together[rows])
-    in_turn = deterministic_linear(x.repeat(7, 1), weight, cut=DeterministicConfig(16, 2, 32, 4, 2), border=border)
+    in_turn = deterministic_linear(x.repeat(7, 1), weight, config=DeterministicConfig(16, 2, 32, 4, 2), border=border)
     assert torch.equal(in_turn[:21], together), "one program for both segments, or one for each"
-    longer_tiles = deterministic_linear(x, weight, cut=DeterministicConfig(32, 16, 128, 4, 2), border=border)
+    longer_tiles = deterministic_linear(x, weight, config=DeterministicConfig(32, 16, 128, 4, 2), border=border)
     assert torch.equal(longer_tiles, together), "columns are added in order, whatever the tiles"
 
 

@@ -1,6 +1,6 @@
-"""Settings: small frozen dataclasses, composed, not inherited. Nothing writes to a config after it is made.
+"""Settings: small frozen dataclasses, composed, not inherited. A config is never changed after its creation.
 
-`auto` (or None) values are settled by `engine/resolve.py`, one pure function that returns a new config and the
+`auto` (or None) values are resolved by `engine/resolve.py`, one pure function that returns a new config and the
 reasons, printed at start. The command line, TOML files and environment variables all fill these same fields.
 """
 

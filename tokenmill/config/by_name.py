@@ -1,7 +1,7 @@
-"""An engine's config as Python programs write it: `LLM("smollm2:135m", max_context=2048)`.
+"""Engine configs from keyword arguments: `LLM("smollm2:135m", max_context=2048)`.
 
-Each setting is found by its name in the part that has it. Unlike on the command line no parser has checked its value,
-so it is held against the field's type here.
+Each setting is found by its name in the part that has it. No command line parser has checked its value, so it is
+checked against the field's type here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a st
 
 
 def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
-    """The model's config with some fields replaced; a wrong name or value is refused by name."""
+    """Return the model's config with some fields replaced; raise InvalidConfig for a wrong name or value."""
     given: Any = model
     if not isinstance(given, str | Path | EngineConfig):
         raise InvalidConfig(f"a model is a name, a path or an EngineConfig, got {given!r}", param="model")

@@ -1,4 +1,4 @@
-"""A GPU as far as it is known without opening it. `nvidia.py` and `amd.py` find them."""
+"""Description of a GPU, read without opening a context; `nvidia.py` and `amd.py` find them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class Gpu:
 
 
 def visible_indices(setting: str | None, count: int) -> list[int]:
-    """The rule of CUDA and HIP: indices up to the first that does not exist. UUIDs can't be judged here and hide
-    nothing."""
+    """Return the visible devices as CUDA and HIP do: indices up to the first that does not exist.
+
+    UUIDs can't be resolved here and hide nothing.
+    """
     if setting is None:
         return list(range(count))
     chosen: list[int] = []

@@ -1,10 +1,10 @@
-"""What this machine's processor really does: read bandwidth and float32 arithmetic, timed with numpy in a moment.
+"""Measured peaks of this machine's processor: read bandwidth and float32 arithmetic, timed briefly with numpy.
 
-    bandwidth   threads search slices of a buffer larger than the caches   (numpy lets go of the interpreter lock)
+    bandwidth   threads search slices of a buffer larger than the caches   (numpy releases the interpreter lock)
     float32     small matrix products on one core, times the cores
     int8        four times float32 where dot-product instructions exist (VNNI, i8mm, dotprod)
 
-The best of several short rounds is taken: on a shared machine the others tell about the neighbours.
+The best of several short rounds counts: on a shared machine the others measure other processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory this process can count on: the machine's, or less where a control group limits it."""
+"""Memory available to this process: the machine's, or less where a control group limits it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmill.hardware.cgroup import memory_limit_bytes, memory_used_bytes
 @dataclass(frozen=True)
 class Memory:
     total_bytes: int
-    available_bytes: int  # without swapping anyone out
+    available_bytes: int  # without swapping
     limit_bytes: int | None = None  # of the control group, where smaller than the machine
 
 

@@ -1,11 +1,12 @@
-"""What devices can do at best: memory, bandwidth, dense arithmetic, power, and what an hour of one costs.
+"""Table of device peaks: memory, bandwidth, dense arithmetic, power, and the price of an hour.
 
 Numbers are the makers' published peaks without sparsity (tensor or matrix units where a device has them, with fp32
 accumulation on gaming cards); memory is nominal. CPU rows are one socket: arithmetic is cores × all-core clock ×
-operations per cycle, bandwidth is channels × transfer rate. No program reaches a peak: a planner multiplies by what is.
+operations per cycle, bandwidth is channels × transfer rate. No program reaches a peak: the planner multiplies by the
+share that is reached.
 
 Prices are indicative: what an hour of one device was commonly rented for on demand in 2025, in US dollars. They differ
-by a factor of three between vendors and change monthly; a plan that matters brings its own.
+by a factor of three between vendors and change monthly; pass your own price for a real decision.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model store: from a name to files on disk, pulled once, verified, shared by every command. Needs no torch.
+"""The model store: model names to files on disk, pulled once, verified, shared by all commands. Does not import torch.
 
 from tokenmill.store import resolve_model
 resolve_model("smollm2:135m").path

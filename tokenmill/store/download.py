@@ -4,7 +4,7 @@
                    kept from before   asked for with `Range: bytes=done-`
 
 Bytes already on disk are hashed first, so that the digest at the end covers the whole file. The hub library's own
-download deletes its partial file when interrupted; a model of many gigabytes deserves better, hence this one.
+download deletes its partial file when interrupted; this one keeps it, for models of many gigabytes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RemoteFile:
 
     @property
     def key(self) -> str:
-        """Names the partial file: other content never continues it."""
+        """Name of the partial file, derived from the content, so that other content never continues it."""
         return self.sha256 or self.git_sha1 or hashlib.sha256(self.url.encode()).hexdigest()
 
 
 def download(remote: RemoteFile, destination: Path, progress: PullProgress) -> str:
-    """Complete `destination` from wherever it is, check it, and return its SHA-256."""
+    """Complete a partial download, verify it, and return its SHA-256."""
     digests = _Digests(remote)
     with open(destination, "ab+") as file:
         _hash_existing(file, digests, remote.size_bytes)
@@ -95,7 +95,7 @@ def _hash_existing(file: BinaryIO, digests: _Digests, size_bytes: int) -> None:
 
 
 def _fill(remote: RemoteFile, file: BinaryIO, digests: _Digests, progress: PullProgress) -> None:
-    """Ask until the file is whole; a broken connection is taken up again where it broke."""
+    """Request until the file is complete; a broken connection is resumed where it broke."""
     fruitless = 0
     while (done := file.tell()) < remote.size_bytes:
         try:

@@ -1,4 +1,4 @@
-"""What a source hands to the store, and how a source says no.
+"""The result of a source (hub, wheel), and its errors.
 
 A source (hub, wheel) downloads into the model's partial directory, verifies, and returns `Fetched`. When it can't
 deliver it raises `SourceUnavailable` with one line, and the next source is tried. A full disk ends the pull at once:
@@ -25,7 +25,7 @@ class Fetched:
 
 
 class SourceUnavailable(Exception):
-    """One line: why this source can't deliver the model."""
+    """A source can't deliver the model; the message is one line."""
 
 
 def is_disk_full(problem: BaseException) -> bool:
@@ -41,7 +41,7 @@ def disk_full(folder: Path, needed_bytes: int) -> PullFailed:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Say no before the download rather than in the middle of it."""
+    """Raise PullFailed before the download if the disk has too little space."""
     if shutil.disk_usage(nearest_existing(folder)).free < needed_bytes:
         raise disk_full(folder, needed_bytes)
 
@@ -51,7 +51,7 @@ def megabytes(num_bytes: int) -> str:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder itself, or where it would be made: what can be asked about its disk."""
+    """Return the folder, or its nearest existing parent, to query the disk."""
     while not folder.exists():
         folder = folder.parent
     return folder

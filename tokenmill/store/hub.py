@@ -24,7 +24,7 @@ from tokenmill.store.fetched import Fetched, SourceUnavailable, require_space
 from tokenmill.store.layout import StoredFile, is_file_name
 from tokenmill.store.progress import PullProgress
 
-ANSWER_S = 5.0  # an unreachable hub must not keep anyone waiting
+ANSWER_S = 5.0  # an unreachable hub must fail quickly
 MAX_ANSWER_BYTES = 16 << 20
 _CHECKPOINT = re.compile(r"[^/]+\.safetensors|[^/]+\.json|[^/]+\.jinja|tokenizer\.model|merges\.txt|vocab\.txt")
 _PREFERRED = ("q4_k_m", "q4_0", "q8_0", "q5_k_m", "f16", "bf16")
@@ -68,7 +68,7 @@ def fetch_from_hub(repo: str, file: str | None, sha256: str | None, folder: Path
 
 
 def list_repo(repo: str) -> Listing:
-    """What the repository holds now; raises SourceUnavailable within seconds when the hub can't say."""
+    """List the files of a repository; raise SourceUnavailable within seconds if the hub can't be reached."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -108,7 +108,7 @@ def _ask(url: str, headers: tuple[tuple[str, str], ...], repo: str) -> _Info:
 
 
 def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
-    """The files that make the model: one GGUF (all its parts), or a safetensors checkpoint with its tokenizer."""
+    """Select the files of the model: one GGUF (all its parts), or a safetensors checkpoint with its tokenizer."""
     paths = sorted(listing.files)
     if wanted is None and any(path.endswith(".safetensors") and "/" not in path for path in paths):
         taken = [path for path in paths if _CHECKPOINT.fullmatch(path) and _is_taken(path)]
@@ -158,7 +158,7 @@ def _all_parts(path: str, ggufs: list[str], repo: str) -> list[str]:
 
 
 def _require_names(chosen: list[RemoteFile], repo: str) -> None:
-    """Before gigabytes are fetched that could not be kept."""
+    """Check file names and digests before anything large is downloaded."""
     for remote in chosen:
         if not is_file_name(remote.name):
             raise SourceUnavailable(f"{repo} has a file {remote.name[:80]!r}, a name that the store can't keep")

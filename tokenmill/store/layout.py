@@ -60,7 +60,7 @@ def store_root() -> Path:
 
 
 class Store:
-    """The directory as an object. Reading needs no lock; `install` and `remove` take the store's."""
+    """The store's directory. Reading needs no lock; `install` and `remove` take the store's lock."""
 
     def __init__(self, root: Path | str | None = None) -> None:
         self.root = Path(root) if root is not None else store_root()
@@ -95,7 +95,7 @@ class Store:
         return [manifest for name in self.names() if (manifest := self.get(name)) is not None]
 
     def path_of(self, manifest: Manifest) -> Path:
-        """What a loader opens: the (first) GGUF file, or the directory of a safetensors checkpoint."""
+        """Return the path for a loader: the (first) GGUF file, or the directory of a safetensors checkpoint."""
         ggufs = sorted(file.name for file in manifest.files if file.name.endswith(".gguf"))
         folder = self.model_dir(manifest.name)
         return folder / ggufs[0] if ggufs else folder
@@ -109,7 +109,7 @@ class Store:
     # ── changing ───────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Make the directories, or say in one line why that can't be done."""
+        """Create the directories, or raise InvalidConfig with the reason."""
         try:
             for room in ("blobs", "models", "partial", "locks"):
                 (self.root / room).mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ class Store:
             shutil.rmtree(fresh, ignore_errors=True)
 
     def _discard(self, folder: Path) -> None:
-        """Take a directory out of sight in one rename, then delete it."""
+        """Rename a directory away, so that it disappears at once, then delete it."""
         if folder.exists():
             aside = self.root / "partial" / f"old-{uuid.uuid4().hex}"
             os.rename(folder, aside)
@@ -189,7 +189,7 @@ class Store:
         used = {file.sha256 for manifest in manifests if manifest for file in manifest.files}
         freed = 0
         for blob in (self.root / "blobs").iterdir():
-            if _SHA256.fullmatch(blob.name) and blob.name not in used:  # what is not ours stays
+            if _SHA256.fullmatch(blob.name) and blob.name not in used:  # leave foreign files alone
                 freed += blob.stat().st_size
                 blob.unlink()
         return freed

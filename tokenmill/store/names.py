@@ -1,4 +1,4 @@
-"""What a user's MODEL means: a path, a short name from the catalog, or a Hugging Face id.
+"""Parsing of a user's MODEL: a path, a short name from the catalog, or a Hugging Face id.
 
     ./model.gguf   /models/llama/            a path: what exists on disk wins
     ./config.json                            a bare config
@@ -44,7 +44,7 @@ ModelName = LocalModel | CatalogEntry | HubModel
 
 
 def parse_name(text: str) -> ModelName:
-    """What `text` names; raises UnknownModel with the nearest names when it names nothing."""
+    """Parse a model name; raise UnknownModel with the nearest names if there is no such model."""
     found = _existing_path(text) or find_entry(text) or _hub_id(text)
     if found is None:
         raise UnknownModel(f"no model is called {shown(text)}", hint=_suggestion(text))
@@ -57,7 +57,7 @@ def is_model_name(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """A user's text for a one-line message: quoted, bounded."""
+    """Quote and shorten a user's text for a one-line message."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 

@@ -1,4 +1,4 @@
-"""How a pull tells what it is doing. The store draws nothing: the command line passes something that draws."""
+"""The interface of progress reports of a pull; the command line implements it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Protocol
 
 class PullProgress(Protocol):
     def note(self, line: str) -> None:
-        """One line worth reading: a source that could not be used, a download that another process is doing."""
+        """Report one line: a source that could not be used, or a download by another process."""
 
     def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None:
-        """A file starts (or goes on, from `done_bytes`)."""
+        """Report the start of a file, or its resumption from `done_bytes`."""
 
     def advance(self, num_bytes: int) -> None: ...
 
     def end(self) -> None:
-        """The file is complete, or was given up."""
+        """Report that the file is complete or was abandoned."""
 
 
 class Silent:
-    """For those who don't want to know."""
+    """Progress reports that are discarded."""
 
     def note(self, line: str) -> None: ...
 

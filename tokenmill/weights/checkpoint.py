@@ -1,4 +1,4 @@
-"""What a file format offers: tensors under the checkpoint's own names, memory-mapped."""
+"""The interface of a checkpoint format: memory-mapped tensors under the checkpoint's own names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tokenmill.ops.raw import RawTensor
 class Checkpoint(Protocol):
     @property
     def place(self) -> str:
-        """What errors call it: a file or a directory."""
+        """Path shown in errors: a file or a directory."""
         ...
 
     @property
     def files(self) -> Sequence[Path]:
-        """The files that hold the tensors."""
+        """Files that hold the tensors."""
         ...
 
     @property
@@ -26,5 +26,5 @@ class Checkpoint(Protocol):
         ...
 
     def load(self, name: str) -> RawTensor:
-        """One tensor, without copying where the file allows it."""
+        """Return one tensor, without a copy where the file allows it."""
         ...

@@ -1,4 +1,4 @@
-"""Quantised blocks back to plain values, in pieces of a few rows so that memory stays bounded.
+"""Dequantisation of blocks to plain values, a few rows at a time so that memory stays bounded.
 
 The common formats are expanded by `ops/blocks.py`; the rest by the `gguf` package, whose results are the reference for
 all.
@@ -18,7 +18,7 @@ GPU_CHUNK_VALUES = 1 << 22  # where a chunk costs a dozen launches
 
 
 def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of `raw` in `dtype`, shaped like it, where it lies."""
+    """Return the values of `raw` in `dtype`, of the same shape and on the same device."""
     if raw.quant is None:
         return raw.data.to(dtype)
     rows = raw.data.reshape(-1, raw.data.shape[-1])  # uint8 [rows, bytes per row]
@@ -30,7 +30,7 @@ def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 
 def _expanded(rows: torch.Tensor, raw: RawTensor) -> torch.Tensor:
-    """uint8 [rows, bytes] → float32 [rows, values]"""
+    """Expand uint8 [rows, bytes] to float32 [rows, values]."""
     assert raw.quant is not None
     if raw.quant not in FORMATS:
         return _expanded_by_gguf(rows, raw)

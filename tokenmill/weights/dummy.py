@@ -1,6 +1,6 @@
-"""Random weights from a spec alone: benchmarks and tests of shapes whose checkpoints are not at hand.
+"""Random weights from a spec alone: benchmarks and tests of shapes without a checkpoint.
 
-Each tensor is drawn from the seed and its own name, so it is the same whichever are asked for and in which order. Norms
+Each tensor depends on the seed and its own name only, so it is the same in any order of access. Norms
 are ones, everything else has a deviation of 0.02, so that activations stay finite through any number of layers.
 """
 
@@ -45,7 +45,7 @@ class DummyWeights:
         return list(self.tensors)
 
     def check(self) -> None:
-        """Nothing can be missing or misshapen: the tensors follow from the spec."""
+        """Accept any spec: the tensors follow from it, so none is missing or has a wrong shape."""
 
     def get(self, name: str) -> RawTensor:
         tensor = self.tensors[name]
@@ -66,7 +66,8 @@ def dummy_weights(
     quant: str | None = None,
     device: torch.device | None = None,
 ) -> DummyWeights:
-    """With `quant`, matrices are random blocks of that format where its block length fits their rows."""
+    """Return random weights; with `quant`, matrices are blocks of that format where its block length fits their
+    rows."""
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
@@ -87,7 +88,7 @@ def _seed(seed: int, name: str) -> int:
 
 
 def random_blocks(shape: tuple[int, ...], quant: str, generator: torch.Generator) -> torch.Tensor:
-    """uint8 [..., bytes per row]: random bits under fixed scales."""
+    """Return uint8 [..., bytes per row]: random bits under fixed scales."""
     kind = GGML_TYPE_BY_NAME[quant]
     row_bytes = kind.row_bytes(shape[-1])
     num_words = -(-torch.Size(shape[:-1]).numel() * row_bytes // 8)

@@ -1,10 +1,10 @@
-"""What tells one checkpoint file from another, without reading gigabytes: size, time of change, samples of its content.
+"""Identity of a checkpoint file without reading all of it: size, modification time, samples of its content.
 
     |████░░░░█░░░░░░█░░░░░░█░░░░░░█░░░░░░██|      █ hashed: the first part (all of a GGUF header that differs between
                                                     quantisations), 64 pieces spread evenly, the end
 
-Where a file lies does not matter: one that was moved, or copied with its times, is the same file. One that was written
-anew over the old one differs in its content even if size and time were put back.
+The path does not matter: a file that was moved, or copied with its times, is the same file. A file that was overwritten
+differs in its content even if size and time were restored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_PIECES = 64
 
 
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
-    path: str  # where it was; no part of what it is
+    path: str  # not part of the identity
     num_bytes: int
     changed_ns: int
     content: str  # digest of the samples
@@ -43,6 +43,6 @@ def identity(path: Path) -> FileIdentity:
 
 
 def samples(num_bytes: int) -> list[tuple[int, int]]:
-    """Start and length of what is hashed of a file."""
+    """Return start and length of the parts of a file that are hashed."""
     last = max(0, num_bytes - PIECE_BYTES)
     return [(0, HEAD_BYTES), *((last * piece // NUM_PIECES, PIECE_BYTES) for piece in range(1, NUM_PIECES + 1))]

@@ -1,4 +1,4 @@
-"""A spec in GGUF's words: the metadata of its architecture, and the tensors of factors some ropes need.
+"""GGUF metadata of a spec: the keys of its architecture, and the tensors of rope factors.
 
 The inverse of `arch/gguf_config.py`. What GGUF cannot say is refused, never left out.
 """
@@ -30,7 +30,7 @@ Factors = dict[str, tuple[float, ...]]
 
 
 def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Factors]:
-    """(keys without the architecture's prefix, tensors of rope factors)"""
+    """Return (keys without the architecture's prefix, tensors of rope factors)."""
     full = _full_attention(spec)
     scaling, factors = _rope_scaling(full)
     mlp = _mlp(spec.layers[0])
@@ -38,7 +38,7 @@ def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Fa
 
 
 def _full_attention(spec: ModelSpec) -> Gqa:
-    """The mixer that stands for all: one without a window where there is one, since its rope is the scaled one."""
+    """Return the attention that represents all layers: one without a window if there is one, as its rope is scaled."""
     mixers = spec.attentions
     sizes = {(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers}
     if len(mixers) != spec.num_layers or len(sizes) != 1 or len({layer.mlp for layer in spec.layers}) != 1:
@@ -138,7 +138,7 @@ def _llama3(scaling: Llama3Scaling, frequencies: list[float]) -> tuple[Metadata,
 
 
 def llama3_factor(scaling: Llama3Scaling, frequency: float) -> float:
-    """What Llama 3 divides a frequency by: 1 for short waves, `factor` for long ones, a ramp between."""
+    """Return Llama 3's divisor of a frequency: 1 for short waves, `factor` for long ones, a ramp between."""
     turns = scaling.original_context * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if turns >= high:

@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file that we and llama.cpp read: any weights, any vocabulary.
+"""Write a model as a GGUF file that we and llama.cpp read, with any weights and any vocabulary.
 
 Tensors pass through one at a time, so a file larger than memory can be written. The transformations of
 `arch/tensors.py` are undone: rows fused again, heads interleaved again.
@@ -33,14 +33,15 @@ _SIZED_QUANTS = ("Q4_K", "Q5_K")  # file types of these come in sizes; M is the 
 def write_gguf(
     path: Path | str, spec: ModelSpec, weights: WeightSource, vocabulary: Mapping[str, Any], quant: str = ""
 ) -> None:
-    """`vocabulary` is metadata under `tokenizer.`, as in `read_gguf(...).metadata`; `quant`: what most tensors are."""
+    """Write a file. `vocabulary`: metadata under `tokenizer.`, as in `read_gguf(...).metadata`; `quant`: of most
+    tensors."""
     import gguf  # only here: serving never writes
 
     family = BY_NAME[spec.family]
     metadata, factors = architecture_metadata(spec, family)
     writer = gguf.GGUFWriter(Path(path), family.gguf.arch)
     writer.add_name(spec.name or spec.family)
-    if quant:  # OpenVINO does not load a file that keeps this to itself
+    if quant:  # OpenVINO does not load a file without it
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quant}_M" if quant in _SIZED_QUANTS else f"MOSTLY_{quant}"])
     for key, value in metadata.items():
         _add(writer, f"{family.gguf.arch}.{key}", value)
@@ -55,17 +56,17 @@ def write_gguf(
 
 
 def write_random_gguf(path: Path | str, spec: ModelSpec, quant: str, vocab_from: Path | str, seed: int = 0) -> None:
-    """A file of the spec's shape with random weights, for speed comparisons: every engine loads the same bytes."""
+    """Write a file with random weights for speed comparisons: every engine loads the same bytes."""
     write_gguf(path, spec, dummy_weights(spec, seed, quant=quant), vocabulary_of(vocab_from), quant)
 
 
 def vocabulary_of(path: Path | str) -> dict[str, Any]:
-    """The tokenizer's part of another GGUF file's metadata."""
+    """Read the tokenizer's metadata of another GGUF file."""
     return {key: value for key, value in read_gguf(path).metadata.items() if key.startswith("tokenizer.")}
 
 
 def padded_vocabulary(vocabulary: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The vocabulary, with unused tokens added up to the model's size."""
+    """Return the vocabulary with unused tokens added up to the model's size."""
     tokens = vocabulary.get("tokenizer.ggml.tokens", [])
     missing = vocab_size - len(tokens)
     if missing < 0:

@@ -1,6 +1,6 @@
 """Checkpoints made by GPTQ and AWQ: 4-bit weights with a scale and a zero for each group of columns.
 
-A matrix [out, in] lies in them transposed, eight values to a word:
+A matrix [out, in] is stored transposed, eight values per int32:
 
     GPTQ   qweight [in / 8, out], eight inputs a word     qzeros [groups, out / 8], stored one too low (not in v2)
     AWQ    qweight [in, out / 8], eight outputs a word in the order 0 2 4 6 1 3 5 7        qzeros in the same order
@@ -31,7 +31,7 @@ _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 @dataclass(frozen=True)
 class Groups:
-    """A matrix in parts."""
+    """The parts of a quantised matrix."""
 
     codes: torch.Tensor  # uint8 [out, in]
     zeros: torch.Tensor  # uint8 [out, groups]
@@ -40,7 +40,7 @@ class Groups:
 
 
 class GroupQuantizedCheckpoint:
-    """The same checkpoint, with `X.weight` in the place of `X.qweight`, `X.qzeros` and `X.scales`."""
+    """A view of a checkpoint with `X.weight` in place of `X.qweight`, `X.qzeros` and `X.scales`."""
 
     def __init__(self, inner: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
         """`config`: the quantization_config of its config.json, which the reader of the spec has checked."""
@@ -67,7 +67,7 @@ class GroupQuantizedCheckpoint:
         return as_blocks(name, self._groups(matrix))
 
     def _shape(self, matrix: str) -> tuple[int, int]:
-        """[out, in], after a check that all parts fit together"""
+        """Return [out, in], after a check that all parts fit together."""
         shapes = [self._inner.shapes.get(matrix + part, ()) for part in (".qweight", ".qzeros", ".scales")]
         if any(len(shape) != 2 for shape in shapes):
             raise DamagedFile(f"{self.place}: {matrix!r} lacks one of {', '.join(_PARTS[:3])}")
@@ -102,7 +102,7 @@ class GroupQuantizedCheckpoint:
 
 
 def nibbles(words: torch.Tensor) -> torch.Tensor:
-    """int32 [..., n] → uint8 [..., n, 8], lowest first"""
+    """Unpack int32 [..., n] to uint8 [..., n, 8], lowest bits first."""
     halves = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     return torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2)
 
@@ -129,6 +129,6 @@ def as_blocks(name: str, groups: Groups) -> RawTensor:
 
 
 def expanded(groups: Groups) -> torch.Tensor:
-    """float32 [out, in]"""
+    """Dequantise to float32 [out, in]."""
     zeros, scales = (part[:, groups.owners].float() for part in (groups.zeros, groups.scales))
     return (groups.codes.float() - zeros) * scales

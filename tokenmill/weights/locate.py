@@ -1,6 +1,6 @@
 """Find the files under a path that hold a model's weights, and their format. Only a shard index is opened.
 
-Pickle files are refused: reading one runs whatever code it contains.
+Pickle files are refused: reading one runs the code that it contains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packed weights kept on disk, so that the second start of a large model packs nothing.
+"""Disk cache of packed weights, so that later starts of a large model need not pack them again.
 
     $TOKENMILL_HOME/packed/<digest>      digest of: the checkpoint's files, how their tensors are put together, how the
                                          kernels lay out memory, what is quantised on loading, this version
@@ -38,14 +38,14 @@ from tokenmill.weights.packed_file import (
 
 MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second
 MAX_TOTAL_BYTES = 64 << 30
-MAX_DISK_SHARE = 0.5  # of what is free, that a new file may take
-ABANDONED_S = 3600.0  # a file that was not finished in an hour never will be
+MAX_DISK_SHARE = 0.5  # maximum share of the free space that a new file may take
+ABANDONED_S = 3600.0  # a file that is unfinished after this time is abandoned
 
 log = logging.getLogger(__name__)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that packed bytes depend on."""
+    """Cache key: everything that packed bytes depend on."""
 
     files: list[FileIdentity]
     version: str
@@ -64,7 +64,7 @@ def source_of(files: Sequence[Path], layout: str, recipe: str) -> Source:
 
 
 class PackedCache:
-    """Matrices by name, from a complete file, or room for them in one that is being written; else neither."""
+    """Packed matrices by name: read from a complete file, or written to a new one, or neither."""
 
     def __init__(self, reading: PackedFile | None = None, writing: PackedWriter | None = None) -> None:
         self._reading, self._writing = reading, writing
@@ -114,14 +114,14 @@ def is_worth_keeping(files: Sequence[Path]) -> bool:
 
 
 def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
-    """What is there for this source; otherwise a new file, if there is room for one."""
+    """Open the cached file of this source; otherwise a new file, if there is room for one."""
     folder = folder or packed_folder()
     path = folder / source.digest
     if path.exists():
         try:
             found = PackedFile(path)
             with suppress(OSError):
-                os.utime(path)  # the longest unused go first
+                os.utime(path)  # least recently used files are removed first
             return PackedCache(reading=found)
         except Unusable as problem:
             log.warning("%s is made anew: %s", path, problem)

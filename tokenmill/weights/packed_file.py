@@ -49,18 +49,18 @@ class FileSection(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedFileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the header says."""
+    """Content of the header."""
 
     format: int
     source: str  # what the weights were packed from, as `packed_cache` writes it
-    boot: str  # since when the machine had been up; empty where that is not known
+    boot: str  # id of the machine's start; empty where unknown
     index_offset: int
     index_bytes: int
     index_digest: str
 
 
 class Unusable(Exception):
-    """Why a file is not used; it is then made anew."""
+    """The reason why a file is not used; it is then written again."""
 
 
 class PackedFile:
@@ -86,7 +86,8 @@ class PackedFile:
 
 
 class PackedWriter:
-    """A file under way: `reserve` gives memory to pack into, which is the file's own; `finish` puts it in its place."""
+    """A file being written: `reserve` returns mapped memory of the file to pack into; `finish` renames it into
+    place."""
 
     is_settled = False
 
@@ -98,8 +99,9 @@ class PackedWriter:
         self._end = HEADER_BYTES
 
     def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes:
-        """Raises OSError where the disk has no room: space is taken before it is mapped, since a mapped page without
-        room on the disk would end the process."""
+        """Reserve space, or raise OSError if the disk is full: space is allocated before it is mapped, since a mapped
+        page without disk space would end the process.
+        """
         os.posix_fallocate(self._file, self._end, num_bytes)
         mapped = mmap.mmap(self._file, num_bytes, offset=self._end)
         self._index[name] = FileSection(kind, rows, cols, count, self._end, num_bytes)
@@ -107,7 +109,7 @@ class PackedWriter:
         return np.frombuffer(mapped, np.uint8)
 
     def finish(self) -> None:
-        """Everything reserved is filled: write index and header, and let others see the file."""
+        """Write index and header once all reserved memory is filled, and publish the file."""
         index = msgspec.msgpack.encode(self._index)
         os.pwrite(self._file, index, self._end)
         record = msgspec.json.encode(
@@ -128,14 +130,14 @@ class PackedWriter:
         os.close(self._file)
 
     def abandon(self) -> None:
-        """What was packed stays usable by this process; the file goes with it."""
+        """Delete the unfinished file; this process can still use the memory."""
         os.close(self._file)
         with suppress(OSError):
             self._aside.unlink()
 
 
 def read_record(file: Any) -> PackedFileRecord:
-    """The header of an open file."""
+    """Read the header of an open file."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise Unusable("it is cut short")
@@ -171,7 +173,7 @@ def settle(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """Another one each time the machine starts."""
+    """Return an id that changes each time the machine starts."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -179,7 +181,7 @@ def boot_id() -> str:
 
 
 def _opened(path: Path) -> Any:
-    """A file of ours alone. Who could write here could choose what the kernels compute with."""
+    """Open a file that only this user can write: other writers could change the weights."""
     try:
         file = path.open("rb")
     except OSError as problem:

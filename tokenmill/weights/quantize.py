@@ -1,4 +1,4 @@
-"""Plain values to quantised blocks, each rounded to the nearest: for test files, benchmarks and conversion."""
+"""Quantisation of plain values to blocks, rounded to nearest: for test files, benchmarks and conversion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_VALUES = 1 << 22
 
 
 def quantize(tensor: torch.Tensor, quant: str, name: str = "") -> RawTensor:
-    """Blocks along the last dimension, whose length must be a multiple of the block's."""
+    """Quantise along the last dimension, whose length must be a multiple of the block length."""
     if quant not in QUANTISERS:
         raise UnsupportedModel(f"quantising to {quant} is not implemented", hint=f"these are: {', '.join(QUANTISERS)}")
     columns, block_size = tensor.shape[-1], GGML_TYPE_BY_NAME[quant].block_size

@@ -1,4 +1,4 @@
-"""A checkpoint under our own names: each tensor is put together when it is asked for, by the rules of its family.
+"""A checkpoint under our own tensor names: each tensor is assembled on access, by the rules of its family.
 
 All transformations move whole rows, so they work on quantised rows as they are.
 """
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
 
 
 def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
-    """The weights at `path` for a model of this spec. Cheap: values are read when `get` is called."""
+    """Open the weights at `path` for a model of this spec. Cheap: values are read when `get` is called."""
     location, family = locate(path), _family(spec)
     if location.format == "gguf":
         gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
@@ -86,14 +86,14 @@ def _prefixed(pattern: str, prefix: str) -> str:
 class CheckpointWeights:
     checkpoint: Checkpoint
     sources: Mapping[str, TensorSource]
-    ignored: tuple[str, ...] = ()  # beginnings of names that are no weights of ours
+    ignored: tuple[str, ...] = ()  # prefixes of names that are not weights of ours
 
     def names(self) -> list[str]:
         return list(self.sources)
 
     @property
     def recipe(self) -> str:
-        """How our tensors are put together from the checkpoint's, as text that changes whenever that does."""
+        """Return a text that describes how our tensors are assembled, and changes whenever that does."""
         return repr(sorted(self.sources.items()))
 
     def get(self, name: str) -> RawTensor:
@@ -112,7 +112,7 @@ class CheckpointWeights:
         return transformed(self.checkpoint.load(theirs), source)
 
     def check(self) -> None:
-        """Raises one error that names every missing, misshapen and unexpected tensor."""
+        """Raise one error that names every missing, misshapen and unexpected tensor."""
         shapes = self.checkpoint.shapes
         expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
         missing = [name for name in expected if name not in shapes]
@@ -160,7 +160,7 @@ def _added(raw: RawTensor, data: torch.Tensor, amount: float) -> torch.Tensor:
 
 
 def row_order(num_rows: int, num_heads: int, rotary_dim: int) -> torch.Tensor:
-    """For each of our rows, which of theirs it is.
+    """Return, for each of our rows, the index of the checkpoint's row.
 
     theirs, per head:  a0 b0 a1 b1 a2 b2 ... | rest        (a, b): the pair that is rotated together
     ours,   per head:  a0 a1 a2 ... b0 b1 b2 ... | rest

@@ -1,4 +1,4 @@
-"""From a mapped file onto a GPU: in pieces through page-locked memory, two pieces a thread.
+"""Copies from a mapped file to a GPU, in chunks through page-locked memory with two buffers per thread.
 
 Reading the file's pages, copying them and the bus then work at the same time, and several threads read at once. All
 copies lie on the caller's stream, so work on that stream finds the tensor filled.
@@ -14,7 +14,7 @@ PIECE_BYTES = 16 << 20
 
 
 class _Pieces(threading.local):
-    """Two page-locked buffers of a thread; one is filled while the other is on its way."""
+    """Two page-locked buffers of a thread; one is filled while the other is copied."""
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
@@ -25,7 +25,7 @@ class _Pieces(threading.local):
             self.buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self.sent = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's
         event = self.sent[number % 2]
-        event.synchronize()  # at once if it was never recorded
+        event.synchronize()  # returns at once if it was never recorded
         return self.buffers[number % 2], event
 
 
@@ -33,7 +33,7 @@ _pieces = _Pieces()
 
 
 def to_gpu(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a CPU tensor on the device."""
+    """Return a copy of a CPU tensor on the device."""
     if values.device.type != "cpu" or values.nbytes < PIECE_BYTES:
         return values.to(device)
     out = torch.empty(values.shape, dtype=values.dtype, device=device)

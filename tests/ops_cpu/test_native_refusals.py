@@ -50,13 +50,13 @@ def add_layer(decoder: Any, **changes: object) -> None:
     parts: dict[str, object] = dict.fromkeys(("attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "sinks", "moe"))
     parts |= {part: linear(width, HIDDEN) for part in "qkv"} | {"o": linear(HIDDEN, width), "mlp": mlp()}
     parts |= {"attn_norm": ones, "mlp_norm": ones, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
-    parts |= {"scale": 1.0, "window": 0, "softcap": 0.0, "rope": -1, "group": 0}
+    parts |= {"scale": 1.0, "window": 0, "softcap": 0.0, "rope": -1}
     decoder.add_layer(**(parts | changes))
 
 
 def bind_cache(decoder: Any, layer: int = 0, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK) -> None:
     shape = (num_blocks, HEADS, block_size, HEAD_DIM)
-    decoder.bind_cache(layer, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    decoder.bind_cache(layer, 0, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
 
 def add_ends(decoder: Any) -> None:
@@ -143,8 +143,8 @@ def test_what_can_only_be_written_to_a_copy_is_refused() -> None:
         lambda: decoder.best_logits(hidden, np.zeros(3, np.int64), np.zeros(6, np.float32)[::2]),
         lambda: decoder.forward(**batch_of([3]), hidden=np.zeros((3, HIDDEN))),
         lambda: decoder.logits_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, whole[:1]),
-        lambda: decoder.bind_cache(0, apart_cache, cache),
-        lambda: decoder.bind_cache(0, cache, apart_cache),
+        lambda: decoder.bind_cache(0, 0, apart_cache, cache),
+        lambda: decoder.bind_cache(0, 0, cache, apart_cache),
         lambda: native().softmax_rows(np.zeros((3, VOCAB), np.float32), apart),
         lambda: native().embed_rows(matrix(4, 4), np.zeros(1, np.int64), 1.0, np.zeros((1, 4))),
         lambda: native().pack("F32", 16, 32, np.zeros((16, 128), np.uint8), 1, room[::2]),
@@ -155,7 +155,7 @@ def test_what_can_only_be_written_to_a_copy_is_refused() -> None:
             call()
     cache.flags.writeable = False
     with pytest.raises(TypeError, match="incompatible"):
-        decoder.bind_cache(0, cache, cache)
+        decoder.bind_cache(0, 0, cache, cache)
 
 
 @pytest.mark.parametrize("missing", ["layers", "cache", "ends"])
@@ -209,7 +209,7 @@ def test_a_decoder_keeps_its_cache_alive() -> None:
     decoder = small_decoder()
     keys, values = (np.zeros((NUM_BLOCKS, HEADS, BLOCK, HEAD_DIM), np.float32) for _ in range(2))
     kept = [weakref.ref(keys), weakref.ref(values)]
-    decoder.bind_cache(0, keys, values)
+    decoder.bind_cache(0, 0, keys, values)
     del keys, values
     assert all(array() is not None for array in kept)
     bind_cache(decoder)

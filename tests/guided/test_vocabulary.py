@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenmill.arch.read import read_spec
 from tokenmill.engine.frontend import tokenizer_of
 from tokenmill.errors import InvalidRequest
-from tokenmill.guided.vocabulary import Vocabulary, _Cutter
+from tokenmill.guided.vocabulary import Vocabulary, _SplittingTokenizer
 from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 
 
@@ -23,17 +23,17 @@ def stories(stories_dir: Path) -> Tokenizer:
 
 
 def test_sentencepiece_text_has_no_space_that_nobody_wrote(stories: Tokenizer) -> None:
-    cut = _Cutter(stories, 512, 2)
+    split = _SplittingTokenizer(stories, 512, 2)
     for text in ('"name": "', " once", "Lily", "é€", '{"first_name": '):
-        assert b"".join(stories.token_bytes(i) for i in cut(text)) == text.encode()
-    assert cut(" once upon a time") == stories.encode("once upon a time", add_special_tokens=False)
+        assert b"".join(stories.token_bytes(i) for i in split(text)) == text.encode()
+    assert split(" once upon a time") == stories.encode("once upon a time", add_special_tokens=False)
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30), cut_at=st.integers(0, 5))
 def test_any_bytes_are_spelled(text: str, cut_at: int) -> None:
     raw = text.encode()[cut_at:]
-    assert bytes(_Cutter(byte_tokenizer(), 258, 257)(raw)) == raw
+    assert bytes(_SplittingTokenizer(byte_tokenizer(), 258, 257)(raw)) == raw
 
 
 def test_forced_names_are_the_tokenizer_s_own_tokens(smollm2_path: Path) -> None:

@@ -8,6 +8,9 @@ again and keeps its place.
 While steps are in flight, two things are different. Room that a preempted group leaves is free only when the steps that
 use it are collected, so the group it was made for is admitted in a later plan. And a group whose next block is being
 computed by a step in flight waits until that block is in the prefix cache, instead of computing it again.
+
+Before that, a request becomes its state: the sequences it needs and how their results are output; one that could never
+run, even alone, is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +20,75 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from tokenmill.config.engine import SchedulerConfig
+from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache, PrefixMatch
+from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import Resource, Resources
+from tokenmill.scheduler.outputs import PooledOutput, StreamedOutputs
 from tokenmill.scheduler.plan_builder import PlanBuilder
-from tokenmill.scheduler.request import Sequence, SequenceGroup
+from tokenmill.scheduler.request import OutputMode, RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.stats import Counters
+from tokenmill.types import Request, RowInit
+
+
+def build_request_state(
+    request: Request, number: int, cache: KVCache, num_rows: int, continues: Callable[[RowInit], bool]
+) -> RequestState:
+    state = RequestState(request, number)
+    state.output_mode = _output_mode(state)
+    sequences = [Sequence(state, index, cache.chain(request.cache_salt)) for index in range(state.num_sequences)]
+    # Beams and grammars choose on the host what comes next.
+    chooses_on_host = state.output_mode.holds_back or request.params.guided is not None
+    state.continues = state.draws_tokens and not chooses_on_host and continues(sequences[0].row_init())
+    if request.params.beam:
+        SequenceGroup(state, sequences[:1], [], num_rows=len(sequences))  # beams branch off the first one
+        return state
+    SequenceGroup(state, sequences[:1], sequences[1:num_rows], num_rows=min(len(sequences), num_rows))
+    for sequence in sequences[num_rows:]:  # more samples than rows: the others run as rows come free
+        SequenceGroup(state, [sequence], [], num_rows=1)
+    return state
+
+
+def _output_mode(state: RequestState) -> OutputMode:
+    if state.request.pooling is not None:
+        return PooledOutput(state)
+    return BeamSearch(state) if state.request.params.beam else StreamedOutputs(state)
+
+
+def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) -> None:
+    """Refuse a request that could not run even with the machine for itself."""
+    if not request.prompt_token_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt", hint="send at least one token")
+    width = request.params.beam.width if request.params.beam else 1
+    if width > num_rows:
+        raise InvalidRequest(
+            f"beam width {width} exceeds the {num_rows} sequences that run at once",
+            param="beam.width",
+            hint="ask for fewer beams or raise max_running",
+        )
+    needed = blocks_needed(request, cache, chunk)
+    if needed > cache.num_usable:
+        raise InvalidRequest(
+            f"the request needs up to {needed} KV blocks of {cache.block_size} tokens, the pool has {cache.num_usable}",
+            param="max_tokens",
+            hint="shorten the prompt, lower max_tokens, or give the cache more memory",
+        )
+
+
+def blocks_needed(request: Request, cache: KVCache, chunk: int) -> int:
+    """The most blocks that must be held at once: beams together, samples one after another if need be.
+
+    The last token drawn is never computed.   prompt + max_tokens - 1 positions, or the context where it shifts
+    """
+    prompt_len = len(request.prompt_token_ids)
+    longest = prompt_len + max(0, request.max_tokens - 1)
+    alone = cache.blocks_for(min(longest, request.shift.context) if request.shift else longest, chunk)
+    if request.params.beam is None:
+        return alone
+    num_full_groups = sum(window is None for window in cache.windows)
+    shared = num_full_groups * ((prompt_len - 1) // cache.block_size)
+    return shared + request.params.beam.width * (alone - shared)
 
 
 class WaitingQueue:

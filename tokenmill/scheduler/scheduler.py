@@ -17,14 +17,13 @@ from collections.abc import Callable
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
-from tokenmill.scheduler.admission import Admission, WaitingQueue
+from tokenmill.scheduler.admission import Admission, WaitingQueue, build_request_state, check_feasible
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.integrity import check_integrity
 from tokenmill.scheduler.outputs import failure
 from tokenmill.scheduler.plan_builder import PlanBuilder, Planned
 from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
-from tokenmill.scheduler.request_setup import build_request_state, check_feasible
 from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
 from tokenmill.scheduler.stats import Counters, SchedulerStats

@@ -50,7 +50,10 @@ def test_a_peer_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         compare.engines(["openvino"], sys.executable, Path("m.gguf"), 1),
     ):
         pass
-    with pytest.raises(InvalidConfig, match="no peer"), compare.engines(["vllm"], sys.executable, Path("m"), 1):
+    with (
+        pytest.raises(InvalidConfig, match="unknown peer vllm"),
+        compare.engines(["vllm"], sys.executable, Path("m"), 1),
+    ):
         pass
 
 

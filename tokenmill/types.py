@@ -16,12 +16,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenmill.params import SamplingParams
+from tokenmill.params import Guided, SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+ToolKind = Literal["function", "custom"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 # ── from a client to the engine ────────────────────────────────────────────────────────────────────────
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a model made: `arguments` is the JSON text as it was written; for a custom tool, its raw input."""
+
+    id: str
+    name: str
+    arguments: str = "{}"
+    kind: ToolKind = "function"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +42,36 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None
     name: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] = []
-    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None  # of a message with the role "tool": the call that it answers
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that a model may call, or a custom tool, which takes free text instead of JSON arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema of the arguments; None: there are none
+    strict: bool | None = None  # True: refuse a schema that can't be enforced; False: arguments are any object
+    kind: ToolKind = "function"
+    input_grammar: Guided | None = None  # of a custom tool: Lark or regex; None: any text
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The rule for which tools may or must be called."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: list[str] | None = None  # only these; None: all
+    parallel: bool = True  # several calls in one answer
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of how a model thinks before it answers; None: as its chat template does by itself."""
+
+    effort: Effort | None = None
+    is_on: bool | None = None
+    budget: int | None = None  # tokens; then the closing marker is forced
+    keep_history: bool = False  # show the model what it thought in all earlier turns, not only since the last question
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +79,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[Message]
     params: SamplingParams = SamplingParams()
-    tools: list[dict[str, Any]] = []
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = ToolChoice()
+    reasoning: Reasoning = Reasoning()
     template_args: dict[str, Any] = {}  # extra variables for the chat template
     add_generation_prompt: bool = True
     request_id: str = ""
@@ -252,6 +293,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     drafted_tokens: int = 0  # draft tokens of speculative decoding
     accepted_tokens: int = 0  # ... that were accepted
+    reasoning_tokens: int = 0  # completion tokens that were thought, markers included
 
 
 class TokenInfo(msgspec.Struct, frozen=True):
@@ -265,12 +307,55 @@ class TokenInfo(msgspec.Struct, frozen=True):
     top: list[tuple[int, str, bytes, float]] = []  # id, text, bytes, logprob; best first
 
 
+class TextPart(msgspec.Struct, frozen=True):
+    """Text for the reader of the answer."""
+
+    text: str
+
+
+class ThoughtPart(msgspec.Struct, frozen=True):
+    """Text that the model wrote while thinking."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """The model calls a tool; calls are numbered from 0 and do not overlap."""
+
+    index: int
+    id: str
+    name: str
+    kind: ToolKind = "function"
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of a call's arguments. All fragments joined are a JSON object (the raw input of a custom tool); while they
+    come, what there is so far is the beginning of valid JSON."""
+
+    index: int
+    fragment: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """The call is complete."""
+
+    index: int
+
+
+Part = TextPart | ThoughtPart | CallStart | CallArguments | CallEnd
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of one choice for a client (always whole characters), and at the end the reason why it ended."""
+    """New text of one choice for a client (always whole characters), and at the end the reason why it ended.
+
+    `text` is what a reader sees. Where a model thinks or may call tools, `parts` has all of the content in order, text
+    included; None: there is nothing but `text`.
+    """
 
     request_id: str
     index: int = 0
     text: str = ""
+    parts: list[Part] | None = None
     token_ids: list[int] = []
     logprobs: list[TokenInfo] | None = None
     prompt_logprobs: Sequence[TokenInfo | None] | None = None  # None for the first token, which has no prediction

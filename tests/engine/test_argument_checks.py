@@ -70,7 +70,7 @@ def test_conversations_in_all_their_forms() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
     plain = [Message(role="user", content="hello")]
     assert conversations_from([parts]) == conversations_from([HELLO]) == conversations_from([plain]) == [plain]
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
     assert conversations_from(([HELLO], [called]))[1][0].content is None and conversations_from([]) == []
 
 

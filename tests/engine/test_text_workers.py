@@ -11,7 +11,7 @@ import pytest
 from tokenmill.engine import text_workers
 from tokenmill.engine.text_workers import LONG_CHARACTERS, TextWorkers, text_size
 from tokenmill.errors import Overloaded
-from tokenmill.types import ChatRequest, Message, PromptRequest
+from tokenmill.types import ChatRequest, Message, PromptRequest, ToolCall
 
 
 def test_short_work_runs_at_once_and_long_work_in_a_thread() -> None:
@@ -83,6 +83,6 @@ def test_work_that_was_cancelled_before_it_began_is_dropped(monkeypatch: pytest.
 def test_sizes() -> None:
     assert text_size(PromptRequest(prompt="x" * 100)) == 100 == text_size(PromptRequest(prompt=[1] * 100))
     assert text_size(ChatRequest(messages=[Message(role="user", content="hi")] * 8192)) > LONG_CHARACTERS
-    calls = [{"function": {"name": "f", "arguments": {"text": "x" * 2_000_000}}}]
+    calls = [ToolCall(id="c", name="f", arguments="x" * 2_000_000)]
     assert text_size(ChatRequest(messages=[Message(role="assistant", tool_calls=calls)])) > LONG_CHARACTERS
     assert text_size(ChatRequest(messages=[Message(role="user", content="hi")])) < LONG_CHARACTERS

@@ -15,7 +15,7 @@ from tests.support.timing import SOON_S
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template
 from tokenmill.text.template_bounds import Bounds
-from tokenmill.types import Message
+from tokenmill.types import Message, ToolCall
 
 TEMPLATES = sorted(
     path.stem for path in (Path(__file__).resolve().parents[2].parent / "shared" / "templates").glob("*")
@@ -25,11 +25,7 @@ NAMES |= {"functions": "[]", "datetime": "2024-01-02"}  # what firefunction want
 
 USER = Message(role="user", content='What\'s the weather in Paris?\n<b>&amp; "München"</b>')
 ANSWER = Message(role="assistant", content="Sunny.")
-CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "weather", "arguments": '{"city": "Zürich", "n": 2}'},
-}
+CALL = ToolCall(id="call00001", name="weather", arguments='{"city": "Zürich", "n": 2}')
 CONVERSATIONS = {
     "user": [USER],
     "turns": [USER, ANSWER, Message(role="user", content=" And tomorrow? ")],
@@ -127,7 +123,7 @@ def test_template_arguments_reach_the_template_and_may_not_shadow_it() -> None:
 
 
 def test_messages_for_template() -> None:
-    broken = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{not json"}}
+    broken = ToolCall(id="c", name="f", arguments="{not json")
     first, second = messages_for_template(
         [
             Message(role="assistant", tool_calls=[CALL, broken], reasoning="hm"),
@@ -137,7 +133,6 @@ def test_messages_for_template() -> None:
     assert first["content"] is None and first["reasoning_content"] == "hm"
     assert first["tool_calls"][0]["function"]["arguments"] == {"city": "Zürich", "n": 2}
     assert first["tool_calls"][1]["function"]["arguments"] == "{not json"
-    assert CALL["function"]["arguments"].startswith("{")  # type: ignore[index]
     assert second == {"role": "tool", "content": "x", "name": "f", "tool_call_id": "c"}
     assert "tool_calls" not in second and "name" not in first
 

@@ -5,15 +5,17 @@ A server's parser refuses a client's mistakes by name; these are the same mistak
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, cast
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.types import Message
+from tokenmill.types import Message, ToolCall
 
 Prompt = str | list[int]
 Conversation = Sequence[Message | dict[str, Any]]
+CALL_HINT = '{"id": "call_1", "type": "function", "function": {"name": "…", "arguments": "{}"}}'
 
 
 def prompts_from(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -77,7 +79,22 @@ def _message(given: Any) -> Message:
     if unknown or not isinstance(given.get("role"), str):
         problem = f"unknown keys {sorted(map(str, unknown))}" if unknown else "no role"
         raise InvalidRequest(f"a message has {problem}; it takes {sorted(known)}", param="messages")
-    return Message(**given | {"content": _content(given)})
+    calls = [_tool_call(call) for call in given.get("tool_calls") or ()]
+    return Message(**given | {"content": _content(given), "tool_calls": calls})
+
+
+def _tool_call(given: Any) -> ToolCall:
+    """A call as `CompletionOutput.tool_calls` has it, or as OpenAI's clients write it."""
+    if isinstance(given, ToolCall):
+        return given
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(
+            "a tool call is a ToolCall or a dict with id and function", param="messages", hint=CALL_HINT
+        )
+    arguments = function.get("arguments") or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=str(given.get("id") or ""), name=function["name"], arguments=text)
 
 
 def _content(message: dict[str, Any]) -> str | None:

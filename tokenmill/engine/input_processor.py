@@ -22,7 +22,7 @@ from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.params.checks import require_unicode
 from tokenmill.text.stops import stop_patterns
-from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template
+from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template, tools_for_template
 from tokenmill.text.token_search import TokenSearch, is_open_at_end, markers_in
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, TokenizedParams
@@ -145,7 +145,7 @@ class InputProcessor:
             raise no_tokenizer()
         return self._template.render(
             messages_for_template(asked.messages),
-            tools=asked.tools or None,
+            tools=tools_for_template(asked.tools),
             add_generation_prompt=asked.add_generation_prompt,
             extra=asked.template_args,
         )

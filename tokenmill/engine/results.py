@@ -9,13 +9,26 @@ engines know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
+from itertools import groupby
 
 import msgspec
 
-from tokenmill.types import Event, FinishReason, Request, TokenInfo
+from tokenmill.types import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Event,
+    FinishReason,
+    Part,
+    Request,
+    TextPart,
+    ThoughtPart,
+    TokenInfo,
+    ToolCall,
+)
 
 
 class EventFold:
@@ -48,12 +61,17 @@ class EventFold:
 class _Sums:
     def __init__(self) -> None:
         self._text = StringIO()
+        self._parts: list[Part] | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[TokenInfo] | None = None
         self._prompt_logprobs: Sequence[TokenInfo | None] | None = None
         self._queue_s: float | None = None
 
     def add(self, event: Event) -> None:
+        if event.parts is not None and self._parts is None:
+            self._parts = text_parts(self._text.getvalue())
+        if self._parts is not None:
+            self._parts += text_parts(event.text) if event.parts is None else event.parts
         self._text.write(event.text)
         self._token_ids += event.token_ids
         if event.logprobs is not None:
@@ -65,14 +83,73 @@ class _Sums:
             self._queue_s = event.queue_s
 
     def merged_with(self, last: Event) -> Event:
+        text = self._text.getvalue()
         return msgspec.structs.replace(
             last,
-            text=self._text.getvalue() + last.text,
+            text=text + last.text,
+            parts=self._merged_parts(text, last),
             token_ids=self._token_ids + last.token_ids,
             logprobs=_joined(self._logprobs, last.logprobs),
             prompt_logprobs=last.prompt_logprobs if self._prompt_logprobs is None else self._prompt_logprobs,
             queue_s=last.queue_s if self._queue_s is None else self._queue_s,
         )
+
+    def _merged_parts(self, text: str, last: Event) -> list[Part] | None:
+        if self._parts is None and last.parts is None:
+            return None
+        before = text_parts(text) if self._parts is None else self._parts
+        return merge_parts([*before, *(text_parts(last.text) if last.parts is None else last.parts)])
+
+
+def text_parts(text: str) -> list[Part]:
+    return [TextPart(text)] if text else []
+
+
+def merge_parts(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbours of one kind: texts, thoughts, the arguments of one call."""
+    merged: list[Part] = []
+    for _, group in groupby(parts, key=_joins_with):
+        run = list(group)
+        first = run[0]
+        match first:
+            case TextPart():
+                merged.append(TextPart("".join(part.text for part in run if isinstance(part, TextPart))))
+            case ThoughtPart():
+                merged.append(ThoughtPart("".join(part.text for part in run if isinstance(part, ThoughtPart))))
+            case CallArguments(index):
+                fragments = "".join(part.fragment for part in run if isinstance(part, CallArguments))
+                merged.append(CallArguments(index, fragments))
+            case _:
+                merged += run
+    return merged
+
+
+def _joins_with(part: Part) -> tuple[type, int]:
+    """Parts that follow each other with the same key are one."""
+    match part:
+        case CallStart(index) | CallArguments(index) | CallEnd(index):
+            return type(part), index
+        case _:
+            return type(part), 0
+
+
+def reasoning_of(event: Event) -> str | None:
+    """All that was thought in an answer; None: nothing."""
+    return "".join(part.text for part in event.parts or () if isinstance(part, ThoughtPart)) or None
+
+
+def tool_calls_of(event: Event) -> list[ToolCall]:
+    """The calls of a folded answer. One that was cut off has the arguments that came."""
+    parts = event.parts or ()
+    arguments: dict[int, str] = {}
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.index] = arguments.get(part.index, "") + part.fragment
+    return [
+        ToolCall(id=part.id, name=part.name, arguments=arguments.get(part.index, ""), kind=part.kind)
+        for part in parts
+        if isinstance(part, CallStart)
+    ]
 
 
 def _joined(before: list[TokenInfo] | None, more: list[TokenInfo] | None) -> list[TokenInfo] | None:
@@ -86,10 +163,12 @@ def _joined(before: list[TokenInfo] | None, more: list[TokenInfo] | None) -> lis
 
 @dataclass
 class CompletionOutput:
-    """One answer to a prompt."""
+    """One answer to a prompt: what a reader sees, what the model thought, and the tools that it calls."""
 
     index: int
     text: str = ""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenInfo] | None = None
     cumulative_logprob: float | None = None
@@ -155,6 +234,8 @@ def _completion(index: int, event: Event | None) -> CompletionOutput:
     return CompletionOutput(
         index=index,
         text=event.text,
+        reasoning=reasoning_of(event),
+        tool_calls=tool_calls_of(event),
         token_ids=event.token_ids,
         logprobs=event.logprobs,
         cumulative_logprob=event.cumulative_logprob,

@@ -23,6 +23,8 @@ class ModelInfo:
     spec: ModelSpec
     can_embed: bool
     shifts_context: bool = False  # unless a request says otherwise
+    can_call_tools: bool = False
+    can_think: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,16 @@ import jinja2
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.text.template_bounds import Bounds, Budget, OutOfBounds, current_budget
 from tokenmill.text.template_sandbox import ChatSandbox, Refusal
-from tokenmill.types import Message
+from tokenmill.types import Message, Tool, ToolCall
+
+CUSTOM_INPUT = "input"  # the one argument of a custom tool, as the model sees it
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string"}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -29,31 +38,40 @@ def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _plain(message: Message) -> dict[str, Any]:
     # `content` stays even where it is None: templates tell a turn that only calls tools by that.
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = message.content or None if message.tool_calls else message.content
+    plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
         plain |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
     if message.tool_calls:
-        plain["tool_calls"] = [_parsed_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     optional = {"name": message.name, "tool_call_id": message.tool_call_id}
     return plain | {key: value for key, value in optional.items() if value is not None}
 
 
-def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    return call | {"function": function | {"arguments": _parsed(function.get("arguments"))}}
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    """A call as templates read it: arguments as an object. A custom tool is a function with one argument."""
+    arguments = {CUSTOM_INPUT: call.arguments} if call.kind == "custom" else _parsed(call.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _parsed(arguments: Any) -> Any:
+def _parsed(arguments: str) -> Any:
     """The object that JSON text stands for; anything else as it is (a model may have written no JSON)."""
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Tools as templates read them, whatever dialect they came in."""
+    return [_plain_tool(tool) for tool in tools] or None
+
+
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    parameters = CUSTOM_PARAMETERS if tool.kind == "custom" else tool.parameters or NO_PARAMETERS
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def renditions(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

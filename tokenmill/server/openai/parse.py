@@ -4,8 +4,7 @@ what only the engine knows (does the prompt fit?) is checked when it prepares a 
 A field that is known but cannot be honoured is refused by name.
 
 Conversations become `Message`s that know no dialect. `developer` is today's name for `system`, and the legacy
-`function` role is a `tool` answer; templates know the plain names. Content parts are joined. A tool call's arguments
-arrive as a string and leave as the object they spell, because that is what chat templates print.
+`function` role is a `tool` answer; templates know the plain names. Content parts are joined.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
 from tokenmill.server.openai.params import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
 from tokenmill.text.template import OUR_VARIABLES
-from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest
+from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest, ToolCall
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -199,34 +198,42 @@ def _part(value: object, path: str) -> str:
     return fields.required_text(kind)
 
 
-def _tool_calls(fields: BodyFields) -> list[dict[str, Any]]:
+def _tool_calls(fields: BodyFields) -> list[ToolCall]:
     calls = fields.items("tool_calls", MAX_TOOL_CALLS) or []
     parsed = [_tool_call(call, f"{fields.name('tool_calls')}[{number}]") for number, call in enumerate(calls)]
     legacy = fields.object("function_call")
-    return [*parsed, {"type": "function", "function": _function(legacy)}] if legacy else parsed
+    return [*parsed, _function_call("", legacy)] if legacy else parsed
 
 
-def _tool_call(value: object, path: str) -> dict[str, Any]:
+def _tool_call(value: object, path: str) -> ToolCall:
     if not isinstance(value, dict):
         refuse(path, f"must be an object, got {kind_of(value)}")
     fields = BodyFields(value, f"{path}.")
-    fields.one_of("type", ("function",))
-    function = fields.object("function")
-    if function is None:
-        refuse(fields.name("function"), "is required")
-    return {"id": fields.required_text("id"), "type": "function", "function": _function(function)}
+    call_id = fields.required_text("id")
+    if fields.one_of("type", ("function", "custom")) == "custom":
+        custom = _required_object(fields, "custom")
+        name, text = custom.required_text("name"), custom.required_text("input")
+        return ToolCall(id=call_id, name=name, arguments=text, kind="custom")
+    return _function_call(call_id, _required_object(fields, "function"))
 
 
-def _function(fields: BodyFields) -> dict[str, Any]:
-    return {"name": fields.required_text("name"), "arguments": _arguments(fields.text("arguments") or "{}")}
+def _function_call(call_id: str, fields: BodyFields) -> ToolCall:
+    return ToolCall(id=call_id, name=fields.required_text("name"), arguments=_arguments(fields))
 
 
-def _arguments(text: str) -> Any:
-    """The object that a call's arguments spell; what is not valid JSON (a model wrote it) stays text."""
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
+def _arguments(fields: BodyFields) -> str:
+    """Arguments are JSON text in OpenAI's API; some clients send the object itself."""
+    given = fields.get("arguments")
+    if isinstance(given, dict):
+        return orjson.dumps(given).decode()
+    return fields.text("arguments") or "{}"
+
+
+def _required_object(fields: BodyFields, key: str) -> BodyFields:
+    found = fields.object(key)
+    if found is None:
+        refuse(fields.name(key), "is required")
+    return found
 
 
 # ── completions ────────────────────────────────────────────────────────────────────────────────────────

@@ -362,6 +362,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended it
     cumulative_logprob: float | None = None
-    usage: Usage | None = None  # of the whole request so far; always on an event with finish_reason
+    usage: Usage | None = None  # of the whole request so far; on its first event and on those with finish_reason
     embedding: list[float] | None = None
     queue_s: float | None = None  # on the first event of a request: how long it waited to be scheduled

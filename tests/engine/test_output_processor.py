@@ -115,3 +115,13 @@ def test_a_prompts_logprobs_become_text_when_they_are_read(monkeypatch: pytest.M
     assert infos is not None and len(infos) == 3 and read == []
     assert [info and info.text for info in infos] == [None, "h", "i"] and infos[0] is None and read
     assert [text for _, text, _, _ in (infos[2] or infos[1]).top] == ["i", "a"]  # type: ignore[union-attr]
+
+
+def test_the_first_event_says_what_the_prompt_cost() -> None:
+    processor = output_processor_for(SamplingParams())
+    half, rest = "é".encode()  # the first output completes no character, so there is no event of it
+    first = msgspec.structs.replace(output([half]), num_cached_tokens=2, queue_s=0.5)
+    assert processor.process(first) == []
+    events = [event for byte in (rest, *b"ab") for event in processor.process(output([byte]))]
+    assert events[0].usage is not None and events[0].usage.cached_tokens == 2 and events[0].queue_s == 0.5
+    assert [event.usage for event in events[1:]] == [None, None]

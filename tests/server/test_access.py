@@ -6,12 +6,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
+from starlette.datastructures import Headers
 from starlette.routing import Route
 
 from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
-from tokenmill.errors import InvalidConfig
-from tokenmill.server.auth import PUBLIC_PATHS, load_keys, require_safe_exposure
+from tokenmill.errors import InvalidConfig, Overloaded, RequestFailed
+from tokenmill.server.app import DIALECTS
+from tokenmill.server.auth import PUBLIC_METHODS, PUBLIC_PATHS, load_keys, require_safe_exposure
+from tokenmill.server.dialect import RequestHead
+from tokenmill.server.errors import error_headers
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 KEY = "a-long-secret"
@@ -41,11 +46,13 @@ def test_every_route_and_method_needs_the_key(keyed: RunningServer, form: str) -
             for method in METHODS:
                 url = keyed.url + form.format(path.replace("{model_id}", "fake/tiny").replace("{model_id:path}", "x"))
                 reply = client.request(method, url, headers={"authorization": "Bearer wrong"})
-                is_public = path in PUBLIC_PATHS and not form.startswith("/")
+                is_public = path in PUBLIC_PATHS and method in PUBLIC_METHODS and not form.startswith("/")
                 where = f"{method} {url} {reply.status_code}"
                 assert (reply.status_code != 401) == is_public or (path == "/" and form == "/{}"), where
                 if reply.status_code == 401 and method != "HEAD":
-                    assert reply.json()["error"]["code"] == "invalid_api_key", where
+                    dialect = DIALECTS.of(RequestHead(method, httpx.URL(url).path, Headers()))
+                    Draft202012Validator(dialect.error_schema).validate(reply.json())
+                    assert "a valid API key is required" in reply.text, where
                     assert reply.headers["www-authenticate"].startswith("Bearer"), where
     assert keyed.engine.seen == []
 
@@ -61,6 +68,20 @@ def test_the_key_opens_everything(keyed: RunningServer) -> None:
     headers = {"authorization": f"bearer {KEY}"}  # the scheme's case does not matter
     for path in ("/v1/models", "/v1/models/fake/tiny", "/docs", "/openapi.json", "/metrics"):
         assert keyed.get(path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key", "x-goog-api-key"])
+def test_the_key_may_come_in_any_header(keyed: RunningServer, header: str) -> None:
+    def sent(name: str, key: str) -> dict[str, str]:
+        return {name: f"Bearer {key}" if name == "authorization" else key}
+
+    for path in paths_of(keyed):
+        url = path.replace("{model_id}", "fake/tiny").replace("{model_id:path}", "fake/tiny")
+        assert keyed.get(url, headers=sent(header, KEY)).status_code != 401, url
+        other = "x-api-key" if header == "authorization" else "authorization"
+        assert keyed.get(url, headers={**sent(other, "wrong"), **sent(header, KEY)}).status_code != 401, url
+    assert keyed.get("/v1/models", headers=sent(header, "wrong")).status_code == 401
+    assert keyed.get(f"/v1/models?key={KEY}&api-key={KEY}").status_code == 401, "never from the URL"
 
 
 def test_metrics_can_be_public(serving: Serving) -> None:
@@ -141,9 +162,38 @@ def test_cors_is_off_unless_asked_for(server: RunningServer, serving: Serving) -
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_request_ids(server: RunningServer) -> None:
-    assert server.get("/ping", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    assert server.get("/nothing", headers={"x-request-id": "bad id"}).headers["x-request-id"].startswith("req-")
+CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
+WITH_IDS = [("/v1/chat/completions", CHAT, 200), ("/v1/chat/completions", {**CHAT, "stream": True}, 200)]
+WITH_IDS += [("/v1/chat/completions", {}, 400), ("/nothing", {}, 404), ("/health", {}, 405)]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), WITH_IDS)
+def test_both_id_headers_are_the_logs_id(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, path: str, body: object, status: int
+) -> None:
+    for given in ("mine-1", "bad id"):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="tokenmill"):
+            reply = server.post(path, body, headers={"x-request-id": given})
+        request_id = reply.headers["x-request-id"]
+        assert reply.status_code == status
+        assert reply.headers.get_list("request-id") == [request_id]
+        assert request_id == given if given == "mine-1" else request_id.startswith("req-")
+        assert [line for line in caplog.messages if line.startswith(f"request id={request_id} ")]
+
+
+def test_retry_headers_say_whether_and_when(server: RunningServer) -> None:
+    server.engine.max_running = 0
+    full = server.post("/v1/chat/completions", CHAT)
+    assert (full.status_code, full.headers["retry-after"], full.headers["retry-after-ms"]) == (429, "3", "3000")
+    assert full.headers["x-should-retry"] == "true"
+    server.engine.max_running, server.engine.failure, server.engine.fail_after = 10, RequestFailed("odd"), 0
+    failed = server.post("/v1/chat/completions", CHAT)
+    assert (failed.status_code, failed.headers["x-should-retry"]) == (500, "false")
+    assert "retry-after" not in failed.headers
+    assert "x-should-retry" not in server.post("/v1/chat/completions", {}).headers
+    assert error_headers(Overloaded("full", retry_after_s=1e6))["retry-after"] == "120", "clients give up beyond that"
+    assert error_headers(Overloaded("full", retry_after_s=0.0))["retry-after"] == "1"
 
 
 def test_docs_describe_the_routes(server: RunningServer) -> None:

@@ -9,16 +9,17 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.loopback import RunningServer
 from tokenmill.errors import ContextLengthExceeded
 from tokenmill.server import generation
 from tokenmill.server.accounting import RequestRecord
-from tokenmill.server.generation import GenerationJob, GenerationRun
+from tokenmill.server.generation import GenerationFacts, GenerationJob, GenerationRun
 from tokenmill.server.openai import routes
 from tokenmill.server.openai.render import CompletionRendering
-from tokenmill.types import Event, PromptRequest, Usage
+from tokenmill.types import Event, PromptRequest
 
 RENDERING = CompletionRendering(
     INFO, num_choices=1, include_usage=False, echoes=None, wants_logprobs=False, wants_prompt_logprobs=False
@@ -73,9 +74,9 @@ def test_many_logprobs_are_written_in_a_thread(
             super().__init__(*given, **named)
             threads.append(threading.get_ident())
 
-        def whole(self, choices: list[Event], usage: Usage) -> bytes:
+        def whole(self, choices: list[Event], facts: GenerationFacts) -> Response:
             threads.append(threading.get_ident())
-            return super().whole(choices, usage)
+            return super().whole(choices, facts)
 
     monkeypatch.setattr(generation, "MANY_LOGPROBS", most)
     monkeypatch.setattr(routes, "CompletionRendering", Watched)

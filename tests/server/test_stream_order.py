@@ -7,10 +7,14 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.support.fake_engine import STORY
 from tests.support.loopback import RunningServer
 from tokenmill.errors import RequestFailed
+from tokenmill.server.generation import GenerationFacts
+from tokenmill.server.openai.render import ChatRendering
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 COMPLETION = {"model": "fake/tiny", "prompt": ["a", "b"], "stream": True}
@@ -33,6 +37,42 @@ def test_headers(server: RunningServer) -> None:
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.headers["cache-control"] == "no-cache" and reply.headers["x-accel-buffering"] == "no"
     assert reply.headers["x-request-id"]
+
+
+class WholeWrites:
+    """Wraps an ASGI app; keeps the body messages it sends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.sent: list[Message] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def keep(message: Message) -> None:
+            self.sent.append(message)
+            await send(message)
+
+        await self.app(scope, receive, keep)
+
+
+def test_the_body_ends_in_one_write_with_its_last_frame(server: RunningServer) -> None:
+    app = WholeWrites(server.app)
+    TestClient(app).post("/v1/chat/completions", json=CHAT)
+    assert app.sent[-1]["body"].endswith(b"data: [DONE]\n\n") and not app.sent[-1].get("more_body", False)
+    assert all(message["more_body"] for message in app.sent[1:-1])
+
+
+def test_a_beginning_knows_the_prompts_tokens(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[GenerationFacts] = []
+
+    def begin(rendering: ChatRendering, facts: GenerationFacts) -> bytes:
+        seen.append(facts)
+        return b""
+
+    monkeypatch.setattr(ChatRendering, "begin", begin)
+    reply = server.post("/v1/chat/completions", CHAT)
+    assert reply.status_code == 200 and seen[0].request_id == reply.headers["request-id"]
+    assert (seen[0].usage.prompt_tokens, seen[0].usage.completion_tokens) == (len("<user>Hi") + 1, 0)
+    assert seen[0].first_token_s is not None
 
 
 @pytest.mark.parametrize("n", [1, 3])

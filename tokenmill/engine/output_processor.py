@@ -53,6 +53,8 @@ class OutputProcessor:
         self._keep_best = keep_best
         self._wants_logprobs = wants_logprobs
         self._num_cached_tokens = 0
+        self._queue_s = 0.0
+        self._is_first = True  # the next event is the request's first
         self._stopped: list[int] = []
         self._has_stops = bool(request.params.stop or request.params.stop_regex)
         self._choices = [self._new_choice() for _ in range(request.params.n)]
@@ -73,6 +75,7 @@ class OutputProcessor:
         if choice.is_finished:  # the core ran on a little before it heard of the stop string
             return []
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        self._queue_s = self._queue_s or output.queue_s
         choice.num_drafted, choice.num_accepted = output.num_drafted, output.num_accepted
         event = self._advance(choice, output)
         if event is None:
@@ -165,9 +168,9 @@ class OutputProcessor:
         if not text and finish is None and output.prompt_logprobs is None:
             return None
         ids, choice.unsent_ids = choice.unsent_ids, []
-        if finish is None and not self._wants_logprobs and output.prompt_logprobs is None:  # most events by far
-            queue_s = output.queue_s or None
-            return Event(request_id=self.request_id, index=output.index, text=text, token_ids=ids, queue_s=queue_s)
+        if not self._is_first and finish is None and not self._wants_logprobs and output.prompt_logprobs is None:
+            return Event(request_id=self.request_id, index=output.index, text=text, token_ids=ids)  # most by far
+        is_first, self._is_first = self._is_first, False
         return Event(
             request_id=self.request_id,
             index=output.index,
@@ -178,9 +181,9 @@ class OutputProcessor:
             finish_reason=finish,  # type: ignore[arg-type]  # one of the literals, by construction
             stop_reason=matched if matched is not None else output.stop_token_id,
             cumulative_logprob=self._cumulative(choice, output),
-            usage=self._usage() if finish else None,
+            usage=self._usage() if finish or is_first else None,
             embedding=output.embedding,
-            queue_s=output.queue_s or None,
+            queue_s=(self._queue_s or None) if is_first else None,
         )
 
     def _released_infos(self, choice: ChoiceState, matched: str | None) -> list[TokenInfo]:

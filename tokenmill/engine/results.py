@@ -28,6 +28,7 @@ from tokenmill.types import (
     ThoughtPart,
     TokenInfo,
     ToolCall,
+    Usage,
 )
 
 
@@ -66,6 +67,7 @@ class _Sums:
         self._logprobs: list[TokenInfo] | None = None
         self._prompt_logprobs: Sequence[TokenInfo | None] | None = None
         self._queue_s: float | None = None
+        self._usage: Usage | None = None
 
     def add(self, event: Event) -> None:
         if event.parts is not None and self._parts is None:
@@ -81,6 +83,8 @@ class _Sums:
             self._prompt_logprobs = event.prompt_logprobs
         if self._queue_s is None:
             self._queue_s = event.queue_s
+        if event.usage is not None:
+            self._usage = event.usage
 
     def merged_with(self, last: Event) -> Event:
         text = self._text.getvalue()
@@ -92,6 +96,7 @@ class _Sums:
             logprobs=_joined(self._logprobs, last.logprobs),
             prompt_logprobs=last.prompt_logprobs if self._prompt_logprobs is None else self._prompt_logprobs,
             queue_s=last.queue_s if self._queue_s is None else self._queue_s,
+            usage=self._usage if last.usage is None else last.usage,
         )
 
     def _merged_parts(self, text: str, last: Event) -> list[Part] | None:

@@ -49,6 +49,7 @@ class RequestRecord:
         self.status = CLIENT_LEFT
 
     def note_failure(self, error: TokenmillError) -> None:
+        """A stream has failed, after its status was sent."""
         self.status = error.http_status
         self.error_code = error.code
 

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tokenmill
+from tokenmill.server.dialect import head_of
 from tokenmill.server.errors import NotReady, error_headers
 from tokenmill.server.routing import TEXT, Endpoint, RouteContext, json_response, object_of
 
@@ -21,7 +22,8 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
         if found.state == "ready":
             return json_response(content)
         error = NotReady(found.state, found.detail)
-        shown = context.dialects.of(request.url.path).error_content(error)
+        request.state.record.error_code = error.code
+        shown = context.dialects.of(head_of(request.scope)).error_content(error, request.state.record.request_id)
         return json_response({**content, **shown}, error.http_status, error_headers(error))
 
     async def ping(request: Request) -> Response:

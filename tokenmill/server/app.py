@@ -5,6 +5,8 @@ id, record, log line ─► CORS, if asked for ─► key, if there are any ─�
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,15 +22,18 @@ from tokenmill.server.accounting import Accounting
 from tokenmill.server.admin import admin_endpoints
 from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
 from tokenmill.server.body import BodyReader
-from tokenmill.server.dialect import Dialect, Dialects
+from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
 from tokenmill.server.middleware import RequestMiddleware
 from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
-from tokenmill.server.routing import RouteContext, routes_of
+from tokenmill.server.routing import Endpoint, RouteContext, routes_of
+
+EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
 DIALECTS = Dialects(OPENAI)
+ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (openai_endpoints,)
 
 
 def create_app(
@@ -45,7 +50,8 @@ def create_app(
     registry = ModelRegistry(gate, any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
     context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers())
-    endpoints = [*openai_endpoints(context), *admin_endpoints(context, accounting.render)]
+    endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
+    endpoints += admin_endpoints(context, accounting.render)
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     app = Starlette(
         routes=routes_of(endpoints, dialects),
@@ -70,9 +76,9 @@ def _layers(
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(config.cors_origin),
-                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_methods=["GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=EXPOSED_HEADERS,
             )
         )
     if keys:
@@ -86,8 +92,8 @@ def _layers(
 
 async def _show_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TokenmillError)
-    request.state.record.note_failure(error)
-    return _dialect(request).error_response(error)
+    request.state.record.error_code = error.code
+    return _error_response(request, error)
 
 
 async def _show_routing_error(request: Request, error: Exception) -> Response:
@@ -96,12 +102,13 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
     problem = RoutingError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return _dialect(request).error_response(problem, headers)
+    request.state.record.error_code = problem.code
+    return _error_response(request, problem, headers)
 
 
-def _dialect(request: Request) -> Dialect:
+def _error_response(request: Request, error: TokenmillError, headers: dict[str, str] | None = None) -> Response:
     dialects: Dialects = request.app.state.dialects
-    return dialects.of(request.url.path)
+    return dialects.of(head_of(request.scope)).error_response(error, request.state.record.request_id, headers)
 
 
 async def _note_departure(request: Request, error: Exception) -> Response:

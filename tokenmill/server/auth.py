@@ -1,6 +1,7 @@
 """API keys: every path needs one except a short public list, so a new route is closed until it is listed here.
 
-The comparison takes the same time for every key and however many characters agree. Keys are never logged.
+A key may come in the header of any dialect, and several may come together: one that is right admits. The comparison
+takes the same time for every key and however many characters agree. Keys are never logged.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
-from tokenmill.server.dialect import Dialects
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import MissingKey
 
 PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version"})
+PUBLIC_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key")  # the first as `Bearer KEY`
 ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
 
 
@@ -63,6 +67,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def keys_in(headers: Headers) -> list[bytes]:
+    """All keys that a request offers, in whatever header its client uses; never one in the URL, which proxies log."""
+    return [_key(name, headers[name]) for name in KEY_HEADERS if name in headers]
+
+
+def _key(name: str, value: str) -> bytes:
+    if name == "authorization":
+        scheme, _, value = value.partition(" ")
+        value = value if scheme.lower() == "bearer" else ""
+    return value.strip().encode("latin-1", "replace")
+
+
 class RequireKey:
     """Asks every request for a key but those of a few public paths, before routing: a path that does not exist needs
     one too, so nothing can be probed."""
@@ -76,15 +92,17 @@ class RequireKey:
         self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._public_paths:
+        if scope["type"] != "http" or self._is_public(scope) or self._is_known(keys_in(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return
-        dialect = self._dialects.of(scope["path"])
-        if self._is_known(dialect.keys_in(Headers(scope=scope))):
-            await self._app(scope, receive, send)
-            return
+        dialect = self._dialects.of(head_of(scope))
         error = MissingKey("a valid API key is required", hint=dialect.key_hint)
-        await dialect.error_response(error)(scope, receive, send)
+        record: RequestRecord = scope["state"]["record"]
+        record.error_code = error.code
+        await dialect.error_response(error, record.request_id)(scope, receive, send)
+
+    def _is_public(self, scope: Scope) -> bool:
+        return scope["path"] in self._public_paths and scope["method"] in PUBLIC_METHODS
 
     def _is_known(self, offered: list[bytes]) -> bool:
         matches = [hmac.compare_digest(one, key) for one in offered for key in self._keys]  # always all of them

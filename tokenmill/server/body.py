@@ -25,6 +25,7 @@ DISCARD_S = 2.0
 MAX_UNDER_WAY_BYTES = 256 * 1024 * 1024  # of all bodies that are being received
 SMALL_BYTES = 64 * 1024  # a body of this size always finds room
 SHOWN_CHARACTERS = 60
+BROWSER_HEADERS = ("origin", "sec-fetch-site")
 JSON_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
 
 
@@ -35,9 +36,9 @@ class BodyReader:
         self._config = config
         self._num_under_way = 0  # bytes
 
-    async def read(self, request: Request) -> bytes:
-        """The bytes of a JSON body; `parse_object` reads them."""
-        require_json(request)
+    async def read(self, request: Request, *, takes_any_type: bool = False) -> bytes:
+        """The bytes of a JSON body; `parse_object` reads them. `takes_any_type`: it need not be called JSON."""
+        require_json(request, takes_any_type=takes_any_type)
         timeout_s = self._config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -78,10 +79,12 @@ class BodyReader:
         return None
 
 
-def require_json(request: Request) -> None:
-    """Refuse a body that says it is something else."""
+def require_json(request: Request, *, takes_any_type: bool = False) -> None:
+    """Refuse a body that says it is something else. Web pages can send other types to any server without asking it, so
+    from a browser only JSON is taken, whatever the dialect."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    is_lenient = takes_any_type and not any(name in request.headers for name in BROWSER_HEADERS)
+    if not is_lenient and kind != "application/json" and not kind.endswith("+json"):
         raise WrongContentType(
             f"the body must be JSON, got content type {kind[:60]!r}", hint="send `Content-Type: application/json`"
         )

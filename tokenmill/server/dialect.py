@@ -1,26 +1,51 @@
 """A dialect: one protocol that clients speak, such as OpenAI's.
 
-The outer layers (connection, key, routing, errors) know no dialect. They ask the table below, by the path of a request,
-how an error looks and where the key is: also for errors that occur before routing, when a path is all that is known.
+The outer layers (connection, key, routing, errors) know no dialect. They ask the table below, by the head of a request,
+how an error looks: also for errors that occur before routing, when a path is all that is known.
 
-    path ──► Dialects.of ──► Dialect: error body, key headers, endpoints
+    method, path, headers ──► Dialects.of ──► Dialect: error body and status, endpoints
     generation ──► Rendering (see generation.py): the bytes of a reply, framing (SSE, pings, last line) included
 
-To add a dialect: a package with its endpoints, its parser and its renderings, and one `Dialect` in `app.py`.
+A path belongs to the dialect with the longest prefix of it. A path that two dialects have, such as /v1/models, goes to
+the one that recognises the request by its method or headers (`shared`). The key may be in any of `auth.KEY_HEADERS`,
+and ids and retry headers are the same in all dialects, because clients of one send those of another.
+
+To add a dialect: a package with its endpoints, its parser and its renderings, and two lines in `app.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import Scope
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.errors import error_headers
+
+
+class RequestHead(NamedTuple):
+    """What is known of a request before its body is read."""
+
+    method: str
+    path: str
+    headers: Headers
+
+
+Recognises = Callable[[RequestHead], bool]
+
+
+def head_of(scope: Scope) -> RequestHead:
+    return RequestHead(scope["method"], scope["path"], Headers(scope=scope))
+
+
+def path_only(path: str) -> RequestHead:
+    """The head of a request of which only the path is known."""
+    return RequestHead("", path, Headers())
 
 
 @dataclass(frozen=True)
@@ -29,57 +54,69 @@ class Dialect:
 
     name: str
     prefixes: tuple[str, ...]  # of its paths; "" is all paths that no other dialect has
-    error_content: Callable[[TokenmillError], dict[str, Any]]  # the JSON object that its clients read
+    error_content: Callable[[TokenmillError, str], dict[str, Any]]  # error, request id ─► the object its clients read
     error_schema: dict[str, Any]  # of that object
-    key_headers: tuple[str, ...]  # in which its clients send their key; `authorization` as `Bearer KEY`
-    key_hint: str  # for a client that sent none
+    key_hint: str  # for a client that sent no key
+    statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has others for
+    shared: Mapping[str, Recognises] = field(default_factory=dict)  # prefixes of other dialects' paths ─► is it ours?
+    takes_any_content_type: bool = False  # a JSON body need not be called one
 
-    def error_body(self, error: TokenmillError) -> bytes:
-        return orjson.dumps(self.error_content(error))
+    def error_status(self, error: TokenmillError) -> int:
+        return self.statuses.get(error.http_status, error.http_status)
 
-    def error_response(self, error: TokenmillError, headers: dict[str, str] | None = None) -> Response:
-        return Response(
-            self.error_body(error),
-            status_code=error.http_status,
-            headers={**error_headers(error), **(headers or {})},
-            media_type="application/json",
-        )
+    def error_body(self, error: TokenmillError, request_id: str) -> bytes:
+        return orjson.dumps(self.error_content(error, request_id))
 
-    def keys_in(self, headers: Headers) -> list[bytes]:
-        """All keys that a request offers."""
-        return [_key(name, headers[name]) for name in self.key_headers if name in headers]
-
-
-def _key(name: str, value: str) -> bytes:
-    if name == "authorization":
-        scheme, _, value = value.partition(" ")
-        value = value if scheme.lower() == "bearer" else ""
-    return value.strip().encode("latin-1", "replace")
+    def error_response(
+        self, error: TokenmillError, request_id: str, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        every_header = {**error_headers(error), **(headers or {})}
+        return json_bytes(self.error_body(error, request_id), self.error_status(error), every_header)
 
 
 class Dialects:
-    """All dialects of a server, found by path."""
+    """All dialects of a server, found by the head of a request."""
 
     def __init__(self, *dialects: Dialect) -> None:
         by_prefix = [(prefix, dialect) for dialect in dialects for prefix in dialect.prefixes]
         self._by_prefix = sorted(by_prefix, key=lambda entry: -len(entry[0]))  # the longest prefix decides
+        self._shared = [(*entry, dialect) for dialect in dialects for entry in dialect.shared.items()]
         if not by_prefix or self._by_prefix[-1][0]:
             raise ValueError("one dialect must have the prefix '' for all other paths")
 
-    def of(self, path: str) -> Dialect:
-        return next(dialect for prefix, dialect in self._by_prefix if path.startswith(prefix))
+    def of(self, head: RequestHead) -> Dialect:
+        for prefix, recognises, dialect in self._shared:
+            if head.path.startswith(prefix) and recognises(head):
+                return dialect
+        return next(dialect for prefix, dialect in self._by_prefix if head.path.startswith(prefix))
 
 
-# ── server-sent events, for dialects that use them ─────────────────────────────────────────────────────
+def json_bytes(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A reply whose JSON is written already."""
+    return Response(body, status, headers, "application/json")
 
-SSE_HEADERS: Sequence[tuple[bytes, bytes]] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+
+# ── framing: server-sent events, and JSON a line ───────────────────────────────────────────────────────
+
+STREAM_HEADERS: Sequence[tuple[bytes, bytes]] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # keeps proxies from collecting the stream
 )
+SSE_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS)
 SSE_PING = b": ping\n\n"  # a comment: every client skips it
+NDJSON_HEADERS = ((b"content-type", b"application/x-ndjson"), *STREAM_HEADERS)
 
 
 def sse_frame(payload: bytes) -> bytes:
     """One event; `payload` is JSON and so has no line break inside."""
     return b"data: " + payload + b"\n\n"
+
+
+def named_sse_frame(name: str, payload: bytes) -> bytes:
+    """One event with a name, for clients that drop events without one."""
+    return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
+
+
+def ndjson_line(payload: bytes) -> bytes:
+    """One object of a stream of JSON lines. Between two there is nothing: clients parse an empty line, and fail."""
+    return payload + b"\n"

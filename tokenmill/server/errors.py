@@ -11,6 +11,7 @@ import math
 from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
 
 RETRY_AFTER_S = 2.0  # for a 503 that does not say otherwise
+MAX_RETRY_AFTER_S = 120.0  # OpenAI's clients do not try again at all after a longer wait
 HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
@@ -79,11 +80,24 @@ class Loading(Overloaded):
 
 
 def error_headers(error: TokenmillError) -> dict[str, str]:
-    """The HTTP headers of an error's reply."""
+    """The HTTP headers of an error's reply: where the key goes, and whether and when to try again.
+
+    Clients repeat every 5xx on their own unless `x-should-retry` says no. They take `retry-after-ms` before the whole
+    seconds of `retry-after`, and give up if the wait is longer than two minutes.
+    """
     if error.http_status == 401:
         return {"www-authenticate": 'Bearer realm="tokenmill"'}
     if isinstance(error, Overloaded):
-        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        return _retry_headers(error.retry_after_s)
     if error.http_status == 503:
-        return {"retry-after": str(math.ceil(RETRY_AFTER_S))}
-    return {}
+        return _retry_headers(RETRY_AFTER_S)
+    return {"x-should-retry": "false"} if error.http_status >= 500 else {}
+
+
+def _retry_headers(wait_s: float) -> dict[str, str]:
+    wait_s = min(max(wait_s, 0.001), MAX_RETRY_AFTER_S)
+    return {
+        "retry-after": str(math.ceil(wait_s)),
+        "retry-after-ms": str(math.ceil(wait_s * 1000)),
+        "x-should-retry": "true",
+    }

@@ -35,17 +35,30 @@ log = get_log("server")
 MANY_LOGPROBS = 500  # take some tens of milliseconds to write
 
 
+@dataclass(frozen=True)
+class GenerationFacts:
+    """What is known of a generation at some moment. At the beginning of a stream that is the prompt: how many tokens it
+    has, and how many of them were cached, unless a ping went out before the first event."""
+
+    request_id: str
+    usage: Usage
+    queue_s: float | None
+    first_token_s: float | None  # since the request arrived
+    elapsed_s: float
+
+
 class Rendering(Protocol):
-    """How a dialect writes one reply. The whole reply is made from the same events that a stream shows, folded."""
+    """How a dialect writes one reply. The whole reply is made from the same events that a stream shows, folded; it is
+    a response, so that the dialect also chooses its status, its headers and its media type."""
 
     stream_headers: Sequence[tuple[bytes, bytes]]
     ping: bytes  # sent when a stream is silent for long, to keep the connection open; empty: nothing is
 
-    def begin(self) -> bytes: ...
+    def begin(self, facts: GenerationFacts) -> bytes: ...
     def event(self, choice: int, event: Event) -> bytes: ...
-    def end(self, usage: Usage) -> bytes: ...
-    def failure(self, error: TokenmillError) -> bytes: ...
-    def whole(self, choices: list[Event], usage: Usage) -> bytes: ...
+    def end(self, facts: GenerationFacts) -> bytes: ...  # sent in one write with the end of the HTTP body
+    def failure(self, error: TokenmillError, request_id: str) -> bytes: ...
+    def whole(self, choices: list[Event], facts: GenerationFacts) -> Response: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,10 @@ class GenerationRun:
             accepted_tokens=sum(usage.accepted_tokens for usage in totals),
         )
 
+    def facts(self) -> GenerationFacts:
+        record = self.record
+        return GenerationFacts(record.request_id, self.usage, record.queue_s, record.first_token_s, record.elapsed_s())
+
     async def accept(self) -> None:
         """Hand the requests to the engine; if it refuses one, none of them runs."""
         async with AsyncExitStack() as undo:
@@ -100,10 +117,13 @@ class GenerationRun:
 
     async def _submit(self, request: ClientRequest) -> AsyncIterator[Event]:
         try:
-            events = self.job.engine.submit(await self.job.engine.prepare(request))
+            prepared = await self.job.engine.prepare(request)
+            events = self.job.engine.submit(prepared)
         except ContextLengthExceeded as error:
             error.param = self.job.prompt_param
             raise
+        num_tokens = len(prepared.request.prompt_token_ids)
+        self._usages[request.request_id] = Usage(prompt_tokens=num_tokens, completion_tokens=0)
         self._open[request.request_id] = events
         return events
 
@@ -136,6 +156,7 @@ class GenerationRun:
             raise RequestFailed(f"the request was ended by the engine ({event.finish_reason})")
         if event.usage is not None:
             self._usages[request_id] = event.usage
+        if event.finish_reason is not None:
             self.record.usage = self.usage
         self.record.note_event(event)
 
@@ -221,14 +242,14 @@ class GenerationResponse(Response):
         if not self._has_begun:
             raise error
         self._run.record.note_failure(error)
-        await self._emit(send, self._job.rendering.failure(error), more=False)
+        await self._emit(send, self._job.rendering.failure(error, self._run.record.request_id), more=False)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         folds = [EventFold() for _ in range(len(self._job.requests) * self._job.num_choices)]
         async for index, event in self._run:
             folds[index].add(event)
-        body = await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
-        await Response(body, media_type="application/json")(scope, receive, send)
+        reply = await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
+        await reply(scope, receive, send)
 
     def _with_prompt_logprobs(self, choices: list[Event]) -> list[Event]:
         """Give every choice the logprobs of its prompt, which come once, with the first of a prompt's choices."""
@@ -238,10 +259,10 @@ class GenerationResponse(Response):
         pairs = zip(choices, first, strict=True)
         return [msgspec.structs.replace(choice, prompt_logprobs=one.prompt_logprobs) for choice, one in pairs]
 
-    async def _rendered(self, choices: list[Event]) -> bytes:
+    async def _rendered(self, choices: list[Event]) -> Response:
         """The whole reply. The logprobs of many long answers take seconds to write, so a thread does that."""
         num_logprobs = sum(len(choice.logprobs or ()) + len(choice.prompt_logprobs or ()) for choice in choices)
-        render = partial(self._job.rendering.whole, choices, self._run.usage)
+        render = partial(self._job.rendering.whole, choices, self._run.facts())
         return await asyncio.to_thread(render) if num_logprobs > MANY_LOGPROBS else render()
 
     async def _stream(self, send: Send) -> None:
@@ -254,7 +275,7 @@ class GenerationResponse(Response):
                     await self._emit(send, data)
         finally:
             pinger.cancel()
-        await self._emit(send, self._job.rendering.end(self._run.usage), more=False)
+        await self._emit(send, self._job.rendering.end(self._run.facts()), more=False)
 
     async def _ping(self, send: Send) -> None:
         """Send a ping whenever a whole period brought nothing: one timer a period, none per token."""
@@ -278,7 +299,7 @@ class GenerationResponse(Response):
                 self._has_begun = True
                 headers = list(self._job.rendering.stream_headers)
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                data = self._job.rendering.begin() + data
+                data = self._job.rendering.begin(self._run.facts()) + data
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
 

@@ -14,9 +14,10 @@ import httptools
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tokenmill.engine.request_ids import call_id
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.log import event, get_log
-from tokenmill.server.dialect import Dialects
+from tokenmill.server.dialect import Dialects, path_only
 from tokenmill.server.errors import HeadTooLarge, UnreadableRequest
 
 log = get_log("server")
@@ -125,10 +126,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             for cycle in self._unanswered:
                 cycle.keep_alive = False
             return
-        event(log, "unreadable", client=self.client[0] if self.client else None, error=error.code, why=error.message)
-        body = self.dialects.of(self._path()).error_body(error)
+        request_id, client = call_id(""), self.client[0] if self.client else None
+        event(log, "unreadable", id=request_id, client=client, error=error.code, why=error.message)
+        body = self.dialects.of(path_only(self._path())).error_body(error, request_id)
         head = (
             f"HTTP/1.1 {STATUS_LINES[error.http_status]}\r\ncontent-type: application/json\r\n"
+            f"x-request-id: {request_id}\r\nrequest-id: {request_id}\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenmill.engine.request_ids import call_id
 from tokenmill.observe.log import event, get_log
 from tokenmill.server.accounting import RequestRecord
-from tokenmill.server.dialect import Dialects
+from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import InternalError
 
 log = get_log("server")
@@ -38,7 +38,9 @@ class RequestMiddleware:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", record.request_id.encode())]
+                request_id = record.request_id.encode()
+                ids = ((b"x-request-id", request_id), (b"request-id", request_id))  # OpenAI's clients and Anthropic's
+                message["headers"] = [*message.get("headers", []), *ids]
             elif not message.get("more_body", False):
                 self._finish(record)  # before the last byte: a client that has read the answer finds it counted
             await send(message)
@@ -48,8 +50,10 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", record.request_id)
             if record.status == 0:  # nothing was sent yet
-                dialect = self._dialects.of(scope["path"])
-                await dialect.error_response(InternalError())(scope, receive, send_with_id)
+                error = InternalError()
+                record.error_code = error.code
+                failed = self._dialects.of(head_of(scope)).error_response(error, record.request_id)
+                await failed(scope, receive, send_with_id)
         finally:
             self._finish(record)
 

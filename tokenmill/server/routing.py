@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -25,7 +26,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.text_workers import Result, TextWorkers
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.body import BodyReader, parse_object
-from tokenmill.server.dialect import Dialects
+from tokenmill.server.dialect import Dialects, Recognises, head_of, json_bytes, path_only
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
 from tokenmill.server.registry import ModelRegistry
 
@@ -48,7 +49,7 @@ FAILURES = {
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status, headers, "application/json")
+    return json_bytes(orjson.dumps(content), status, headers)
 
 
 # ── what handlers have at hand ─────────────────────────────────────────────────────────────────────────
@@ -67,7 +68,8 @@ class RouteContext:
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
         """What a parser makes of the body; a long one is parsed in a thread. Wrong JSON is refused even while the model
         still loads."""
-        data = await self.bodies.read(request)
+        dialect = self.dialects.of(head_of(request.scope))
+        data = await self.bodies.read(request, takes_any_type=dialect.takes_any_content_type)
         return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
 
     async def generate(self, request: Request, make_job: Callable[[dict[str, Any]], GenerationJob]) -> Response:
@@ -86,7 +88,7 @@ class RouteContext:
 class Endpoint:
     """One row: a route and its description."""
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str  # as Starlette writes it: `/v1/models/{model_id:path}`
     handler: JsonHandler
     tag: str
@@ -96,15 +98,11 @@ class Endpoint:
     description: str = ""
     stream: str | None = None  # what a streamed reply is like, where there is one
     media_type: str = "application/json"
+    when: Recognises | None = None  # of several endpoints with this path the first that recognises a request answers
 
     @property
     def documented_path(self) -> str:
         return re.sub(r"{(\w+):\w+}", r"{\1}", self.path)
-
-    def route(self) -> Route:
-        route = Route(self.path, self.handler, methods=[self.method])
-        route.methods = {self.method}  # HEAD is answered as GET by the middleware
-        return route
 
 
 def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
@@ -117,17 +115,40 @@ def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
     async def docs(request: Request) -> Response:
         return HTMLResponse(DOCS_PAGE)
 
-    described = [Route("/openapi.json", openapi), Route("/docs", docs)]
-    for route in described:
-        route.methods = {"GET"}
-    return [*(endpoint.route() for endpoint in endpoints), *described]
+    by_path: dict[str, list[Endpoint]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.path, []).append(endpoint)
+    described = [_route("/openapi.json", openapi, {"GET"}), _route("/docs", docs, {"GET"})]
+    return [*(_route_of(path, rows) for path, rows in by_path.items()), *described]
+
+
+def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
+    """One route for all endpoints of a path, so that a wrong method is told all right ones."""
+    methods: set[str] = {endpoint.method for endpoint in endpoints}
+    if len(endpoints) == 1:
+        return _route(path, endpoints[0].handler, methods)
+
+    async def choose(request: Request) -> Response:
+        head = head_of(request.scope)
+        for endpoint in endpoints:
+            if endpoint.method == head.method and (endpoint.when is None or endpoint.when(head)):
+                return await endpoint.handler(request)
+        raise HTTPException(404, "Not Found")
+
+    return _route(path, choose, methods)
+
+
+def _route(path: str, handler: JsonHandler, methods: set[str]) -> Route:
+    route = Route(path, handler)
+    route.methods = methods  # without HEAD, which Starlette adds: the middleware answers it as GET
+    return route
 
 
 def openapi_document(endpoints: Sequence[Endpoint], dialects: Dialects) -> Schema:
     """The OpenAPI 3.1 description of a server."""
     paths: dict[str, Schema] = {}
-    for endpoint in endpoints:
-        error_schema = dialects.of(endpoint.path).error_schema
+    for endpoint in sorted(endpoints, key=lambda endpoint: endpoint.when is None):  # the one for all others counts
+        error_schema = dialects.of(path_only(endpoint.path)).error_schema
         paths.setdefault(endpoint.documented_path, {})[endpoint.method.lower()] = _operation(endpoint, error_schema)
     info = {"title": "Tokenmill", "description": "OpenAI-compatible inference.", "version": tokenmill.__version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths}

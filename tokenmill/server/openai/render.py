@@ -20,13 +20,15 @@ from sys import byteorder
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import RequestFailed, TokenmillError
 from tokenmill.server.dialect import SSE_HEADERS, SSE_PING, Dialect, sse_frame
+from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.openai.parse import EmbeddingCall
-from tokenmill.server.routing import TEXT, object_of
+from tokenmill.server.routing import TEXT, json_response, object_of
 from tokenmill.types import Event, TokenInfo, Usage
 
 DONE = sse_frame(b"[DONE]")
@@ -34,7 +36,7 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_
 MAYBE_TEXT = {"type": ["string", "null"]}
 
 
-def error_content(error: TokenmillError) -> dict[str, Any]:
+def error_content(error: TokenmillError, request_id: str) -> dict[str, Any]:
     default = "invalid_request_error" if error.http_status < 500 else "server_error"
     kind = ERROR_TYPES.get(error.http_status, default)
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
@@ -45,7 +47,6 @@ OPENAI = Dialect(
     prefixes=("",),
     error_content=error_content,
     error_schema=object_of(error=object_of(message=TEXT, type=TEXT, param=MAYBE_TEXT, code=MAYBE_TEXT)),
-    key_headers=("authorization",),
     key_hint="send `Authorization: Bearer KEY`",
 )
 
@@ -83,8 +84,8 @@ class Envelope:
             return DONE
         return sse_frame(orjson.dumps({**self.fields, "choices": [], "usage": usage_object(usage)})) + DONE
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> bytes:
-        return orjson.dumps({**self.fields, "choices": choices, "usage": usage_object(usage), **extra})
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any]) -> Response:
+        return json_response({**self.fields, "choices": choices, "usage": usage_object(usage), **extra})
 
 
 class TextChunks:
@@ -110,9 +111,9 @@ class OpenAIRendering:
     stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
     ping = SSE_PING
 
-    def failure(self, error: TokenmillError) -> bytes:
+    def failure(self, error: TokenmillError, request_id: str) -> bytes:
         """The last event of a stream that failed; the SDKs raise it."""
-        return sse_frame(OPENAI.error_body(error))
+        return sse_frame(OPENAI.error_body(error, request_id))
 
 
 # ── chat ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +129,7 @@ class ChatRendering(OpenAIRendering):
         self._texts = TextChunks(lambda choice, text: self._chunk(choice, {"content": text}))
         self._held: dict[int, list[TokenInfo]] = {}  # logprobs whose text is not out yet
 
-    def begin(self) -> bytes:
+    def begin(self, facts: GenerationFacts) -> bytes:
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(choice, delta) for choice in range(self._num_choices))
 
@@ -158,14 +159,14 @@ class ChatRendering(OpenAIRendering):
     ) -> bytes:
         return self._envelope.chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
 
-    def end(self, usage: Usage) -> bytes:
-        return self._envelope.end(usage)
+    def end(self, facts: GenerationFacts) -> bytes:
+        return self._envelope.end(facts.usage)
 
-    def whole(self, choices: list[Event], usage: Usage) -> bytes:
+    def whole(self, choices: list[Event], facts: GenerationFacts) -> Response:
         prompt = choices[0].prompt_logprobs
         extra = {} if prompt is None else {"prompt_logprobs": prompt_logprobs(prompt)}
         rendered = [_chat_choice(index, choice) for index, choice in enumerate(choices)]
-        return self._envelope.whole(rendered, usage, extra)
+        return self._envelope.whole(rendered, facts.usage, extra)
 
 
 def _chat_choice(index: int, choice: Event) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class CompletionRendering(OpenAIRendering):
         self._legacy = [LegacyLogprobs(len(echoes[choice]) if echoes else 0) for choice in range(num_choices)]
         self._held: dict[int, list[TokenInfo]] = {}
 
-    def begin(self) -> bytes:
+    def begin(self, facts: GenerationFacts) -> bytes:
         chunks = [self._chunk(choice, text) for choice, text in enumerate(self._echoes or []) if text]
         return b"".join(chunks)
 
@@ -223,12 +224,12 @@ class CompletionRendering(OpenAIRendering):
     ) -> bytes:
         return self._envelope.chunk({"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish})
 
-    def end(self, usage: Usage) -> bytes:
-        return self._envelope.end(usage)
+    def end(self, facts: GenerationFacts) -> bytes:
+        return self._envelope.end(facts.usage)
 
-    def whole(self, choices: list[Event], usage: Usage) -> bytes:
+    def whole(self, choices: list[Event], facts: GenerationFacts) -> Response:
         rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return self._envelope.whole(rendered, usage, {})
+        return self._envelope.whole(rendered, facts.usage, {})
 
     def _choice(self, index: int, choice: Event) -> dict[str, Any]:
         echo = self._echoes[index] if self._echoes else ""
@@ -262,22 +263,23 @@ class EmbeddingRendering(OpenAIRendering):
         self._info = info
         self._call = call
 
-    def begin(self) -> bytes:
+    def begin(self, facts: GenerationFacts) -> bytes:
         raise NotImplementedError("embeddings are never streamed")
 
     def event(self, choice: int, event: Event) -> bytes:
         raise NotImplementedError("embeddings are never streamed")
 
-    def end(self, usage: Usage) -> bytes:
+    def end(self, facts: GenerationFacts) -> bytes:
         raise NotImplementedError("embeddings are never streamed")
 
-    def whole(self, choices: list[Event], usage: Usage) -> bytes:
+    def whole(self, choices: list[Event], facts: GenerationFacts) -> Response:
         data = [
             {"object": "embedding", "index": index, "embedding": self._vector(choice)}
             for index, choice in enumerate(choices)
         ]
-        counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-        return orjson.dumps({"object": "list", "data": data, "model": self._info.name, "usage": counts})
+        num_tokens = facts.usage.prompt_tokens
+        counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return json_response({"object": "list", "data": data, "model": self._info.name, "usage": counts})
 
     def _vector(self, choice: Event) -> Any:
         if choice.embedding is None:

@@ -15,8 +15,7 @@ from tokenmill.cli.doctor import gpu_advice, hardware_rows
 from tokenmill.config import EngineConfig, OpsConfig
 from tokenmill.config.engine import GPU_LIMITS
 from tokenmill.engine import resolve
-from tokenmill.hardware.amd import architecture_name, probe_amd
-from tokenmill.hardware.gpu import Gpu
+from tokenmill.hardware.gpu import Gpu, architecture_name, probe_amd
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.hardware.peaks import find_device
 

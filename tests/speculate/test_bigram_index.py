@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tokenmill.speculate import bigram_index
-from tokenmill.speculate.bigram_index import (
+from tokenmill.speculate import draft_state
+from tokenmill.speculate.draft_state import (
     LONGEST_MATCH,
     MAX_POSITIONS,
     SEPARATOR,
@@ -82,11 +82,11 @@ def test_memory_is_bounded() -> None:
     answers = SaltedOutputs()
     for _ in range(60):
         answers.add([rng.randrange(1000) for _ in range(1000)])
-        assert sum(len(one.tokens) for one in answers._segments) <= 2 * (bigram_index.SEGMENT_TOKENS + 1002)
-    answers.add([1] * 10 * bigram_index.SEGMENT_TOKENS)
-    assert sum(len(one.tokens) for one in answers._segments) <= 4 * bigram_index.SEGMENT_TOKENS
+        assert sum(len(one.tokens) for one in answers._segments) <= 2 * (draft_state.SEGMENT_TOKENS + 1002)
+    answers.add([1] * 10 * draft_state.SEGMENT_TOKENS)
+    assert sum(len(one.tokens) for one in answers._segments) <= 4 * draft_state.SEGMENT_TOKENS
     archive = RecentOutputs()
-    for number in range(5 * bigram_index.MAX_SALTS):
+    for number in range(5 * draft_state.MAX_SALTS):
         archive.add(str(number), [1, 2, 3])
         archive.add("kept", [1, 2, 3])
-    assert len(archive._salts) == bigram_index.MAX_SALTS and archive.of("kept") is not None
+    assert len(archive._salts) == draft_state.MAX_SALTS and archive.of("kept") is not None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenmill.speculate.bigram_index import LONGEST_MATCH, BigramIndex
-from tokenmill.speculate.draft_state import DraftState
+from tokenmill.speculate.draft_state import LONGEST_MATCH, BigramIndex, DraftState
 from tokenmill.speculate.ngram_proposer import NgramLookup
 
 PASSAGE = [11, 12, 13, 14, 15, 16, 17, 18, 19]

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.support.timing import SOON_S
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template
-from tokenmill.text.template_bounds import Bounds
+from tokenmill.text.template_sandbox import Bounds
 from tokenmill.types import Message, ToolCall
 
 TEMPLATES = sorted(

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from tests.support.group_quantized import config_of, plain, quantised, write_twins, written
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import DamagedFile
+from tokenmill.weights.checkpoint import SafetensorsCheckpoint
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.group_quantized import GroupQuantizedCheckpoint
-from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
 
 
 def opened(tensors: dict[str, torch.Tensor], layout: str, folder: Path) -> GroupQuantizedCheckpoint:

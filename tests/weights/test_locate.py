@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tokenmill.errors import DamagedFile, ModelError
+from tokenmill.weights.checkpoint import SafetensorsCheckpoint
 from tokenmill.weights.locate import locate, stored_bytes
-from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
 
 
 def touch(directory: Path, *names: str) -> Path:

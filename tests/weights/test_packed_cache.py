@@ -21,7 +21,6 @@ from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import aligned_bytes, layout_digest
 from tokenmill.params import SamplingParams
-from tokenmill.weights import file_identity
 from tokenmill.weights.packed_cache import PackedCache, Source, open_cache, prune, source_of
 from tokenmill.weights.packed_file import HEADER_BYTES, PackedFile, PackedWriter, Unusable
 
@@ -105,7 +104,7 @@ def test_the_same_file_elsewhere_is_the_same_source(checkpoint: Path, folder: Pa
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 20_000, 5 << 20, (7 << 30) + 13])
 def test_samples_reach_from_the_start_to_the_end(num_bytes: int) -> None:
-    taken = file_identity.samples(num_bytes)
+    taken = packed_cache.samples(num_bytes)
     assert taken[0][0] == 0 and all(0 <= start <= num_bytes for start, _ in taken)
     assert max(start + length for start, length in taken) >= num_bytes
     gaps = [after - before for (before, _), (after, _) in pairwise(taken)]

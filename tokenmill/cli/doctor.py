@@ -18,9 +18,8 @@ from tokenmill.cli.output import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.resolve import explain_choices, unused_gpu
 from tokenmill.errors import InvalidConfig, TokenmillError
-from tokenmill.hardware.gpu import Gpu
+from tokenmill.hardware.gpu import Gpu, driver_version
 from tokenmill.hardware.machine import Machine, probe_machine
-from tokenmill.hardware.nvidia import driver_version
 from tokenmill.hardware.peaks import find_device
 from tokenmill.ops.cpu import is_available
 from tokenmill.store import DEFAULT_MODEL, Manifest, Store, resolve_model

@@ -20,7 +20,7 @@ import msgspec
 from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
-from tokenmill.params.checks import require_unicode
+from tokenmill.params.sampling import require_unicode
 from tokenmill.text.stops import stop_patterns
 from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template, tools_for_template
 from tokenmill.text.token_search import TokenSearch, is_open_at_end, markers_in

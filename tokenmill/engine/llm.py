@@ -5,11 +5,14 @@ The same core as in serving, in this process, stepped by the thread that waits f
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
@@ -27,13 +30,15 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.engine.progress import Report, no_report, progress_over
 from tokenmill.engine.results import EmbeddingOutput, EventFold, RequestOutput, request_output
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
 from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 Asked = tuple[ClientRequest, Request]
 Arrived = Event | TokenmillError
@@ -185,7 +190,7 @@ class LLM:
         ]
 
     def _run_until_done(
-        self, waiting: deque[Asked], receive: Callable[[str, Arrived], None], report: Report = no_report
+        self, waiting: deque[Asked], receive: Callable[[str, Arrived], None], report: Report | None = None
     ) -> None:
         """Step the core until all requests have ended; an exception on the way aborts the rest of them."""
         unfinished = {request.request_id for _, request in waiting}
@@ -198,7 +203,8 @@ class LLM:
                         receive(output.request_id, arrived)
                     if output.request_id not in self._output_processors:
                         unfinished.discard(output.request_id)
-                    report(done=total - len(unfinished), new_tokens=len(output.token_ids))
+                    if report is not None:
+                        report(done=total - len(unfinished), new_tokens=len(output.token_ids))
         finally:
             for request_id in unfinished:
                 self._abort(request_id)
@@ -277,3 +283,67 @@ class LLM:
 
 def prompt_text(asked: ChatRequest | PromptRequest) -> str | None:
     return asked.prompt if isinstance(asked, PromptRequest) and isinstance(asked.prompt, str) else None
+
+
+# ── progress bar ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Report(Protocol):
+    def __call__(self, *, done: int, new_tokens: int) -> None: ...
+
+
+@contextmanager
+def progress_over(total: int, *, enabled: bool, patience_s: float = 1.0) -> Iterator[Report | None]:
+    """A progress bar for work that takes over a second; none when it does not, or without a terminal."""
+    if not enabled or not sys.stderr.isatty():
+        yield None
+        return
+    bar = LateBar(total, patience_s)
+    try:
+        yield bar.report
+    finally:
+        bar.close()
+
+
+class LateBar:
+    """A bar that appears only once the work has taken `patience_s`."""
+
+    def __init__(self, total: int, patience_s: float) -> None:
+        self._total = total
+        self._started = time.monotonic()
+        self._patience_s = patience_s
+        self._num_tokens = 0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def report(self, *, done: int, new_tokens: int) -> None:
+        self._num_tokens += new_tokens
+        elapsed = time.monotonic() - self._started
+        if elapsed < self._patience_s:
+            return
+        if self._bar is None:
+            self._bar, self._task = shown_bar(self._total)
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def shown_bar(total: int) -> tuple[Progress, TaskID]:
+    # most runs end before a bar is worth the import
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    task = bar.add_task("answers", total=total, speed="")
+    bar.start()
+    return bar, task

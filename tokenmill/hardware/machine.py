@@ -5,11 +5,9 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 
-from tokenmill.hardware.amd import probe_amd
 from tokenmill.hardware.cpu import Cpu, probe_cpu
-from tokenmill.hardware.gpu import Gpu
+from tokenmill.hardware.gpu import Gpu, probe_amd, probe_nvidia
 from tokenmill.hardware.memory import Memory, probe_memory
-from tokenmill.hardware.nvidia import probe_nvidia
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmill.speculate.bigram_index import RecentOutputs, continuation
 from tokenmill.speculate.depth import MAX_DRAFTS, Depth, StepCost
-from tokenmill.speculate.draft_state import AcceptanceRates, DraftPosition, DraftRequest, DraftState, length_class
+from tokenmill.speculate.draft_state import (
+    AcceptanceRates,
+    DraftPosition,
+    DraftRequest,
+    DraftState,
+    RecentOutputs,
+    continuation,
+    length_class,
+)
 
 KEPT_PROMPT_TOKENS = 4  # kept before an output, so that its beginning can be found
 MIN_OUTPUT_TOKENS = 8  # shorter outputs are not kept

@@ -18,8 +18,7 @@ from typing import Any
 import jinja2
 
 from tokenmill.errors import InvalidRequest, ModelError
-from tokenmill.text.template_bounds import Bounds, Budget, OutOfBounds, current_budget
-from tokenmill.text.template_sandbox import ChatSandbox, Refusal
+from tokenmill.text.template_sandbox import Bounds, Budget, ChatSandbox, OutOfBounds, Refusal, current_budget
 from tokenmill.types import Message, Tool, ToolCall
 
 CUSTOM_INPUT = "input"  # the one argument of a custom tool, as the model sees it

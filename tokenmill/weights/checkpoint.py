@@ -1,11 +1,21 @@
-"""The interface of a checkpoint format: memory-mapped tensors under the checkpoint's own names."""
+"""Checkpoint formats: memory-mapped tensors under the checkpoint's own names.
+
+GGUF          whole or split. A tensor is a view of the mapped file: values, or rows of quantised blocks
+safetensors   one file, or shards. Tensors are views of the mapped file, read as they are touched
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME, GGUFFile, GGUFTensor
+from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 
 
@@ -28,3 +38,117 @@ class Checkpoint(Protocol):
     def load(self, name: str) -> RawTensor:
         """Return one tensor, without a copy where the file allows it."""
         ...
+
+
+# ── GGUF ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+GGUF_INTEGERS = ("I8", "I16", "I32", "I64")
+
+
+class GGUFCheckpoint:
+    def __init__(self, gguf: GGUFFile) -> None:
+        self.gguf = gguf
+        self.place = str(gguf.path)
+        self.shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
+        self.files = list(dict.fromkeys(tensor.path for tensor in gguf.tensors.values()))
+        self._bytes = {path: _mapped(path) for path in self.files}  # uint8 [file size]
+
+    def load(self, name: str) -> RawTensor:
+        tensor = self.gguf.tensors[name]
+        stored = self._bytes[tensor.path][tensor.offset : tensor.offset + tensor.num_bytes]
+        if stored.numel() != tensor.num_bytes:
+            raise DamagedFile(f"{tensor.path}: tensor {name!r} lies beyond the end of the file")
+        if tensor.type in GGUF_INTEGERS:
+            raise UnsupportedModel(f"{tensor.path}: tensor {name!r} holds integers ({tensor.type})")
+        if tensor.type in GGUF_FLOATS:
+            return RawTensor(name, tensor.shape, _as_floats(stored, tensor))
+        row_bytes = GGML_TYPE_BY_NAME[tensor.type].row_bytes(tensor.shape[-1])
+        return RawTensor(name, tensor.shape, stored.view(*tensor.shape[:-1], row_bytes), tensor.type)
+
+
+def _as_floats(stored: torch.Tensor, tensor: GGUFTensor) -> torch.Tensor:
+    dtype = GGUF_FLOATS[tensor.type]
+    if tensor.offset % dtype.itemsize:  # a file may choose an alignment smaller than its numbers
+        stored = stored.clone()
+    return stored.view(dtype).view(tensor.shape)
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    try:
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise DamagedFile(f"{path}: cannot be mapped: {str(error)[:200]}") from None
+
+
+# ── safetensors ──────────────────────────────────────────────────────────────────────────────────────────
+
+SAFETENSORS_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_HINT = "the file is damaged or cut short; download it again"
+
+
+class SafetensorsCheckpoint:
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self.files = files
+        self.place = str(files[0] if len(files) == 1 else files[0].parent)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for path in files:
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        self._open[path] = file = _opened(path)
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            if name in self._files:
+                raise DamagedFile(f"{path}: tensor {name!r} is in {self._files[name].name} too")
+            self._files[name] = path
+            self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def load(self, name: str) -> RawTensor:
+        data = self.tensor(name)
+        if data.dtype not in SAFETENSORS_FLOATS:
+            raise UnsupportedModel(
+                f"{self._files[name]}: tensor {name!r} has dtype {data.dtype}, which is not supported"
+            )
+        return RawTensor(name, tuple(data.shape), data)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As the file has it, of whatever dtype."""
+        path = self._files[name]
+        try:
+            found: torch.Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, RuntimeError) as error:
+            raise DamagedFile(f"{path}: tensor {name!r} cannot be read: {str(error)[:200]}", hint=_HINT) from None
+        return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except OSError as error:
+        raise DamagedFile(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (SafetensorError, RuntimeError) as error:
+        raise DamagedFile(f"{path}: {_diagnosis(path) or str(error)[:200]}", hint=_HINT) from None
+
+
+def _diagnosis(path: Path) -> str | None:
+    """Name the tensor that a truncated file loses; the library's own check says only that something is wrong."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            return f"its {size} bytes end inside the header"
+        return next(_lost_tensors(file.read(header_bytes), size - 8 - header_bytes), None)
+
+
+def _lost_tensors(header: bytes, data_bytes: int) -> Iterator[str]:
+    try:
+        entries = json.loads(header).items()
+        ends = sorted((entry["data_offsets"][1], name) for name, entry in entries if name != "__metadata__")
+        for end, name in ends:
+            if end > data_bytes:
+                yield f"tensor {name!r} ends at data byte {end}, but only {data_bytes} bytes follow the header"
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        yield "its header is not valid"

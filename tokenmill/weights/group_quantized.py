@@ -22,7 +22,7 @@ import torch
 
 from tokenmill.errors import DamagedFile
 from tokenmill.ops.raw import RawTensor
-from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
+from tokenmill.weights.checkpoint import SafetensorsCheckpoint
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BLOCK = 32

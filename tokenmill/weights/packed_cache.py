@@ -3,9 +3,15 @@
     $TOKENMILL_HOME/packed/<digest>      digest of: the checkpoint's files, how their tensors are put together, how the
                                          kernels lay out memory, what is quantised on loading, this version
 
-A checkpoint file is known by its size, time of change and samples of its content (`file_identity`): to digest it whole
-would cost more than packing. Files are private, written aside and renamed; damaged, stale and superfluous ones go when
-the next one is written, and when a model is removed from the store.
+A checkpoint file is known by its size, modification time and samples of its content (`FileIdentity`): to digest it
+whole would cost more than packing.
+
+    |████░░░░█░░░░░░█░░░░░░█░░░░░░█░░░░░░██|      █ hashed: the first part (all of a GGUF header that differs between
+                                                    quantisations), 64 pieces spread evenly, the end
+
+The path does not matter: a file that was moved, or copied with its times, is the same file. A file that was overwritten
+differs in its content even if size and time were restored. Packed files are private, written aside and renamed;
+damaged, stale and superfluous ones go when the next one is written, and when a model is removed from the store.
 """
 
 from __future__ import annotations
@@ -24,7 +30,6 @@ import msgspec
 
 from tokenmill.store.layout import store_root
 from tokenmill.version import VERSION
-from tokenmill.weights.file_identity import FileIdentity, identity
 from tokenmill.weights.packed_file import (
     Bytes,
     FileSection,
@@ -35,6 +40,39 @@ from tokenmill.weights.packed_file import (
     require_written_out,
     settle,
 )
+
+HEAD_BYTES = 1 << 20
+PIECE_BYTES = 16 << 10
+NUM_PIECES = 64
+
+
+class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
+    path: str  # not part of the identity
+    num_bytes: int
+    changed_ns: int
+    content: str  # digest of the samples
+
+    @property
+    def what(self) -> tuple[int, int, str]:
+        return self.num_bytes, self.changed_ns, self.content
+
+
+def identity(path: Path) -> FileIdentity:
+    place = path.resolve()
+    with place.open("rb") as file:
+        found = os.fstat(file.fileno())
+        digest = hashlib.sha256()
+        for start, length in samples(found.st_size):
+            file.seek(start)
+            digest.update(file.read(length))
+    return FileIdentity(str(place), found.st_size, found.st_mtime_ns, digest.hexdigest())
+
+
+def samples(num_bytes: int) -> list[tuple[int, int]]:
+    """Return start and length of the parts of a file that are hashed."""
+    last = max(0, num_bytes - PIECE_BYTES)
+    return [(0, HEAD_BYTES), *((last * piece // NUM_PIECES, PIECE_BYTES) for piece in range(1, NUM_PIECES + 1))]
+
 
 MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second
 MAX_TOTAL_BYTES = 64 << 30

@@ -20,11 +20,9 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
-from tokenmill.weights.checkpoint import Checkpoint
-from tokenmill.weights.gguf_files import GGUFCheckpoint
+from tokenmill.weights.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from tokenmill.weights.group_quantized import GroupQuantizedCheckpoint
 from tokenmill.weights.locate import locate
-from tokenmill.weights.safetensors_files import SafetensorsCheckpoint
 
 _COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers old checkpoints saved; we compute them
 

@@ -123,7 +123,9 @@ def run_front(model: str, port: int, core: list[str]) -> int:
         await engine.open()
         return engine
 
-    return serve(start_engine, ServerConfig(port=port, any_model_name=True, log_level="warning"), Metrics(model=model))
+    return serve(
+        start_engine, ServerConfig(port=(port,), any_model_name=True, log_level="warning"), Metrics(model=model)
+    )
 
 
 @contextmanager

@@ -208,7 +208,9 @@ def default(argument: Any) -> str:
         return "on" if value else "off"
     if value == sys.executable:
         return "this Python"
-    return "–" if value in (None, "", ()) else f"`{value}`"
+    if isinstance(value, tuple):
+        value = ", ".join(map(str, value))
+    return "–" if value in (None, "") else f"`{value}`"
 
 
 def help_of(argument: Any) -> str:

@@ -18,6 +18,8 @@ from tests.support.server_process import ServerProcess, free_port, running
 from tests.support.timing import SOON_S
 from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.server.run import bind_all
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -111,9 +113,34 @@ def test_a_busy_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from tokenmill.server.run import run_server
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert run_server(EngineConfig(), ServerConfig(port=taken.getsockname()[1])) == 1
+        assert run_server(EngineConfig(), ServerConfig(port=(taken.getsockname()[1],))) == 1
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and "cannot listen" in shown[0] and "--port" in shown[0]
+
+
+def test_one_process_answers_on_several_ports() -> None:
+    first, second = free_port(), free_port()
+    with running(["-m", server_process.__name__, str(first), str(second)], first) as process:
+        process.wait_for("ready")
+        replies = [httpx.get(f"http://127.0.0.1:{port}/v1/models") for port in (first, second)]
+        assert [reply.json()["data"][0]["id"] for reply in replies] == ["fake/tiny"] * 2
+        assert f":{first} and http://127.0.0.1:{second}" in process.output()
+        process.terminate()
+        assert process.wait() == 0
+
+
+def test_a_busy_second_port_leaves_none_open() -> None:
+    free = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for _ in range(2):
+            with pytest.raises(InvalidConfig, match="cannot listen"):
+                bind_all(ServerConfig(port=(free, taken.getsockname()[1])))
+
+
+@pytest.mark.parametrize("ports", [(), (8000, 8000), (70_000,), (0, -1)])
+def test_ports_that_cannot_be(ports: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidConfig, match="port"):
+        ServerConfig(port=ports)
 
 
 def test_a_server_takes_more_connections_than_a_shell_s_limit() -> None:
@@ -137,5 +164,5 @@ def test_an_open_address_without_key_is_wrong_usage(
     from tokenmill.server.run import run_server
 
     monkeypatch.delenv("TOKENMILL_API_KEY", raising=False)
-    assert run_server(EngineConfig(), ServerConfig(host="0.0.0.0", port=0)) == 2
+    assert run_server(EngineConfig(), ServerConfig(host="0.0.0.0", port=(0,))) == 2
     assert "--allow-open" in capsys.readouterr().err

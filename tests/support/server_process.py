@@ -1,6 +1,7 @@
 """A server as a process of its own: what it prints, how it ends, which children it leaves.
 
-Run as a script it serves a scripted engine; the words after the port choose how that engine misbehaves.
+Run as a script it serves a scripted engine; the words after the port choose how that engine
+misbehaves; numbers are further ports.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ config = EngineConfig(
     scheduler=SchedulerConfig(**asked.get("scheduler", {})),
     ops=OpsConfig(threads=1),
 )
-sys.exit(run_server(config, ServerConfig(port=asked["port"], drain_timeout_s=asked.get("drain_timeout_s", 30))))
+sys.exit(run_server(config, ServerConfig(port=(asked["port"],), drain_timeout_s=asked.get("drain_timeout_s", 30))))
 """
 
 
@@ -132,7 +133,8 @@ def main(port: int, words: list[str]) -> int:
             return FakeEngine(answer=STORY * 60)
         return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)
 
-    config = ServerConfig(port=port, drain_timeout_s=0.5 if "impatient" in words else 20)
+    ports = (port, *(int(word) for word in words if word.isdigit()))
+    config = ServerConfig(port=ports, drain_timeout_s=0.5 if "impatient" in words else 20)
     try:
         return run.serve(start, config, Metrics())
     except TokenmillError as error:

@@ -34,7 +34,7 @@ Share = Annotated[float, Parameter(validator=Number(gt=0, lte=1))]
 def whole_numbers_only(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Refuse 1.5 where an integer is wanted; left to itself the parser would round it."""
     for argument in arguments:
-        if argument.hint in (int, int | None):
+        if argument.hint in (int, int | None, tuple[int, ...]):
             for token in argument.tokens:
                 if FRACTION.fullmatch(token.value):
                     raise InvalidConfig(f"{argument.name} takes an integer, not {token.value}")

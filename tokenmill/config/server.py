@@ -16,10 +16,10 @@ from tokenmill.errors import InvalidConfig
 class ServerConfig:
     host: str = "127.0.0.1"
     """Address to listen on; beyond this machine only with an API key or --allow-open."""
-    port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    port: tuple[int, ...] = (8000,)
+    """Port to listen on; 0 takes a free one. May be given several times: 11434 beside 8000 for Ollama's clients."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Key that clients must send as `Authorization: Bearer KEY`; may be given several times."""
+    """Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`; may be given several times."""
     api_key_file: Path | None = None
     """File with one API key a line; empty lines and lines that begin with # are skipped."""
     allow_open: bool = False
@@ -49,9 +49,15 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
+            given = getattr(self, name)
+            for value in given if isinstance(given, tuple) else (given,):
+                if not low <= value <= high:
+                    raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
+        if not self.port:
+            raise InvalidConfig("a server needs a port to listen on", param="port")
+        fixed = [port for port in self.port if port]
+        if len(set(fixed)) < len(fixed):
+            raise InvalidConfig("the same port is given twice", param="port")
 
 
 DAY_S = 86_400.0

@@ -1,7 +1,8 @@
 """The body of a request: read within bounds, parsed as JSON, and its fields checked one by one.
 
 Bodies are JSON only, of bounded size, within bounded time, and read as a stream, so that one that is too large is
-refused without ever being in memory.
+refused without ever being in memory. A compressed body is unpacked while it comes (`compression.py`), and the bounds
+are those of the unpacked one.
 
 Fields are read strictly; every dialect's parser is built from `BodyFields`. A value of the wrong type or out of range
 is refused by name. `true` is not a number and `2.0` is not an integer. JSON's null counts as absent. Fields that no
@@ -18,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
+from tokenmill.server.compression import unpacker_of
 from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, WrongContentType
 
 DISCARD_BYTES = 64 * 1024 * 1024  # read and thrown away after a refusal, so that the client gets to see it
@@ -34,7 +36,7 @@ class BodyReader:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._num_under_way = 0  # bytes
+        self.num_under_way = 0  # bytes
 
     async def read(self, request: Request, *, takes_any_type: bool = False) -> bytes:
         """The bytes of a JSON body; `parse_object` reads them. `takes_any_type`: it need not be called JSON."""
@@ -47,36 +49,68 @@ class BodyReader:
             raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
 
     async def _read_bounded(self, request: Request) -> bytes:
-        chunks, size = [], 0
+        unpacker = unpacker_of(request.headers.get("content-encoding", ""))
         announced = request.headers.get("content-length", "")
         refusal = self._refusal(int(announced)) if announced.isdigit() else None
         if refusal is not None and "expect" in request.headers:  # the client waits for an answer before it sends
             raise refusal
         stream = request.stream()
+        kept = KeptBody(self)
         try:
+            if refusal is not None:
+                raise refusal
             async for chunk in stream:
-                size += len(chunk)
-                self._num_under_way += len(chunk)
-                refusal = refusal or self._refusal(size)
-                if refusal is not None:
-                    break
-                chunks.append(chunk)
-        finally:
-            self._num_under_way -= size
-        if refusal is not None:
-            chunks.clear()
+                if unpacker is None:
+                    kept.add(chunk)
+                    continue
+                kept.note_packed(len(chunk))
+                for piece in unpacker.push(chunk):
+                    kept.add(piece)
+                    await asyncio.sleep(0)  # unpacking is slow: others get their turn between two pieces
+            if unpacker is not None:
+                unpacker.finish()
+            return b"".join(kept.pieces)
+        except TokenmillError:
+            kept.pieces.clear()
             await _discard(stream)
+            raise
+        finally:
+            self.num_under_way -= kept.size
+
+    def require_room(self, size: int) -> None:
+        """Refuse a body that has reached this size."""
+        refusal = self._refusal(size)
+        if refusal is not None:
             raise refusal
-        return b"".join(chunks)
 
     def _refusal(self, size: int) -> TokenmillError | None:
         """The reason to refuse a body of this size, as far as the size is known."""
         most = self._config.max_body_bytes
         if size > most:
             return BodyTooLarge(f"the body is larger than {most} bytes", hint="--max-body-bytes sets the limit")
-        if size > SMALL_BYTES and self._num_under_way > MAX_UNDER_WAY_BYTES:
+        if size > SMALL_BYTES and self.num_under_way > MAX_UNDER_WAY_BYTES:
             return Overloaded("too many large bodies are being sent at the same time", retry_after_s=2.0)
         return None
+
+
+class KeptBody:
+    """The pieces of one body that is being received, unpacked."""
+
+    def __init__(self, reader: BodyReader) -> None:
+        self.pieces: list[bytes] = []
+        self.size = 0
+        self._num_packed = 0  # bytes of a compressed body, which may unpack to nothing for ever
+        self._reader = reader
+
+    def add(self, piece: bytes) -> None:
+        self.size += len(piece)
+        self._reader.num_under_way += len(piece)
+        self._reader.require_room(self.size)
+        self.pieces.append(piece)
+
+    def note_packed(self, num_bytes: int) -> None:
+        self._num_packed += num_bytes
+        self._reader.require_room(self._num_packed)
 
 
 def require_json(request: Request, *, takes_any_type: bool = False) -> None:
@@ -87,11 +121,6 @@ def require_json(request: Request, *, takes_any_type: bool = False) -> None:
     if not is_lenient and kind != "application/json" and not kind.endswith("+json"):
         raise WrongContentType(
             f"the body must be JSON, got content type {kind[:60]!r}", hint="send `Content-Type: application/json`"
-        )
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
-        raise WrongContentType(
-            f"content encoding {encoding[:60]!r} is not supported", hint="send the body uncompressed"
         )
 
 

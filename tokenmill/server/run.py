@@ -96,7 +96,8 @@ def log_plan(lines: list[str] | BaseException) -> None:
 def require_servable(config: ServerConfig) -> None:
     """Check keys and address, before a model is fetched, which may take long."""
     require_safe_exposure(config, load_keys(config, os.environ))
-    bind(config.host, config.port).close()
+    for listener in bind_all(config):
+        listener.close()
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
@@ -104,14 +105,14 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     code."""
     keys = load_keys(config, os.environ)
     require_safe_exposure(config, keys)
-    listener = bind(config.host, config.port)
+    listeners = bind_all(config)
     gate = EngineGate()
     app = create_app(gate, config, metrics, keys=keys)
     http_server = HttpServer(uvicorn_config(app, FLUSH_S))
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ServerLifecycle(http_server, listener, gate, config, needs_key=bool(keys)).run(start_engine))
+        return runner.run(ServerLifecycle(http_server, listeners, gate, config, needs_key=bool(keys)).run(start_engine))
 
 
 def allow_many_connections() -> None:
@@ -136,6 +137,14 @@ def uvicorn_config(app: Starlette, flush_s: int) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=flush_s + HUNG_UP_S,
     )
+
+
+def bind_all(config: ServerConfig) -> list[socket.socket]:
+    """Open a listening socket for each port; none stays open if one can't be."""
+    with contextlib.ExitStack() as undo:
+        listeners = [undo.enter_context(bind(config.host, port)) for port in config.port]
+        undo.pop_all()
+        return listeners
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -183,14 +192,14 @@ class ServerLifecycle:
     def __init__(
         self,
         http_server: HttpServer,
-        listener: socket.socket,
+        listeners: list[socket.socket],
         gate: EngineGate,
         config: ServerConfig,
         *,
         needs_key: bool,
     ) -> None:
         self._http_server = http_server
-        self._listener = listener
+        self._listeners = listeners
         self._gate = gate
         self._config = config
         self._needs_key = needs_key
@@ -200,10 +209,10 @@ class ServerLifecycle:
     async def run(self, start_engine: StartEngine) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        answering = asyncio.create_task(self._http_server.serve(sockets=[self._listener]))
+        answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
             if await self._load(start_engine):
-                print(welcome(self._listener, self._gate.info.name, needs_key=self._needs_key), flush=True)
+                print(welcome(self._listeners, self._gate.info.name, needs_key=self._needs_key), flush=True)
                 gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
                 with relaxed_gc():
                     await self._stop.wait()
@@ -266,13 +275,18 @@ def kill_child(pid: int) -> None:
             os.waitpid(pid, 0)
 
 
-def welcome(listener: socket.socket, model: str, *, needs_key: bool) -> str:
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def welcome(listeners: list[socket.socket], model: str, *, needs_key: bool) -> str:
+    url, *others = [_url(listener) for listener in listeners]
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     question = '[{"role": "user", "content": "What is the capital of France?"}]'
     body = f'{{"model": "{model}", "temperature": 0, "messages": {question}}}'  # at 1 small models talk nonsense
+    also = "".join(f" and {other}" for other in others)
     return (
-        f"{model} is ready on {url} (documentation: {url}/docs). Try:\n\n"
+        f"{model} is ready on {url}{also} (documentation: {url}/docs). Try:\n\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
     )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

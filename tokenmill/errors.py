@@ -45,6 +45,20 @@ class InvalidRequest(TokenmillError):
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        num_tokens: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """`num_tokens`: the length of the prompt, where it is known; `limit`: the most that it may have."""
+        super().__init__(message, param=param, hint=hint)
+        self.num_tokens = num_tokens
+        self.limit = limit
+
 
 class UnknownModel(TokenmillError):
     code = "model_not_found"

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -15,6 +16,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
+from tokenmill.server.anthropic import signatures
 from tokenmill.server.app import DIALECTS, create_app
 from tokenmill.server.dialect import Dialects
 from tokenmill.server.registry import EngineGate
@@ -22,7 +24,16 @@ from tokenmill.server.run import uvicorn_config
 
 
 @pytest.fixture(scope="session")
-def serving() -> Iterator[Serving]:
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for what servers keep between starts, instead of the user's."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signatures, "store_root", lambda: home)
+        yield home
+
+
+@pytest.fixture(scope="session")
+def serving(own_home: Path) -> Iterator[Serving]:
     """Starts servers; all of them are stopped at the end."""
     fronts: list[tuple[uvicorn.Server, threading.Thread, RunningServer]] = []
 

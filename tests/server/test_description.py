@@ -16,6 +16,8 @@ BODIES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/embeddings": EMBEDDING,
+    "/v1/messages": {**CHAT, "max_tokens": 9},
+    "/v1/messages/count_tokens": CHAT,
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [72]},
 }

@@ -16,7 +16,18 @@ from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
 from tokenmill.engine.status import EngineStats, Health, ModelInfo
 from tokenmill.errors import ContextLengthExceeded, Draining, EngineDead, Overloaded, TokenmillError
 from tokenmill.params import SamplingParams
-from tokenmill.types import ChatRequest, EmbedRequest, Event, Request, TokenInfo, Usage
+from tokenmill.types import (
+    CallStart,
+    ChatRequest,
+    EmbedRequest,
+    Event,
+    Part,
+    Request,
+    TextPart,
+    ThoughtPart,
+    TokenInfo,
+    Usage,
+)
 
 BOS = 256
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play – outside 🌞 in the park."
@@ -29,6 +40,7 @@ INFO = ModelInfo("fake/tiny", 512, 512, 1_700_000_000, "fp_fake", SPEC, can_embe
 class FakeEngine:
     info: ModelInfo = INFO
     answer: str = STORY
+    parts: list[Part] | None = None  # the answer instead of `answer`, one event each
     delay_s: float = 0.0
     first_delay_s: float = 0.0
     prepare_delay_s: float = 0.0
@@ -50,7 +62,12 @@ class FakeEngine:
             self.num_preparing -= 1
         ids = self._prompt_ids(asked)
         if len(ids) >= self.info.max_context:
-            raise ContextLengthExceeded(f"the prompt has {len(ids)} tokens", param="messages")
+            raise ContextLengthExceeded(
+                f"the prompt has {len(ids)} tokens",
+                param="messages",
+                num_tokens=len(ids),
+                limit=self.info.max_context - 1,
+            )
         params = SamplingParams() if isinstance(asked, EmbedRequest) else asked.params
         request = Request(request_id=asked.request_id, prompt_token_ids=ids, params=params, max_tokens=0, seed=0)
         return PreparedRequest(asked, request)
@@ -157,6 +174,8 @@ class FakeStream(AsyncIterator[Event]):
         return events
 
     def _choice(self, index: int, params: SamplingParams, prompt_ids: list[int]) -> list[Event]:
+        if self._engine.parts is not None:
+            return self._parts(self._engine.parts, prompt_ids)
         words = re.findall(r"\S+\s*", self._engine.answer)
         limit = len(words) if params.max_tokens is None else min(params.max_tokens, len(words))
         text = "".join(words[:limit])
@@ -171,8 +190,28 @@ class FakeStream(AsyncIterator[Event]):
         if index == 0 and params.prompt_logprobs is not None:
             tokenized = [None, *(_info(chr(token_id), params.prompt_logprobs) for token_id in prompt_ids[1:])]
             events.insert(0, Event(request_id=request_id, prompt_logprobs=tokenized))
-        last = Event(request_id=request_id, index=index, finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+        last = Event(
+            request_id=request_id,
+            index=index,
+            finish_reason=finish,  # type: ignore[arg-type]
+            stop_reason=min(params.stop, key=lambda stop: text.find(stop) % (1 << 30)) if cuts else None,
+            usage=usage,
+        )
         return [*events, last]
+
+    def _parts(self, parts: list[Part], prompt_ids: list[int]) -> list[Event]:
+        request_id = self._request.request_id
+        num_thoughts = sum(isinstance(part, ThoughtPart) for part in parts)
+        has_calls = any(isinstance(part, CallStart) for part in parts)
+        usage = Usage(
+            prompt_tokens=len(prompt_ids), completion_tokens=len(parts), cached_tokens=2, reasoning_tokens=num_thoughts
+        )
+        texts = [part.text if isinstance(part, TextPart) else "" for part in parts]
+        events = [
+            Event(request_id=request_id, text=text, parts=[part]) for part, text in zip(parts, texts, strict=True)
+        ]
+        finish = "tool_calls" if has_calls else "stop"
+        return [*events, Event(request_id=request_id, finish_reason=finish, usage=usage)]  # type: ignore[arg-type]
 
 
 def _logprobs(params: SamplingParams, word: str) -> list[TokenInfo] | None:

@@ -235,12 +235,16 @@ class InputProcessor:
                 f"{longest}",
                 param=param,
                 hint="leave out the oldest messages",
+                num_tokens=len(prompt_ids),
+                limit=longest,
             )
         if shift is None and len(prompt_ids) + has_answer > self.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
                 param=param,
                 hint="shorten the prompt, or let the context shift (context_shift)",
+                num_tokens=len(prompt_ids),
+                limit=self.max_context - has_answer,
             )
 
     def _longest_answer(self, prompt_ids: list[int], params: SamplingParams, shift: ContextShift | None) -> int:
@@ -297,4 +301,6 @@ def require_plausible_length(num_characters: int, longest: int, param: str) -> N
             f"a prompt of {num_characters} characters does not fit in {longest} tokens",
             param=param,
             hint="shorten the prompt",
+            num_tokens=-(-num_characters // MAX_CHARACTERS_PER_TOKEN),  # at least
+            limit=longest,
         )

@@ -20,6 +20,8 @@ from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.accounting import Accounting
 from tokenmill.server.admin import admin_endpoints
+from tokenmill.server.anthropic.render import ANTHROPIC
+from tokenmill.server.anthropic.routes import anthropic_endpoints
 from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
 from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
@@ -32,8 +34,11 @@ from tokenmill.server.routing import Endpoint, RouteContext, routes_of
 
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
-DIALECTS = Dialects(OPENAI)
-ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (openai_endpoints,)
+DIALECTS = Dialects(ANTHROPIC, OPENAI)
+ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
+    anthropic_endpoints,
+    openai_endpoints,
+)
 
 
 def create_app(

@@ -29,7 +29,7 @@ from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
 from tokenmill.server.registry import ServedEngine
-from tokenmill.types import Event, Usage
+from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
 MANY_LOGPROBS = 500  # take some tens of milliseconds to write
@@ -72,6 +72,7 @@ class GenerationJob:
     num_choices: int = 1
     prompt_param: str = "messages"  # the field to blame for a prompt that does not fit
     max_in_flight: int | None = None  # None: all requests at once, so that all are accepted before the first byte
+    check: Callable[[Request], None] | None = None  # raises what the dialect refuses once the prompt's length is known
 
 
 # ── the engine's side ──────────────────────────────────────────────────────────────────────────────────
@@ -100,6 +101,7 @@ class GenerationRun:
             cached_tokens=sum(usage.cached_tokens for usage in totals),
             drafted_tokens=sum(usage.drafted_tokens for usage in totals),
             accepted_tokens=sum(usage.accepted_tokens for usage in totals),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in totals),
         )
 
     def facts(self) -> GenerationFacts:
@@ -118,6 +120,8 @@ class GenerationRun:
     async def _submit(self, request: ClientRequest) -> AsyncIterator[Event]:
         try:
             prepared = await self.job.engine.prepare(request)
+            if self.job.check is not None:
+                self.job.check(prepared.request)
             events = self.job.engine.submit(prepared)
         except ContextLengthExceeded as error:
             error.param = self.job.prompt_param

@@ -1,0 +1,103 @@
+"""Anthropic's endpoints: messages, counting tokens, and its form of the list of models.
+
+The paths of the models are OpenAI's too; a request that says a version of Anthropic's API gets Anthropic's form.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.engine.text_workers import text_size
+from tokenmill.server.anthropic import schemas
+from tokenmill.server.anthropic.models import model_card, page_of
+from tokenmill.server.anthropic.parse import parse_count, parse_messages, require_room
+from tokenmill.server.anthropic.render import MessageRendering, names_a_version
+from tokenmill.server.anthropic.signatures import ThoughtSigner
+from tokenmill.server.body import BodyFields
+from tokenmill.server.generation import GenerationJob
+from tokenmill.server.registry import EngineGate
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.types import ChatRequest
+
+
+def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
+    signer = ThoughtSigner()
+
+    async def messages(request: Request) -> Response:
+        return await context.generate(request, lambda body: messages_job(body, context, signer))
+
+    async def count_tokens(request: Request) -> Response:
+        return json_response({"input_tokens": await counted(request, context, signer)})
+
+    async def anthropic_models(request: Request) -> Response:
+        return json_response(page_of(context.registry.models(), request))
+
+    async def anthropic_model(request: Request) -> Response:
+        return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))
+
+    return [
+        Endpoint(
+            "POST",
+            "/v1/messages",
+            messages,
+            "Anthropic",
+            schemas.MESSAGE_REPLY,
+            READING,
+            schemas.MESSAGES_BODY,
+            stream=schemas.MESSAGES_STREAM,
+        ),
+        Endpoint(
+            "POST",
+            "/v1/messages/count_tokens",
+            count_tokens,
+            "Anthropic",
+            schemas.COUNT_REPLY,
+            READING,
+            schemas.COUNT_BODY,
+        ),
+        Endpoint(
+            "GET", "/v1/models", anthropic_models, "Anthropic", schemas.MODELS_REPLY, (503,), when=names_a_version
+        ),
+        Endpoint(
+            "GET",
+            "/v1/models/{model_id:path}",
+            anthropic_model,
+            "Anthropic",
+            schemas.MODEL_REPLY,
+            (404, 503),
+            when=names_a_version,
+        ),
+    ]
+
+
+def _named_model(body: dict[str, Any], context: RouteContext) -> EngineGate:
+    return context.registry.find(BodyFields(body).text("model"))
+
+
+def messages_job(body: dict[str, Any], context: RouteContext, signer: ThoughtSigner) -> GenerationJob:
+    model = _named_model(body, context)
+    info = model.info
+    call = parse_messages(body, info, signer)
+    return GenerationJob(
+        model.engine,
+        [call.request],
+        MessageRendering(info, call, signer),
+        call.is_stream,
+        check=partial(require_room, max_context=info.max_context),
+    )
+
+
+async def counted(request: Request, context: RouteContext, signer: ThoughtSigner) -> int:
+    """The number of tokens of a prompt; a long one is tokenised in a thread."""
+
+    def parse(body: dict[str, Any]) -> tuple[EngineGate, ChatRequest]:
+        model = _named_model(body, context)
+        return model, parse_count(body, model.info, signer)
+
+    model, asked = await context.parsed(request, parse)
+    engine = model.engine
+    return await context.workers.run(text_size(asked), lambda: len(engine.tokenize_chat(asked)))

@@ -1,0 +1,100 @@
+"""Signatures of thinking blocks: proof that a thought which a client sends back was this server's own.
+
+A client returns the thinking blocks of earlier turns with the conversation. What a model thought shapes what it does
+next, so a block that anyone could write would be a way to put words into its head. Each block leaves with an HMAC of
+its text under a key of this server, and counts on its return only if that still fits; any other block is dropped.
+
+    shown:    base64( 1 ‖ HMAC-SHA256(key, 1 ‖ text) )
+    omitted:  base64( 2 ‖ HMAC-SHA256(key, 2 ‖ zlib(text)) ‖ zlib(text) )
+
+The text itself travels in the signature where the client asked not to see it (`display: omitted`), since it would be
+lost for the next turn otherwise. It is sealed against changes, not against reading.
+
+The key is a file of 32 random bytes, so that conversations go on after a restart; several servers with one
+TOKENMILL_HOME take each other's blocks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import os
+import secrets
+import tempfile
+import zlib
+from functools import cached_property
+from pathlib import Path
+
+from tokenmill.errors import InvalidConfig
+from tokenmill.observe.log import get_log
+from tokenmill.store.layout import store_root
+
+log = get_log("server")
+KEY_BYTES = 32
+MAC_BYTES = 32
+SHOWN = b"\x01"  # the text is in the block
+SEALED = b"\x02"  # the text is in the signature
+FILE_NAME = "signing.key"
+
+
+class ThoughtSigner:
+    """Signs thoughts and recognises its own. The key is read, or made, when it is first needed."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+
+    @cached_property
+    def _key(self) -> bytes:
+        try:
+            return load_key(self._path or store_root() / FILE_NAME)
+        except (OSError, InvalidConfig) as problem:
+            log.warning("thinking blocks will not be known again after a restart: %s", problem)
+            return secrets.token_bytes(KEY_BYTES)
+
+    def sign(self, text: str, *, is_shown: bool = True) -> str:
+        """The signature of a thought; with `is_shown` off it carries the text."""
+        if is_shown:
+            return base64.b64encode(SHOWN + self._mac(SHOWN, text.encode())).decode()
+        data = zlib.compress(text.encode())
+        return base64.b64encode(SEALED + self._mac(SEALED, data) + data).decode()
+
+    def verified(self, text: str, signature: str) -> str | None:
+        """The thought that this server signed; None for a block that is not its own or was changed."""
+        try:
+            raw = base64.b64decode(signature, validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        tag, mac, data = raw[:1], raw[1 : 1 + MAC_BYTES], raw[1 + MAC_BYTES :]
+        if tag not in (SHOWN, SEALED) or bool(text) != (tag == SHOWN) or bool(data) != (tag == SEALED):
+            return None
+        if not hmac.compare_digest(mac, self._mac(tag, data or text.encode())):
+            return None
+        return text or zlib.decompress(data).decode()  # what was packed here
+
+    def _mac(self, tag: bytes, payload: bytes) -> bytes:
+        return hmac.digest(self._key, tag + payload, "sha256")
+
+
+def load_key(path: Path) -> bytes:
+    """The key in a file that only its owner can read; it is made if there is none. Two servers that start at the same
+    moment end up with the same one."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _create(path)
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise InvalidConfig(f"{path} does not hold a key of {KEY_BYTES} bytes", hint="delete it to have a new one made")
+    return key
+
+
+def _create(path: Path) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".signing-")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        os.link(name, path)  # whole or not at all, and never over another one's
+    except FileExistsError:
+        return
+    finally:
+        os.unlink(name)

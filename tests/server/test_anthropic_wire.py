@@ -18,6 +18,7 @@ from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.results import merge_parts
 from tokenmill.engine.status import ModelInfo
+from tokenmill.errors import InvalidRequest
 from tokenmill.server.anthropic.parse import parse_messages
 from tokenmill.server.anthropic.render import MessageRendering
 from tokenmill.server.anthropic.signatures import ThoughtSigner
@@ -381,3 +382,68 @@ def test_every_stream_folds_to_the_whole(parts: list[Part], data: st.DataObject,
         [Event(request_id="r", parts=merge_parts(parts), finish_reason="stop")], facts
     )
     assert orjson.loads(whole.body)["content"] == content
+
+
+# ── any body gets an answer ────────────────────────────────────────────────────────────────────────────
+
+ODD: list[Any] = [None, True, 0, -1, 1.5, "x", "", [], {}, [{}], [[]], [None], {"type": "x"}, {"type": 1}, "x" * 9]
+FULL: dict[str, Any] = {
+    **BODY,
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "s"},
+                {"type": "tool_use", "id": "i", "name": "weather", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "i", "content": [{"type": "text", "text": "r"}]},
+                {"type": "document", "source": {"type": "text", "data": "d"}, "title": "t", "context": "c"},
+            ],
+        },
+    ],
+    "tools": [{**TOOL, "description": "d", "strict": True, "input_examples": [{"a": 1}], "type": "custom"}],
+    "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "context_management": {
+        "edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}]
+    },
+    "metadata": {"user_id": "u"},
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "stream": False,
+    "service_tier": "auto",
+}
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """The value with one thing inside it replaced by something odd, in every way."""
+    yield from ODD
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        for odd in changed(one):
+            copy = dict(value) if isinstance(value, dict) else list(value)
+            copy[key] = odd
+            yield copy
+
+
+def test_every_body_is_parsed_or_refused(server: RunningServer) -> None:
+    server.engine.info = ABLE
+    assert server.post("/v1/messages", FULL).status_code == 200
+    bodies = [body for body in changed(FULL) if isinstance(body, dict)]
+    num_refused = 0
+    for body in bodies:
+        try:
+            parse_messages(body, ABLE, SIGNER)
+        except InvalidRequest as error:
+            num_refused += 1
+            assert error.param, f"{error} {body}"
+    assert len(bodies) > num_refused > 500

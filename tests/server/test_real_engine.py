@@ -344,3 +344,45 @@ def test_queue_limit(stories_dir: Path) -> None:
         assert answered and set(answered) == {expected} and len(answered) + len(refused) == 20
         process.terminate()
         assert process.wait() == 0
+
+
+# ── the same conversation in several dialects ──────────────────────────────────────────────────────────
+
+STORYTELLER = "You tell stories to small children, about animals and toys and the weather. " * 3
+QUESTION = {"role": "user", "content": "Tell me of Lily"}
+
+
+def messages(process: ServerProcess, **changes: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": [QUESTION], **changes}
+    reply = process.http.post("/v1/messages", json=body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def test_dialects_agree_on_text_and_tokens(process: ServerProcess) -> None:
+    turns = [{"role": "system", "content": STORYTELLER}, QUESTION]
+    body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": turns}
+    openais = process.http.post("/v1/chat/completions", json=body).json()
+    anthropics = messages(process, system=STORYTELLER)
+    assert anthropics["content"][0]["text"] == openais["choices"][0]["message"]["content"]
+    usage = anthropics["usage"]
+    counted = process.http.post(
+        "/v1/messages/count_tokens", json={"model": "tiny", "system": STORYTELLER, "messages": [QUESTION]}
+    ).json()["input_tokens"]
+    prompt = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
+    assert prompt == counted == openais["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == openais["usage"]["completion_tokens"]
+
+
+def test_an_accounting_block_that_changes_does_not_defeat_the_prefix_cache(process: ServerProcess) -> None:
+    def asked(number: int) -> dict[str, int]:
+        accounting = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.325; cch={number:05x};"}
+        told = {"type": "text", "text": f"Of cats and dogs. {STORYTELLER}", "cache_control": {"type": "ephemeral"}}
+        return dict(messages(process, system=[accounting, told])["usage"])
+
+    first, second = asked(1), asked(2)
+    assert first["cache_read_input_tokens"] < 32 and first["input_tokens"] > 100
+    assert second["cache_read_input_tokens"] > first["input_tokens"] - 32, "all but the last block of tokens"
+    assert sum(first[name] for name in first if name.endswith("input_tokens")) == (
+        second["input_tokens"] + second["cache_read_input_tokens"]
+    )

@@ -153,6 +153,40 @@ def test_a_turn_that_only_calls_tools_is_rendered_as_the_template_wants_it(sourc
     assert ChatTemplate(source, {}).render(messages) == text
 
 
+LATE_SYSTEM = [Message(role="user", content="a"), Message(role="system", content="Now rhyme."), ANSWER, USER]
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('too late') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (CHATML, "<|im_start|>user\na<|im_end|>\n<|im_start|>system\nNow rhyme.<|im_end|>\n"),
+        (FIRST_ONLY, "[system]Now rhyme.[user]a[assistant]Sunny."),
+        (FIRST_ONLY.replace("{{ raise_exception('too late') }}", "{% continue %}"), "[system]Now rhyme.[user]a"),
+    ],
+    ids=["shown in place", "refused elsewhere", "ignored elsewhere"],
+)
+def test_a_late_system_message_is_always_shown(source: str, text: str) -> None:
+    assert ChatTemplate(source, NAMES).render(messages_for_template(LATE_SYSTEM)).startswith(text)
+
+
+def test_a_late_system_message_is_shown_by_every_template_that_shows_a_first_one(shared_dir: Path) -> None:
+    num_shown = 0
+    for name in TEMPLATES[::3]:
+        template = ChatTemplate(next((shared_dir / "templates").glob(f"{name}.*")).read_text(), NAMES)
+        try:
+            first = template.render(messages_for_template([Message(role="system", content="Now rhyme."), USER]))
+        except (InvalidRequest, ModelError):
+            continue
+        if "Now rhyme." in first:
+            num_shown += 1
+            assert "Now rhyme." in template.render(messages_for_template(LATE_SYSTEM)), name
+    assert num_shown > 15
+
+
 def test_generation_mark_and_loop_controls() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"

@@ -2,6 +2,7 @@
 
 Templates of different model families expect different shapes (content as text or as parts, tool call arguments as an
 object or as text, a missing value as None or absent), so a template that fails with one shape is tried with the next.
+Some know a system message at the beginning only: one that stands elsewhere is moved there if they do not show it.
 A conversation is refused as the caller's error where its template refuses it (`raise_exception`) or can't render it; a
 template that can't even render "hi", does not compile or exceeds its bounds is the model's error. The template runs in
 a Jinja sandbox (`template_sandbox.py`) that counts its work, so that no template can hang or fill the memory.
@@ -92,6 +93,13 @@ def without_null(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return [message if message.get("content", "") is not None else {**message, "content": ""} for message in messages]
 
 
+def with_one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with all system messages in the first one, for templates that know no others."""
+    systems = [message["content"] for message in messages if message["role"] == "system" and message["content"]]
+    rest = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(systems)}, *rest]
+
+
 def _with_written_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_written_call(call) for call in calls]} if calls else message
@@ -140,13 +148,24 @@ class ChatTemplate:
         asked = {"tools": tools_given, "documents": None, "add_generation_prompt": add_generation_prompt}
         variables = {**self._special_tokens, **extra, **asked, "messages": list(messages)}
         try:
-            return self._without_none(variables, self._first_rendered(variables))
+            return self._without_none(variables, self._with_systems_shown(variables))
         except Refusal as refusal:
             raise InvalidRequest(f"the model's chat template refuses this: {refusal}", param="messages") from refusal
         except (OutOfBounds, RecursionError, MemoryError) as excess:
             raise ModelError(f"the model's chat template was stopped: {str(excess) or 'too deep'}") from excess
         except _RUNTIME_FAULTS as fault:
             raise self._blamed(fault) from fault
+
+    def _with_systems_shown(self, variables: dict[str, Any]) -> str:
+        """System messages inside a conversation where they stand, if the template shows them there; else in front."""
+        later = [one["content"] for one in variables["messages"][1:] if one["role"] == "system" and one["content"]]
+        if not later:
+            return self._first_rendered(variables)
+        with suppress(Refusal, *_RUNTIME_FAULTS):
+            text = self._first_rendered(variables)
+            if all(content.strip() in text for content in later):
+                return text
+        return self._first_rendered({**variables, "messages": with_one_system(variables["messages"])})
 
     def _first_rendered(self, variables: dict[str, Any]) -> str:
         """By the first rendition that the template can do with; the first fault where there is none."""
@@ -164,7 +183,7 @@ class ChatTemplate:
         """Templates that print a null content as the word None mean nothing by it."""
         if "None" in text and has_null(variables["messages"]):
             with suppress(*_RUNTIME_FAULTS):
-                plain = self._first_rendered({**variables, "messages": without_null(variables["messages"])})
+                plain = self._with_systems_shown({**variables, "messages": without_null(variables["messages"])})
                 return plain if plain.count("None") < text.count("None") else text
         return text
 

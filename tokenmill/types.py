@@ -83,6 +83,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice = ToolChoice()
     reasoning: Reasoning = Reasoning()
     template_args: dict[str, Any] = {}  # extra variables for the chat template
+    chat_template: str | None = None  # instead of the model's own
     add_generation_prompt: bool = True
     request_id: str = ""
     priority: int = 0

@@ -34,7 +34,7 @@ class Notes(Silent):
     def note(self, line: str) -> None:
         self.lines.append(line)
 
-    def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None:
+    def begin(self, file: str, total_bytes: int | None, done_bytes: int, sha256: str | None = None) -> None:
         self.started_at.append(done_bytes)
 
 

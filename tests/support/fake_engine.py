@@ -61,7 +61,7 @@ class FakeEngine:
         finally:
             self.num_preparing -= 1
         ids = self._prompt_ids(asked)
-        if len(ids) >= self.info.max_context:
+        if len(ids) >= self.info.max_context + isinstance(asked, EmbedRequest):  # a vector needs no room for an answer
             raise ContextLengthExceeded(
                 f"the prompt has {len(ids)} tokens",
                 param="messages",

@@ -20,6 +20,7 @@ VERBS = {
     "list": "List the models in the store",
     "show": "Describe a model, and what of it fits here",
     "rm": "Remove models from the store",
+    "create": "Make a model from another one by a Modelfile",
     "plan": "Memory, speed and price of a model on a device, before buying it",
     "detect": "Tell whether a text carries a watermark",
     "bench": "Measure: offline, serve, search, startup, latency, compare, report",

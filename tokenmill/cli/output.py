@@ -42,7 +42,7 @@ class PullScreen:
         else:
             print(line, file=sys.stderr)
 
-    def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None:
+    def begin(self, file: str, total_bytes: int | None, done_bytes: int, sha256: str | None = None) -> None:
         if sys.stderr.isatty():
             bar = self._shown()
             name = shortened(file, bar.console.width - NUMBERS_WIDTH)

@@ -23,7 +23,7 @@ from tokenmill.cli import flags, session
 from tokenmill.cli.exit_codes import INTERRUPTED
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
-from tokenmill.store import is_model_name
+from tokenmill.store import Store, find_created, is_model_name
 from tokenmill.types import Event
 
 MAX_STDIN_BYTES = 16 << 20
@@ -79,7 +79,7 @@ def command(
 
 def tell_apart(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
     """One argument is the model if it could be one, else the prompt for the default model."""
-    if model is not None and prompt is None and not is_model_name(model):
+    if model is not None and prompt is None and not is_model_name(model) and find_created(model, Store()) is None:
         return None, model
     return model, prompt
 

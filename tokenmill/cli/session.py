@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
+import msgspec
+
 from tokenmill.cli.output import PullScreen
 from tokenmill.config import EngineConfig
+from tokenmill.config.sampling import SamplingConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.customized import customized
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
 from tokenmill.params import SamplingParams
-from tokenmill.store import ResolvedModel, resolve_model
+from tokenmill.store import Customization, ResolvedModel, resolve_model
 from tokenmill.types import ChatRequest, Event, Message, PromptRequest
 
 
@@ -43,8 +47,8 @@ class ChatModel(Protocol):
 
 def open_model(config: EngineConfig) -> ChatModel:
     """Fetch the model if need be, with a progress bar, and load it."""
-    fetch(config.model.model)
-    return ServedModel(config, take_core(fast_start=bool(config.ops.fast_start)))
+    found = fetch(config.model.model)
+    return ServedModel(config, take_core(fast_start=bool(config.ops.fast_start)), found.custom)
 
 
 def fetch(name: str) -> ResolvedModel:
@@ -57,7 +61,9 @@ class ServedModel:
     """A core in a process of its own, asked for one answer at a time. The child imports while this process reads flags
     and tokenizer; the same core in this process would begin a second later."""
 
-    def __init__(self, config: EngineConfig, child: CoreProcess | None) -> None:
+    def __init__(self, config: EngineConfig, child: CoreProcess | None, custom: Customization | None = None) -> None:
+        """`custom`: what a created model adds to every conversation."""
+        self._custom = custom
         self._runner = asyncio.Runner()
         self._engine = self._runner.run(AsyncEngine.start(config, child=child))
 
@@ -65,7 +71,8 @@ class ServedModel:
         return self._events(PromptRequest(prompt=prompt, params=params))
 
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> ServedEvents:
-        return self._events(ChatRequest(messages=[Message(**message) for message in messages], params=params))
+        asked = ChatRequest(messages=[Message(**message) for message in messages], params=params)
+        return self._events(asked if self._custom is None else with_custom(asked, self._custom))
 
     def close(self) -> None:
         self._runner.run(self._engine.close())
@@ -76,6 +83,17 @@ class ServedModel:
             return self._engine.submit(asked)
 
         return ServedEvents(self._runner, self._runner.run(submit()))
+
+
+def with_custom(asked: ChatRequest, custom: Customization) -> ChatRequest:
+    """A conversation with a created model. Its parameters hold where a flag was left at its default."""
+    from tokenmill.server.ollama.options import sampling_settings
+
+    usual = SamplingConfig().params()
+    settings = sampling_settings(custom.parameters, max_context=None)
+    changes = {name: value for name, value in settings.items() if getattr(asked.params, name) == getattr(usual, name)}
+    params = msgspec.structs.replace(asked.params, **changes)
+    return customized(msgspec.structs.replace(asked, params=params), custom)
 
 
 class ServedEvents(Iterator[Event]):

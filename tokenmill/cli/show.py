@@ -59,6 +59,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "name": resolved.name,
         "path": str(resolved.path),
         "source": resolved.source,
+        "custom": {} if resolved.custom is None else msgspec.to_builtins(resolved.custom),
         "family": spec.family,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -143,10 +144,12 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
     active = facts["active_parameters"]
     some_active = f", {count(active)} active per token" if active != facts["parameters"] else ""
     types = ", ".join(f"{name} {size(total)}" for name, total in facts["quantisation"].items())
+    custom = facts["custom"]
     rows = [
         ("model", facts["name"]),
         ("path", facts["path"]),
         ("source", facts["source"]),
+        *((name, value if isinstance(value, str) else repr(value)) for name, value in custom.items()),
         ("architecture", f"{facts['family']}, {facts['num_layers']} layers, {facts['hidden_size']} wide"),
         ("attention", facts["attention"]),
         ("mlp", facts["mlp"]),

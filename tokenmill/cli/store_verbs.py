@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from tokenmill.cli.output import PullScreen, print_table, size
 from tokenmill.errors import InvalidRequest
-from tokenmill.store import DEFAULT_MODEL, LocalModel, Store, load_catalog, parse_name, pull
+from tokenmill.store import DEFAULT_MODEL, LocalModel, Store, load_catalog, parse_name, plain_name, pull
 
 
 def pull_models(*models: str) -> int:
@@ -104,9 +104,16 @@ def remove_models(model: str, /, *more: str) -> int:
 
     store = Store()
     for name in (model, *more):
-        named = parse_name(name)
-        if isinstance(named, LocalModel):
-            raise InvalidRequest(f"{name} is a path, not a model in the store", hint="delete the file yourself")
-        freed = store.remove(named.name) + prune()  # what was packed from it goes with it
-        print(f"removed {named.name}, {size(freed)} freed")
+        stored = _stored_name(name, store)
+        freed = store.remove(stored) + prune()  # what was packed from it goes with it
+        print(f"removed {stored}, {size(freed)} freed")
     return 0
+
+
+def _stored_name(name: str, store: Store) -> str:
+    if plain_name(name) in store.names():
+        return plain_name(name)
+    named = parse_name(name)
+    if isinstance(named, LocalModel):
+        raise InvalidRequest(f"{name} is a path, not a model in the store", hint="delete the file yourself")
+    return named.name

@@ -30,6 +30,9 @@ class ServerConfig:
     """Origin whose web pages may call this server; `*` for all; may be given several times."""
     any_model_name: bool = False
     """Answer whatever model name a client asks for, or none."""
+    manage_models: bool | None = None
+    """Let clients pull, create, copy, delete and upload models (Ollama's /api routes for that); by default only where
+    the server listens on this machine alone."""
     max_body_bytes: int = 8 * 1024 * 1024
     """Largest request body."""
     max_prompts: int = 256

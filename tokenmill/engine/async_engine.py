@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,8 @@ class AsyncEngine:
     def info(self) -> ModelInfo:
         """Name and limits of the model."""
         if self._info is None:
-            self._info = self._frontend.info(self._loaded_input_processor().max_context)
+            info = self._frontend.info(self._loaded_input_processor().max_context)
+            self._info = replace(info, device=self.core.device)
         return self._info
 
     @property

@@ -60,6 +60,8 @@ class ModelFrontend:
             spec=self.spec,
             can_embed=True,
             shifts_context=self.config.cache.context_shift,
+            path=self.model_path,
+            chat_template=(self.tokenizer.chat_template or "") if self.tokenizer else "",
         )
 
 

@@ -143,12 +143,20 @@ class InputProcessor:
             raise InvalidRequest("messages must not be empty", param="messages")
         if self._template is None:
             raise no_tokenizer()
-        return self._template.render(
+        template = self._template if asked.chat_template is None else self._given_template(asked.chat_template)
+        return template.render(
             messages_for_template(asked.messages),
             tools=tools_for_template(asked.tools),
             add_generation_prompt=asked.add_generation_prompt,
             extra=asked.template_args,
         )
+
+    def _given_template(self, source: str) -> ChatTemplate:
+        """The template that a request brings; one that does not compile is the client's error."""
+        try:
+            return ChatTemplate(source, self.tokenizer.special_tokens)
+        except ModelError as problem:
+            raise InvalidRequest(problem.message, param="template") from problem
 
     def chat_ids(self, asked: ChatRequest) -> list[int]:
         """The token ids of a conversation. A template that writes the begin token itself does not get a second one."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import Draining, EngineDead
+from tokenmill.store.layout import Manifest
 
 EngineState = Literal["loading", "ready", "draining", "dead"]
 
@@ -25,6 +27,12 @@ class ModelInfo:
     shifts_context: bool = False  # unless a request says otherwise
     can_call_tools: bool = False
     can_think: bool = False
+    path: Path | None = None  # of the weights
+    chat_template: str = ""  # the model's own; empty: it has none
+    device: str = ""
+    defaults: dict[str, Any] = field(default_factory=dict)  # of a created model: arguments of SamplingParams
+    system: str = ""  # of a created model
+    manifest: Manifest | None = None  # of a created model
 
 
 @dataclass(frozen=True)

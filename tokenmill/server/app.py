@@ -27,6 +27,8 @@ from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
 from tokenmill.server.middleware import RequestMiddleware
+from tokenmill.server.ollama.render import OLLAMA
+from tokenmill.server.ollama.routes import ollama_endpoints
 from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
@@ -34,9 +36,10 @@ from tokenmill.server.routing import Endpoint, RouteContext, routes_of
 
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
-DIALECTS = Dialects(ANTHROPIC, OPENAI)
+DIALECTS = Dialects(ANTHROPIC, OLLAMA, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     anthropic_endpoints,
+    ollama_endpoints,
     openai_endpoints,
 )
 

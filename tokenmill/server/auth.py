@@ -20,7 +20,7 @@ from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import MissingKey
 
-PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version"})
+PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version", "/api/version"})
 PUBLIC_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key")  # the first as `Bearer KEY`
 ENVIRONMENT_NAME = "TOKENMILL_API_KEY"

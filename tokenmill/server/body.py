@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
 from tokenmill.server.compression import unpacker_of
-from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, WrongContentType
+from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, MissingBody, WrongContentType
 
 DISCARD_BYTES = 64 * 1024 * 1024  # read and thrown away after a refusal, so that the client gets to see it
 DISCARD_S = 2.0
@@ -144,7 +144,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. orjson refuses NaN, Infinity, numbers beyond a double, lone surrogates and nesting
     deeper than 1024."""
     if not body.strip():
-        raise InvalidRequest("the body is empty; send a JSON object", hint="see /docs")
+        raise MissingBody("the body is empty; send a JSON object", hint="see /docs")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -62,6 +62,17 @@ class BodyTooLarge(InvalidRequest):
     http_status = 413
 
 
+class MissingBody(InvalidRequest):
+    """A request that needs a body has none."""
+
+
+class ModelsAreFixed(TokenmillError):
+    """Clients may not change the models of this server."""
+
+    code = "models_are_fixed"
+    http_status = 403
+
+
 class WrongContentType(InvalidRequest):
     code = "unsupported_media_type"
     http_status = 415

@@ -45,6 +45,7 @@ class GenerationFacts:
     queue_s: float | None
     first_token_s: float | None  # since the request arrived
     elapsed_s: float
+    prompt_token_ids: Sequence[int] = ()  # of the first request
 
 
 class Rendering(Protocol):
@@ -90,6 +91,7 @@ class GenerationRun:
         ]
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}
+        self._prompt_token_ids: Sequence[int] = ()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -106,7 +108,14 @@ class GenerationRun:
 
     def facts(self) -> GenerationFacts:
         record = self.record
-        return GenerationFacts(record.request_id, self.usage, record.queue_s, record.first_token_s, record.elapsed_s())
+        return GenerationFacts(
+            record.request_id,
+            self.usage,
+            record.queue_s,
+            record.first_token_s,
+            record.elapsed_s(),
+            self._prompt_token_ids,
+        )
 
     async def accept(self) -> None:
         """Hand the requests to the engine; if it refuses one, none of them runs."""
@@ -126,6 +135,7 @@ class GenerationRun:
         except ContextLengthExceeded as error:
             error.param = self.job.prompt_param
             raise
+        self._prompt_token_ids = self._prompt_token_ids or prepared.request.prompt_token_ids
         num_tokens = len(prepared.request.prompt_token_ids)
         self._usages[request.request_id] = Usage(prompt_tokens=num_tokens, completion_tokens=0)
         self._open[request.request_id] = events

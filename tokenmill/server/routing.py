@@ -39,11 +39,13 @@ LONG_BODY = 64 << 10  # bytes: parsed in a few milliseconds at most
 READING = (400, 404, 408, 413, 415, 429, 503)  # how a request with a body may fail
 FAILURES = {
     400: "The request is wrong; `param` names the field, `message` says why.",
+    403: "Clients may not change the models of this server.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
+    501: "There is no such operation here.",
     503: "Loading, stopping or starting again; try again after `Retry-After` seconds.",
 }
 
@@ -72,11 +74,16 @@ class RouteContext:
         data = await self.bodies.read(request, takes_any_type=dialect.takes_any_content_type)
         return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
 
-    async def generate(self, request: Request, make_job: Callable[[dict[str, Any]], GenerationJob]) -> Response:
-        """A generation from body to reply; `make_job` is the dialect's parser."""
+    async def generate(
+        self, request: Request, make_job: Callable[[dict[str, Any]], GenerationJob | Response]
+    ) -> Response:
+        """A generation from body to reply; `make_job` is the dialect's parser, which may have a reply already."""
         record: RequestRecord = request.state.record
         record.is_generation = True
         job = await self.parsed(request, make_job)
+        if isinstance(job, Response):
+            record.is_generation = False
+            return job
         record.model = job.engine.info.name
         return GenerationResponse(GenerationRun(job, record), self.config.keep_alive_s)
 
@@ -98,6 +105,7 @@ class Endpoint:
     description: str = ""
     stream: str | None = None  # what a streamed reply is like, where there is one
     media_type: str = "application/json"
+    stream_media_type: str = "text/event-stream"
     when: Recognises | None = None  # of several endpoints with this path the first that recognises a request answers
 
     @property
@@ -149,7 +157,11 @@ def openapi_document(endpoints: Sequence[Endpoint], dialects: Dialects) -> Schem
     paths: dict[str, Schema] = {}
     for endpoint in sorted(endpoints, key=lambda endpoint: endpoint.when is None):  # the one for all others counts
         error_schema = dialects.of(path_only(endpoint.path)).error_schema
-        paths.setdefault(endpoint.documented_path, {})[endpoint.method.lower()] = _operation(endpoint, error_schema)
+        operation, methods = _operation(endpoint, error_schema), paths.setdefault(endpoint.documented_path, {})
+        if (other := methods.get(endpoint.method.lower())) is not None:  # replies of other media types
+            content = operation["responses"]["200"]["content"]
+            operation["responses"]["200"]["content"] = {**other["responses"]["200"]["content"], **content}
+        methods[endpoint.method.lower()] = operation
     info = {"title": "Tokenmill", "description": "OpenAI-compatible inference.", "version": tokenmill.__version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths}
 
@@ -175,7 +187,7 @@ def _operation(endpoint: Endpoint, error_schema: Schema) -> Schema:
 def _responses(endpoint: Endpoint, error_content: Schema) -> Schema:
     content: Schema = {endpoint.media_type: {"schema": endpoint.reply}}
     if endpoint.stream is not None:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 has no schemas for events
+        content[endpoint.stream_media_type] = {}  # OpenAPI 3.1 has no schemas for events
     failures = {
         str(status): {"description": FAILURES[status], "content": error_content} for status in endpoint.failures
     }

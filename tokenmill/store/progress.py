@@ -1,4 +1,4 @@
-"""The interface of progress reports of a pull; the command line implements it."""
+"""The interface of progress reports of a pull; the command line and the server implement it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class PullProgress(Protocol):
     def note(self, line: str) -> None:
         """Report one line: a source that could not be used, or a download by another process."""
 
-    def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None:
-        """Report the start of a file, or its resumption from `done_bytes`."""
+    def begin(self, file: str, total_bytes: int | None, done_bytes: int, sha256: str | None = None) -> None:
+        """Report the start of a file, or its resumption from `done_bytes`; `sha256` where it is known beforehand."""
 
     def advance(self, num_bytes: int) -> None: ...
 
@@ -23,7 +23,7 @@ class Silent:
 
     def note(self, line: str) -> None: ...
 
-    def begin(self, file: str, total_bytes: int | None, done_bytes: int) -> None: ...
+    def begin(self, file: str, total_bytes: int | None, done_bytes: int, sha256: str | None = None) -> None: ...
 
     def advance(self, num_bytes: int) -> None: ...
 

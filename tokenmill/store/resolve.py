@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenmill.errors import InvalidConfig, UnknownModel
-from tokenmill.store.layout import Store
-from tokenmill.store.names import LocalModel, parse_name, shown
+from tokenmill.store.created import find_created, plain_name
+from tokenmill.store.layout import Customization, Manifest, Store
+from tokenmill.store.names import LocalModel, existing_path, parse_name, shown
 from tokenmill.store.progress import PullProgress, Silent
 from tokenmill.store.pull import pull
 
@@ -15,15 +16,18 @@ from tokenmill.store.pull import pull
 @dataclass(frozen=True)
 class ResolvedModel:
     path: Path  # a GGUF file, or the directory of a safetensors checkpoint
-    name: str  # what to call it
+    name: str  # what to call it; for a created model the name of the one it was made from
     source: str  # "local", or where the store got it
+    custom: Customization | None = None  # what a created model adds
 
 
 def resolve_model(
     name: str, *, store: Store | None = None, allow_pull: bool = True, progress: PullProgress | None = None
 ) -> ResolvedModel:
     """Return the path of a model; with `allow_pull`, pull it first if it is not in the store."""
-    model = parse_name(name)
+    if existing_path(name) is None and (created := find_created(name, store or Store())) is not None:
+        return _resolved(created, store or Store())
+    model = parse_name(plain_name(name))
     if isinstance(model, LocalModel):
         _require_unicode(name)
         return ResolvedModel(
@@ -35,7 +39,27 @@ def resolve_model(
         if not allow_pull:
             raise UnknownModel(f"{model.name} is not in the store", hint=f"tokenmill pull {model.name}")
         manifest = pull(model, store, progress or Silent())
-    return ResolvedModel(store.path_of(manifest), manifest.name, manifest.source)
+    return _resolved(manifest, store)
+
+
+def _resolved(manifest: Manifest, store: Store) -> ResolvedModel:
+    return ResolvedModel(store.path_of(manifest), _base_name(manifest), manifest.source, manifest.custom)
+
+
+def _base_name(manifest: Manifest) -> str:
+    """A created model runs as the one it was made from; made from a path, as a model of that path would be called."""
+    if manifest.weights:
+        path = Path(manifest.weights)
+        return path.stem if path.is_file() else path.name
+    return manifest.parent or manifest.name
+
+
+def resolve_base(name: str, store: Store, progress: PullProgress) -> Manifest:
+    """The model that a new one is made from, as a manifest; it is pulled if it is not here."""
+    model = parse_name(name) if (created := find_created(name, store)) is None else created
+    if isinstance(model, LocalModel):
+        return Manifest(name=name, source="local", files=[], weights=str(model.path.resolve()))
+    return model if isinstance(model, Manifest) else pull(model, store, progress)
 
 
 def _require_unicode(name: str) -> None:

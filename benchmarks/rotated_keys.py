@@ -30,7 +30,7 @@ class TurnedCache:
     """One sequence in blocks 1, 2, 3 ..., so that a layer's keys are one run of `context` positions."""
 
     def __init__(self, model: Decoder, context: int, keep: int, kv_dtype: torch.dtype) -> None:
-        assert context % 16 == 0 and len(model.ropes) == 1
+        assert context % 16 == 0 and len(model.positions.ropes) == 1
         self.model, self.keep, self.context = model, keep, context
         layout = KVLayout.from_spec(model.spec, CacheDtypes(str(kv_dtype).removeprefix("torch.")))
         self.storage = KVStorage(layout, context // 16 + 1, 16, CPU)
@@ -46,7 +46,7 @@ class TurnedCache:
 
     def shift(self) -> None:
         drop = (self.context - self.keep) // 2
-        (rope,) = self.model.ropes.values()
+        (rope,) = self.model.positions.ropes.values()
         cos, sin = rope.at(torch.full((self.context - self.keep - drop,), drop), REFERENCE_OPS)
         for layer in range(self.model.spec.num_layers):
             kept = self.storage.layer(layer)

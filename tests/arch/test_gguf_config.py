@@ -50,7 +50,7 @@ def test_biases_are_where_their_tensors_are() -> None:
 def test_mixtral_calls_itself_llama() -> None:
     spec = spec_from_gguf(gguf_of("llama", expert_count=8, expert_used_count=2))
     assert spec.family == "mixtral"
-    assert isinstance(spec.layers[0].mlp, MoeSpec) and spec.layers[0].mlp.renormalize
+    assert isinstance(spec.layers[0].mlp, MoeSpec) and spec.layers[0].mlp.routing.renormalize
 
 
 def test_gemma_windows_and_ropes() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
-from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
+from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.reference.kv_rounding import rounded
 
@@ -92,10 +92,10 @@ def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, i
     ops, x, residual = build_ops(), drawn(num_tokens, hidden, scale=1.0), drawn(num_tokens, hidden, scale=1.0)
     norm, router = torch.rand(hidden, device="cuda") + 0.5, drawn(num_experts, hidden, scale=0.05)
     packed = ExpertsWeight(num_experts, (drawn(num_experts, 2 * inter, hidden), drawn(num_experts, hidden, inter)))
-    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=k > 2)
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), RoutingSpec(renormalize=k > 2))
     done = add_norm_experts(x, residual, norm, 1e-6, LinearWeight(num_experts, hidden, router), packed, spec)
     logits, normed, total = norm_and_multiply(x, residual, norm, 1e-6, router)
-    chosen = ops.route(logits, k, spec.renormalize)  # of equal logits the first, as here
+    chosen = ops.route(logits, Routing(k, spec.routing))  # of equal logits the first, as here
     exact = ExpertsWeight(num_experts, tuple(part.float() for part in packed.packed))
     near(done[0], PLAIN.experts(normed.float(), *chosen, exact, "silu"), 0.01)
     assert torch.equal(done[1], total)

@@ -19,7 +19,7 @@ from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.models.linear import Loader
 from tokenmill.ops.blocks import FORMATS
-from tokenmill.ops.interface import LinearWeight
+from tokenmill.ops.interface import LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.dequantize import dequantize
@@ -126,14 +126,14 @@ def test_experts_of_any_number_of_tokens(quants: tuple[str | None, ...], quantiz
     router = (torch.randn(num_experts, hidden, device="cuda") * 0.05).bfloat16()
     weight, spec = (
         LinearWeight(num_experts, hidden, router),
-        MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=True),
+        MoeSpec(num_experts, k, MlpSpec(inter, "silu")),
     )
     norm = torch.rand(hidden, device="cuda") + 0.5
     limit = 0.25 if quantization == "int4" else 0.01  # of the rounding itself
     for tokens in (1, 3, 20, 600):
         x, residual = torch.randn(2, tokens, hidden, device="cuda").bfloat16()
         normed, _ = REFERENCE_OPS.add_rms_norm(x, residual, norm, 1e-6)
-        chosen = ops.route(normed.float() @ router.float().T, k, spec.renormalize)
+        chosen = ops.route(normed.float() @ router.float().T, Routing(k, spec.routing))
         expected = REFERENCE_OPS.experts(normed.float(), *chosen, exact, "silu")
         assert relative_error(ops.experts(normed, *chosen, packed, "silu"), expected) < limit, tokens
         assert (kind_of(packed) != "mixed") == (quants[0] == quants[1])

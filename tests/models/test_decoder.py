@@ -9,13 +9,6 @@ import torch
 
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tests.support.tiny_models import load_ours, make_reference
-from tokenmill.arch.regions import layer_regions
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
-from tokenmill.errors import UnsupportedModel
-from tokenmill.models.layer import load_feed
-from tokenmill.models.linear import Loader
-from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.reference import REFERENCE_OPS
 
 TOKENS = list(range(3, 40))
 CPU = torch.device("cpu")
@@ -53,17 +46,3 @@ def test_the_cache_is_written_in_place(tmp_path: Path) -> None:
 def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
     ours = load_ours(make_reference("llama_tied"), tmp_path)
     assert ours.head is ours.embedding
-
-
-class NoWeights:
-    def get(self, name: str) -> RawTensor:
-        raise AssertionError(f"{name} must not be read")
-
-
-def test_experts_that_are_not_implemented_are_refused() -> None:
-    load = Loader(NoWeights(), REFERENCE_OPS, torch.float32, CPU)
-    moe = MoeSpec(num_experts=4, num_active=2, expert=MlpSpec(8, bias=True), renormalize=True)
-    attention = Gqa(num_heads=2, num_kv_heads=1, head_dim=4, scale=0.5, rope=None)
-    *_, feed = layer_regions(LayerSpec(attention, moe), 0)
-    with pytest.raises(UnsupportedModel, match="biases"):
-        load_feed(feed, 1e-6, load)

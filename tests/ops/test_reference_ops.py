@@ -8,7 +8,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tokenmill.arch.spec import Activation
+from tokenmill.arch.spec import Activation, RoutingSpec
+from tokenmill.ops.interface import Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 
@@ -79,7 +80,7 @@ def test_an_embedding_is_also_a_head() -> None:
 def test_experts_equal_a_plain_loop(renormalize: bool) -> None:
     x, router = torch.randn(7, 6), torch.randn(7, 5)
     gate, up, down = torch.randn(5, 9, 6), torch.randn(5, 9, 6), torch.randn(5, 6, 9)
-    weights, ids = OPS.route(router, 2, renormalize)
+    weights, ids = OPS.route(router, Routing(2, RoutingSpec(renormalize=renormalize)))
     found = OPS.experts(x, weights, ids, OPS.pack_experts(raw(gate), raw(up), raw(down), dense), "silu")
     for token in range(7):
         shares = torch.softmax(router[token], -1)
@@ -94,5 +95,5 @@ def test_experts_equal_a_plain_loop(renormalize: bool) -> None:
 def test_of_equal_experts_the_first_are_taken() -> None:
     """As by every kernel: which ones `topk` takes is left to it."""
     logits = torch.tensor([[0.0, 1.0, 5.0, 1.0, 1.0], [2.0] * 5]).repeat(3, 1)
-    _, ids = OPS.route(logits, 3, renormalize=True)
+    _, ids = OPS.route(logits, Routing(3))
     assert ids.tolist() == [[2, 1, 3], [0, 1, 2]] * 3

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.fixed_order import sums_in_fixed_order
 from tests.support.triton_inputs import assert_near, paged_batch, random_cache
-from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight
+from tokenmill.ops.interface import AttentionArgs, ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.attention import deterministic
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
@@ -110,7 +110,7 @@ def test_attention_with_other_segments_has_other_bits(monkeypatch: pytest.Monkey
 def test_experts_do_not_depend_on_the_number_of_tokens() -> None:
     packed = ExpertsWeight(5, (torch.randn(5, 48, 32), torch.randn(5, 32, 24)))
     x, logits = torch.randn(19, 32), torch.randn(19, 5)
-    chosen = STEADY.route(logits, 2, True)
+    chosen = STEADY.route(logits, Routing(2))
     together = STEADY.experts(x, *chosen, packed, "silu")
     assert_near(together, PLAIN.experts(x, *chosen, packed, "silu"))
     for rows in (slice(0, 1), slice(7, 12)):

@@ -12,8 +12,8 @@ import torch
 
 from tests.support.triton_inputs import assert_near
 from tokenmill.arch.packed_formats import Stored
-from tokenmill.arch.spec import MlpSpec, MoeSpec, TensorSpec
-from tokenmill.ops.interface import ExpertsWeight, LinearWeight
+from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec, TensorSpec
+from tokenmill.ops.interface import ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
@@ -43,7 +43,8 @@ def test_routing_and_grouped_products(tokens: int, renormalize: bool) -> None:
         num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
     )
     x, logits = torch.randn(tokens, hidden), torch.randn(tokens, num_experts)
-    ours, theirs = OPS.route(logits, k, renormalize), PLAIN.route(logits, k, renormalize)
+    routing = Routing(k, RoutingSpec(renormalize=renormalize))
+    ours, theirs = OPS.route(logits, routing), PLAIN.route(logits, routing)
     assert_near(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
     assert_near(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
@@ -59,14 +60,14 @@ def test_norm_router_and_experts_in_one_op(num_tokens: int, num_experts: int, re
     packed = ExpertsWeight(
         num_experts, (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter))
     )
-    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=renormalize)
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), RoutingSpec(renormalize=renormalize))
     assert moe_gemv.kind_of(packed) == "plain"
     weight = LinearWeight(num_experts, hidden, router)
     done = moe_gemv.add_norm_experts(x, residual, norm, 1e-5, weight, packed, spec)
     normed, total = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
     logits = normed @ router.T
     logits[:, 3] = logits[:, 1]  # a matrix library may add these two in different orders
-    weights, ids = PLAIN.route(logits, k, renormalize)
+    weights, ids = PLAIN.route(logits, Routing(k, RoutingSpec(renormalize=renormalize)))
     assert_near(done[0], PLAIN.experts(normed, weights, ids, packed, "silu"), tolerance=1e-4)
     assert_near(done[1], total)
 
@@ -99,14 +100,14 @@ def check_quantised_experts(
     formats = {raw.name: Stored(raw.quant) for raw in raws if raw.quant is not None}
     kept = [part for one in packed.packed for part in (one if isinstance(one, tuple) else (one,))]
     taken = sum(one.words.nbytes + one.scales.nbytes for one in kept)
-    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), renormalize=True)
+    spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"))
     planned = [TensorSpec(raw.name, raw.shape, "linear") for raw in raws]
     assert taken == sum(memory._kept_bytes(one, 2, quantization, formats.get(one.name)) for one in planned)
     router, norm = torch.randn(num_experts, hidden) * 0.3, torch.rand(hidden) + 0.5
     for tokens in (1, 6):
         x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
         normed, _ = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
-        chosen = PLAIN.route(normed @ router.T, k, True)
+        chosen = PLAIN.route(normed @ router.T, Routing(k))
         expected = PLAIN.experts(normed, *chosen, exact, "silu")
         assert_near(ops.experts(normed, *chosen, packed, "silu"), expected, tolerance=2e-3)
         if quantization != "none":

@@ -109,7 +109,7 @@ def test_one_matrix_of_another_form_keeps_all_layers_from_quantised_norms() -> N
 
 def test_experts_of_up_to_four_tokens_are_fused() -> None:
     experts = ExpertsWeight(3, (torch.randn(3, 64, HIDDEN), torch.randn(3, HIDDEN, 32)))
-    spec = MoeSpec(3, 2, MlpSpec(32), renormalize=True)
+    spec = MoeSpec(3, 2, MlpSpec(32))
     moe = MoeWeights(NORM, projection(lambda *shape: torch.randn(*shape), 3, HIDDEN), experts, spec)
     layer = replace(layer_of(lambda *shape: torch.randn(*shape)), feed=moe)
     assert [fused(chosen(layer, num_rows)) for num_rows in (0, 1, 4, 5)] == [set(), {"experts"}, {"experts"}, set()]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.spec import MoeSpec, ShortConv
+from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, ModelSpec, MoeSpec, NormPlace, NormSpec, QkNorm, ShortConv
 from tokenmill.arch.tensors import Rules
+from tokenmill.errors import UnsupportedModel
 
 Windows = tuple[int | None, ...]  # one entry per layer
 
@@ -34,6 +35,18 @@ def no_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     return None
 
 
+def same_attention(fields: ConfigFields, layer_index: int, attention: Gqa) -> Gqa:
+    return attention
+
+
+def same_layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
+    return layer
+
+
+def same_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    return model
+
+
 @dataclass(frozen=True)
 class GGUFTraits:
     arch: str
@@ -50,29 +63,50 @@ class Family:
     model_types: tuple[str, ...]  # of config.json
     defaults: Mapping[str, Any]  # what transformers assumes where config.json is silent
     hf_rules: Rules
-    gguf: GGUFTraits
+    gguf: GGUFTraits | None = None  # None: its files in GGUF are not implemented
     qkv_bias: bool | str = False  # or the config key that says
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     activation_key: str = "hidden_act"
-    qk_norm: bool = False
-    post_norms: bool = False
+    is_gated_mlp: bool = True
+    qk_norm: QkNorm | None = None
+    norms: NormPlace = "before"
+    norm: NormSpec = RMS_NORM
+    norm_eps_key: str = "rms_norm_eps"
+    is_parallel: bool = False
     scaled_embeddings: bool = False  # by hidden_size ** 0.5
     query_scale_key: str | None = None  # scale is this value ** -0.5; head_dim's otherwise
     has_softcaps: bool = False
     exceeds_float16: bool = False  # some of its models' numbers are larger than 65,504
     has_local_rope: bool = False  # windowed layers rotate with a base of their own and without scaling
     has_partial_rotary: bool = False
+    has_rope_sections: bool = False  # for pictures; positions of text turn all sections alike
     windows: Callable[[ConfigFields, int], Windows] = no_windows
     experts: Callable[[ConfigFields, int], MoeSpec | None] = no_experts
     convolution: Callable[[ConfigFields, int], ShortConv | None] = no_convolution  # of a layer, in attention's place
+    # What a layer's attention, a layer, and the model have beside what all families have in common:
+    adjust_attention: Callable[[ConfigFields, int, Gqa], Gqa] = same_attention
+    adjust_layer: Callable[[ConfigFields, int, LayerSpec], LayerSpec] = same_layer
+    adjust_model: Callable[[ConfigFields, ModelSpec], ModelSpec] = same_model
     common_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is  # config.json in other families' words
     refused_flags: tuple[str, ...] = ()  # config keys that must be absent, false or null
     hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", in order of likelihood
     ignored_prefixes: tuple[str, ...] = field(default=())  # tensors of parts that text generation leaves out
 
+    @property
+    def gguf_traits(self) -> GGUFTraits:
+        if self.gguf is None:
+            raise UnsupportedModel(f"{self.name}: GGUF files of this family are not implemented")
+        return self.gguf
+
 
 # ── sliding windows ────────────────────────────────────────────────────────────────────────────────
+
+
+def refuse_others(fields: ConfigFields, kinds: tuple[str, ...], *known: str) -> None:
+    """Refuse kinds of layers that are not known."""
+    for kind in sorted(set(kinds) - set(known)):
+        fields.refuse(f"layer type {kind!r} is not implemented")
 
 
 def _windows(fields: ConfigFields, num_layers: int, is_sliding: Callable[[int], bool]) -> Windows:
@@ -80,8 +114,7 @@ def _windows(fields: ConfigFields, num_layers: int, is_sliding: Callable[[int], 
     kinds = fields.words("layer_types", num_layers)
     if kinds is None:
         return tuple(window if is_sliding(index) else None for index in range(num_layers))
-    for kind in sorted(set(kinds) - {"sliding_attention", "full_attention"}):
-        fields.refuse(f"layer type {kind!r} is not implemented")
+    refuse_others(fields, kinds, "sliding_attention", "full_attention")
     if window is None and "sliding_attention" in kinds:
         fields.refuse("layer_types asks for windows, but sliding_window is missing")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -102,6 +135,11 @@ def upper_layers(fields: ConfigFields, num_layers: int) -> Windows:
     is_used = fields.flag("use_sliding_window")
     first = fields.integer("max_window_layers", minimum=0)
     return _windows(fields, num_layers, lambda index: is_used and index >= first)
+
+
+def named_layers(fields: ConfigFields, num_layers: int) -> Windows:
+    """Those that `layer_types` names."""
+    return _windows(fields, num_layers, lambda index: False)
 
 
 def alternating(fields: ConfigFields, num_layers: int) -> Windows:

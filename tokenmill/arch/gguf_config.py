@@ -59,11 +59,12 @@ def _family(gguf: GGUFFile) -> Family:
 
 class _Reader:
     def __init__(self, gguf: GGUFFile, family: Family) -> None:
-        prefix = family.gguf.arch + "."
+        self.traits = family.gguf_traits
+        prefix = self.traits.arch + "."
         own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
         self.gguf = gguf
         self.family = family
-        self.fields = ConfigFields(own, f"{gguf.path} ({family.gguf.arch})")
+        self.fields = ConfigFields(own, f"{gguf.path} ({self.traits.arch})")
         self.num_layers = self.fields.integer("block_count")
         self.hidden = self.fields.integer("embedding_length")
         if self.num_layers > MAX_LAYERS:
@@ -127,21 +128,21 @@ class _Reader:
         mlp = self._experts() or self._mlp(self.fields.integer("feed_forward_length"))
         convolutions = self._convolutions()
         return tuple(
-            LayerSpec(convolution or attention[window], mlp, self.family.post_norms)
+            LayerSpec(convolution or attention[window], mlp, self.family.norms)
             for convolution, window in zip(convolutions, windows, strict=True)
         )
 
     def _convolutions(self) -> tuple[ShortConv | None, ...]:
         """Layers without key/value heads are short convolutions, in families that have some."""
         heads = self.fields.integers("attention.head_count_kv")
-        if self.family.gguf.conv_key is None or len(heads) != self.num_layers:
+        if self.traits.conv_key is None or len(heads) != self.num_layers:
             return (None,) * self.num_layers
-        kernel = self.fields.integer(self.family.gguf.conv_key)
+        kernel = self.fields.integer(self.traits.conv_key)
         convolution = ShortConv(self.hidden, kernel, "blk.0.shortconv.conv.bias" in self.gguf.tensors)
         return tuple(None if count else convolution for count in heads)
 
     def _windows(self) -> tuple[int | None, ...]:
-        traits = self.family.gguf
+        traits = self.traits
         window = self.fields.integer_or_none("attention.sliding_window", minimum=0) or traits.default_window
         if window is None:
             if self.family.has_local_rope:
@@ -158,12 +159,12 @@ class _Reader:
         if pattern is not None:
             every = self.fields.integer("attention.sliding_window_pattern")
         else:
-            every = self.family.gguf.window_pattern
+            every = self.traits.window_pattern
         return every == 1 or (index + 1) % every != 0
 
     def _per_layer(self, key: str) -> int:
         """A value files may give once per layer; only equal layers are implemented."""
-        values = set(self.fields.integers(key)) - ({0} if self.family.gguf.conv_key else set())
+        values = set(self.fields.integers(key)) - ({0} if self.traits.conv_key else set())
         if len(values) > 1:
             self.fields.refuse(f"{key} differs between layers, which is not implemented")
         return int(values.pop()) if values else 0
@@ -194,7 +195,7 @@ class _Reader:
     def _scale(self, heads: int, head_dim: int) -> float:
         if self.fields.has("attention.scale"):
             return self.fields.positive("attention.scale")
-        if self.family.gguf.query_scale_from_width_at == self.num_layers:
+        if self.traits.query_scale_from_width_at == self.num_layers:
             return float((self.hidden / heads) ** -0.5)
         return float(head_dim**-0.5)
 
@@ -214,7 +215,7 @@ class _Reader:
         num_active = self.fields.integer("expert_used_count")
         if num_active > num_experts:
             self.fields.refuse(f"an expert_used_count of {num_active} is not possible with {num_experts} experts")
-        return MoeSpec(num_experts, num_active, self._mlp(size), renormalize=True)
+        return MoeSpec(num_experts, num_active, self._mlp(size))
 
     # ── rope ──
 

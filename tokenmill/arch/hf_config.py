@@ -39,6 +39,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
 }
 DTYPES = ("float32", "float16", "bfloat16")
 _TASKS = ("ForCausalLM", "ForConditionalGeneration")
@@ -96,12 +98,13 @@ def _spec(fields: ConfigFields, family: Family, generation: ConfigFields) -> Mod
     hidden = fields.integer("hidden_size")
     eos = dict.fromkeys((*fields.integers("eos_token_id"), *generation.integers("eos_token_id")))
     bos = fields.integers("bos_token_id")
-    return ModelSpec(
+    spec = ModelSpec(
         family=family.name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
         layers=_layers(fields, family),
-        norm_eps=fields.positive("rms_norm_eps"),
+        norm_eps=fields.positive(family.norm_eps_key),
+        norm=family.norm,
         max_context=fields.integer("max_position_embeddings"),
         tied_head=fields.flag("tie_word_embeddings"),
         embedding_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
@@ -111,6 +114,7 @@ def _spec(fields: ConfigFields, family: Family, generation: ConfigFields) -> Mod
         eos_token_ids=tuple(eos),
         name=_name(fields),
     )
+    return family.adjust_model(fields, spec)
 
 
 def _name(fields: ConfigFields) -> str:
@@ -133,26 +137,46 @@ def _layers(fields: ConfigFields, family: Family) -> tuple[LayerSpec, ...]:
     # Layers that are alike share one object: specs stay small and compare fast.
     attention = {window: _attention(fields, family, window) for window in dict.fromkeys(windows)}
     mlp = _mlp(fields, family)
-    return tuple(
-        LayerSpec(
-            family.convolution(fields, index) or attention[window],
-            _with_activation(family.experts(fields, index), mlp) or mlp,
-            family.post_norms,
-        )
-        for index, window in enumerate(windows)
+    layers = (_layer(fields, family, index, attention[window], mlp) for index, window in enumerate(windows))
+    known: dict[LayerSpec, LayerSpec] = {}
+    return tuple(known.setdefault(layer, layer) for layer in layers)
+
+
+def _layer(fields: ConfigFields, family: Family, index: int, attention: Gqa, mlp: MlpSpec) -> LayerSpec:
+    layer = LayerSpec(
+        family.convolution(fields, index) or family.adjust_attention(fields, index, attention),
+        _with_activation(family.experts(fields, index), mlp) or mlp,
+        family.norms,
+        family.is_parallel,
     )
+    return family.adjust_layer(fields, index, layer)
 
 
 def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
     if experts is None:
         return None
-    if experts.num_experts > MAX_EXPERTS:
-        raise UnsupportedModel(f"{experts.num_experts} experts in a layer, more than {MAX_EXPERTS}")
-    if experts.num_active > experts.num_experts:
-        raise UnsupportedModel(f"{experts.num_active} experts a token are not possible with {experts.num_experts}")
-    expert = replace(experts.expert, activation=mlp.activation)
+    check_experts(experts)
+    activation = experts.expert.activation if experts.expert.activation == "swiglu_oai" else mlp.activation
+    expert = replace(experts.expert, activation=activation)
     shared = experts.shared and replace(experts.shared, activation=mlp.activation)
     return replace(experts, expert=expert, shared=shared)
+
+
+def check_experts(experts: MoeSpec) -> None:
+    """Refuse numbers of experts that are not possible."""
+    count, active, routing = experts.num_experts, experts.num_active, experts.routing
+    if count > MAX_EXPERTS:
+        raise UnsupportedModel(f"{count} experts in a layer, more than {MAX_EXPERTS}")
+    if active > count:
+        raise UnsupportedModel(f"{active} experts a token are not possible with {count}")
+    if routing.weights_input and active != 1:
+        raise UnsupportedModel(f"{active} experts a token, each with an input weighted by itself, are not implemented")
+    if count % routing.num_groups or not 1 <= routing.kept_groups <= routing.num_groups:
+        raise UnsupportedModel(
+            f"{count} experts in {routing.num_groups} groups, {routing.kept_groups} kept, are not possible"
+        )
+    if routing.num_groups > 1 and count // routing.num_groups * routing.kept_groups < active:
+        raise UnsupportedModel(f"{active} experts a token are not possible with {routing.kept_groups} kept groups")
 
 
 def _attention(fields: ConfigFields, family: Family, window: int | None) -> Gqa:
@@ -191,7 +215,8 @@ def _mlp(fields: ConfigFields, family: Family) -> MlpSpec:
     name = fields.text(family.activation_key)
     if name not in ACTIVATIONS:
         fields.refuse(f"activation {name!r} is not implemented")
-    return MlpSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], _flag(fields, family.mlp_bias))
+    bias, width = _flag(fields, family.mlp_bias), fields.integer("intermediate_size")
+    return MlpSpec(width, ACTIVATIONS[name], bias, family.is_gated_mlp)
 
 
 # ── rotary embeddings ──────────────────────────────────────────────────────────────────────────────
@@ -205,13 +230,15 @@ def rope_for(fields: ConfigFields, family: Family, head_dim: int, is_windowed: b
     partial = rope.positive("partial_rotary_factor") if rope.has("partial_rotary_factor") else 1.0
     if partial > 1.0 or (partial != 1.0 and not family.has_partial_rotary):
         fields.refuse(f"partial_rotary_factor {partial:g} is not implemented for this family")
-    rotary_dim = int(head_dim * partial)
+    is_proportional = rope.get("rope_type") == "proportional"
+    rotary_dim = head_dim if is_proportional else int(head_dim * partial)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         fields.refuse(f"a rotation of {rotary_dim} of {head_dim} dimensions is not possible")
     theta = rope.positive("rope_theta")
     if theta <= 1.0:
         fields.refuse(f"a rope_theta of {theta:g} is not possible: above 1 it gives each pair a frequency of its own")
-    return RopeSpec(theta, rotary_dim, _scaling(rope, fields, rotary_dim))
+    angles = int(partial * head_dim // 2) if is_proportional and partial != 1.0 else None
+    return RopeSpec(theta, rotary_dim, _scaling(rope, family, fields, rotary_dim), angles)
 
 
 def _parameters(fields: ConfigFields, family: Family, is_windowed: bool) -> dict[str, Any]:
@@ -235,9 +262,9 @@ def _older_style(fields: ConfigFields, family: Family, is_windowed: bool) -> dic
     return {**top, "rope_theta": fields.get("rope_theta"), **(fields.section("rope_scaling") or {})}
 
 
-def _scaling(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> RopeScaling | None:
+def _scaling(rope: ConfigFields, family: Family, fields: ConfigFields, rotary_dim: int) -> RopeScaling | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if rope.has("mrope_section"):
+    if rope.has("mrope_section") and not family.has_rope_sections:
         fields.refuse("rope type 'mrope' is not implemented")
     if kind not in _SCALINGS:
         fields.refuse(f"rope type {kind!r} is not implemented")
@@ -246,6 +273,12 @@ def _scaling(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> RopeS
 
 def _none(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> None:
     return None
+
+
+def _proportional(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> LinearScaling | None:
+    """Angles as if all of a head turned; `RopeSpec.num_angles` says how many of its pairs do."""
+    factor = rope.positive_or_none("factor") or 1.0
+    return None if factor == 1.0 else LinearScaling(factor)
 
 
 def _linear(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> LinearScaling:
@@ -292,8 +325,6 @@ def longrope_mscale(stretch: float, original_context: int) -> float:
 
 
 def _yarn(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> YarnScaling:
-    if rope.get("truncate") is False:
-        fields.refuse("rope type 'yarn' without truncation is not implemented")
     original = _original_context(rope, fields)
     factor = _stretch(rope, fields, original)
     return YarnScaling(
@@ -302,6 +333,7 @@ def _yarn(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> YarnScal
         beta_fast=rope.positive_or_none("beta_fast") or 32.0,
         beta_slow=rope.positive_or_none("beta_slow") or 1.0,
         mscale=rope.positive_or_none("attention_factor") or _yarn_mscale(rope, factor),
+        is_truncated=rope.get("truncate") is not False,
     )
 
 
@@ -323,4 +355,5 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields, int], RopeScaling | N
     "longrope": _longrope,
     "su": _longrope,
     "yarn": _yarn,
+    "proportional": _proportional,
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, ShortConv
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv
 from tokenmill.arch.tensors import layer_tensors
 
 
@@ -68,7 +68,7 @@ def outline_of(model: Model) -> ModelOutline:
 
 @lru_cache(maxsize=64)
 def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
-    known = {layer: _layer_outline(layer, spec.hidden_size) for layer in dict.fromkeys(spec.layers)}
+    known = {layer: _layer_outline(layer, spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
     return ModelOutline(
         spec.family,
         spec.vocab_size,
@@ -81,17 +81,17 @@ def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
     )
 
 
-def _layer_outline(layer: LayerSpec, hidden: int) -> LayerOutline:
+def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutline:
     sizes = {"linear": 0, "experts": 0, "vector": 0}
-    for tensor in layer_tensors(layer, hidden):
+    for tensor in layer_tensors(layer, hidden, norm=norm):
         sizes["experts" if "experts." in tensor.name else tensor.kind] += prod(tensor.shape)
     mixer = _of_attention(layer.mixer) if isinstance(layer.mixer, Gqa) else _of_conv(layer.mixer)
-    moe = layer.mlp if isinstance(layer.mlp, MoeSpec) else None
+    moe = layer.mlp if isinstance(layer.mlp, MoeSpec) else layer.side_experts
     return replace(
         mixer,
         linear=sizes["linear"],
         vectors=sizes["vector"],
-        width=max(mixer.width, 3 * _inner_width(layer.mlp)),
+        width=max(mixer.width, 3 * (_inner_width(layer.mlp) + _inner_width(layer.side_experts))),
         experts=sizes["experts"],
         num_experts=moe.num_experts if moe else 0,
         num_active=moe.num_active if moe else 0,
@@ -103,11 +103,11 @@ def _of_attention(attention: Gqa) -> LayerOutline:
     return LayerOutline(
         linear=0,
         vectors=0,
-        kv_values=2 * attention.kv_size,
-        pair_values=2 * attention.q_size,
+        kv_values=attention.kv_size + attention.v_size if attention.has_own_kv else 0,
+        pair_values=attention.q_size + attention.out_size,
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
-        width=2 * attention.q_size + 2 * attention.kv_size,
+        width=attention.q_size + attention.out_size + attention.kv_size + attention.v_size + attention.gate_size,
         window=attention.window,
     )
 
@@ -126,7 +126,9 @@ def _of_conv(conv: ShortConv) -> LayerOutline:
     )
 
 
-def _inner_width(mlp: MlpSpec | MoeSpec) -> int:
+def _inner_width(mlp: MlpSpec | MoeSpec | None) -> int:
+    if mlp is None:
+        return 0
     return mlp.num_active * mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size
 
 

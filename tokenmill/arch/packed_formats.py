@@ -94,7 +94,7 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     if not path.is_file() or spec.family not in BY_NAME:
         return {}
     tensors = read_gguf_model(path).tensors
-    sources = sources_of(spec, BY_NAME[spec.family].gguf.rules)
+    sources = sources_of(spec, BY_NAME[spec.family].gguf_traits.rules)
     found = {name: tensors[source.names[0]].type for name, source in sources.items() if source.names[0] in tensors}
     return {name: Stored(quant) for name, quant in found.items() if quant in _FORMATS}
 

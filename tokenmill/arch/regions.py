@@ -5,6 +5,8 @@
     ProjectAdd    activations × matrix (→ norm), added to the stream           → stream
     GatedMlp      norm → down(act(gate) * up) (→ norm), added to the stream    → stream
     Experts       the same with a router and the experts it chooses            → stream
+    SideBySide    both of the last two                                         → stream
+    AddInput      the layer's own embedding of the token, through a gate       → stream
 
 Every implementation of a model builds its layers from this list: `models/layer.py` as calls of a backend's region ops,
 `ops/cpu/decoder.py` as arguments of the native decoder's layers. Weights are named as in `TensorSpec`, without the
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, MlpSpec, MoeSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class NormProject:
-    norm: str
+    norm: str | None  # None: the stream is projected as it is
     projection: Matrices
 
 
@@ -45,72 +47,146 @@ class Attend:
 class ProjectAdd:
     projection: Matrices
     post_norm: str | None = None  # applied to the product before it is added
+    scale: float = 1.0  # multiplies what is added
 
 
 @dataclass(frozen=True)
 class GatedMlp:
-    norm: str
-    gate_up: Matrices
+    norm: str | None
+    gate_up: Matrices  # up alone where there is no gate
     down: Matrices
     spec: MlpSpec
     post_norm: str | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Experts:
     """Matrices of all experts are one tensor for each of `gates`, `ups` and `downs`: [experts, rows, columns]."""
 
-    norm: str
+    norm: str | None
     router: Matrices
-    gates: str
+    gates: str | None
     ups: str
     downs: str
     shared: tuple[Matrices, Matrices] | None  # gate and up, down of the expert for every token
     shared_gate: str | None
+    latent: tuple[Matrices, Matrices] | None  # to what experts work on, and back
+    router_norm: str | None
+    choice_bias: str | None
+    expert_scales: str | None
     spec: MoeSpec
     post_norm: str | None = None
+    scale: float = 1.0
 
 
-Feed = GatedMlp | Experts
-Region = NormProject | Attend | ProjectAdd | Feed
-LayerRegions = tuple[NormProject, Attend, ProjectAdd, Feed]
+@dataclass(frozen=True)
+class SideBySide:
+    """An MLP and experts that read the same stream, each with norms of its own; their results are added and normed."""
+
+    mlp: GatedMlp
+    experts: Experts
+    post_norm: str | None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AddInput:
+    """The layer's own embedding of each token, times a gate that reads the stream, projected, normed and added"""
+
+    gate: Matrices
+    up: Matrices
+    norm: str
+    activation: Activation
+
+
+Feed = GatedMlp | Experts | SideBySide
+Region = NormProject | Attend | ProjectAdd | Feed | AddInput
+
+
+@dataclass(frozen=True)
+class LayerRegions:
+    """In the order in which they are computed; where `is_parallel`, `add` and `feed` read the same stream."""
+
+    project: NormProject
+    attend: Attend
+    add: ProjectAdd
+    feed: Feed
+    is_parallel: bool = False
+    add_input: AddInput | None = None
+    scale: str | None = None  # what the stream is multiplied by at the end
 
 
 def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
-    """The regions of layer `number`, in the order in which they are computed."""
     name, mixer = f"layers.{number}", spec.mixer
     if isinstance(mixer, Gqa):
-        inputs, output = _stacked(name, ("q", "k", "v"), mixer.qkv_bias), _stacked(name, ("o",), mixer.out_bias)
+        inputs, output = _stacked(name, _inputs(mixer), mixer.qkv_bias), _stacked(name, ("o",), mixer.out_bias)
+        cache = number if mixer.shares_kv_of is None else mixer.shares_kv_of
     else:
         inputs, output = _stacked(name, ("conv_in",), mixer.bias), _stacked(name, ("conv_out",), mixer.bias)
-    return (
-        NormProject(f"{name}.attn_norm", inputs),
-        Attend(mixer, name, number),
-        ProjectAdd(output, f"{name}.attn_post_norm" if spec.post_norms else None),
+        cache = number
+    return LayerRegions(
+        NormProject(f"{name}.attn_norm" if spec.has_pre_norms else None, inputs),
+        Attend(mixer, name, cache),
+        ProjectAdd(output, f"{name}.attn_post_norm" if spec.has_post_norms else None, spec.residual_scale),
         _feed(spec, name),
+        spec.is_parallel,
+        _add_input(spec, name),
+        f"{name}.scale" if spec.has_scale else None,
     )
+
+
+def _inputs(mixer: Gqa) -> tuple[str, ...]:
+    """What the stream is projected to; values that are keys are projected by the same matrix again."""
+    own = ("k", "k" if mixer.value_is_key else "v") if mixer.has_own_kv else ()
+    return ("q", *own, *(("attn_gate",) if mixer.gate is not None else ()))
 
 
 def _feed(spec: LayerSpec, name: str) -> Feed:
-    norm, post_norm = f"{name}.mlp_norm", f"{name}.mlp_post_norm" if spec.post_norms else None
+    norm = f"{name}.attn_norm" if spec.is_parallel else f"{name}.mlp_norm"
+    norm_before = norm if spec.has_pre_norms else None
+    post_norm, scale = f"{name}.mlp_post_norm" if spec.has_post_norms else None, spec.residual_scale
+    side = spec.side_experts
+    if side is not None and isinstance(spec.mlp, MlpSpec):
+        mlp = GatedMlp(norm_before, *_mlp(name, spec.mlp), spec.mlp, f"{name}.side.mlp_post_norm")
+        experts = _experts(side, f"{name}.side", f"{name}.side.norm", f"{name}.side.post_norm")
+        return SideBySide(mlp, experts, post_norm, scale)
     if isinstance(spec.mlp, MlpSpec):
-        return GatedMlp(norm, *_gated(name, spec.mlp), spec.mlp, post_norm)
-    moe = spec.mlp
+        return GatedMlp(norm_before, *_mlp(name, spec.mlp), spec.mlp, post_norm, scale)
+    return _experts(spec.mlp, name, norm_before, post_norm, scale)
+
+
+def _experts(moe: MoeSpec, name: str, norm: str | None, post_norm: str | None, scale: float = 1.0) -> Experts:
+    routing = moe.routing
     return Experts(
         norm,
-        _stacked(name, ("router",)),
-        gates=f"{name}.experts.gate",
+        _stacked(name, ("router",), routing.has_router_bias),
+        gates=f"{name}.experts.gate" if moe.expert.is_gated else None,
         ups=f"{name}.experts.up",
         downs=f"{name}.experts.down",
-        shared=None if moe.shared is None else _gated(f"{name}.shared", moe.shared),
+        shared=None if moe.shared is None else _mlp(f"{name}.shared", moe.shared),
         shared_gate=f"{name}.shared_gate" if moe.has_shared_gate else None,
+        latent=None if moe.latent_size is None else (_stacked(name, ("latent_in",)), _stacked(name, ("latent_out",))),
+        router_norm=f"{name}.router_norm" if routing.has_input_norm else None,
+        choice_bias=f"{name}.choice_bias" if routing.has_choice_bias else None,
+        expert_scales=f"{name}.expert_scales" if routing.has_expert_scales else None,
         spec=moe,
         post_norm=post_norm,
+        scale=scale,
     )
 
 
-def _gated(name: str, spec: MlpSpec) -> tuple[Matrices, Matrices]:
-    return _stacked(name, ("gate", "up"), spec.bias), _stacked(name, ("down",), spec.bias)
+def _add_input(spec: LayerSpec, name: str) -> AddInput | None:
+    if not spec.input_width:
+        return None
+    activation = spec.mlp.activation if isinstance(spec.mlp, MlpSpec) else spec.mlp.expert.activation
+    gate, up = _stacked(name, ("input_gate",)), _stacked(name, ("input_up",))
+    return AddInput(gate, up, f"{name}.input_norm", activation)
+
+
+def _mlp(name: str, spec: MlpSpec) -> tuple[Matrices, Matrices]:
+    parts = ("gate", "up") if spec.is_gated else ("up",)
+    return _stacked(name, parts, spec.bias), _stacked(name, ("down",), spec.bias)
 
 
 def _stacked(name: str, parts: tuple[str, ...], has_bias: bool = False) -> Matrices:

@@ -2,7 +2,7 @@
 (`tensors.py`), its cost (`cost.py`), the layout of its cache, the shard plan, the planner's estimates and how it runs.
 
     ModelSpec = embedding → LayerSpec × L → final norm → head
-    LayerSpec = norm → mixer → (post norm) → + → norm → MLP or experts → (post norm) → +
+    LayerSpec = norm → mixer → (norm) → + → norm → MLP or experts → (norm) → +      `norms` says where norms stand
 
 A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`) or a short
 convolution (`ShortConv`). It alone knows what has to be kept of the tokens computed so far (`cache_fields`) and how far
@@ -16,7 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
+"""What a gated MLP multiplies with: act(gate) * up. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
+g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0  # multiplies cos and sin
+    is_truncated: bool = True  # the ramp begins and ends at whole dimensions
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
+    num_angles: int | None = None  # Gemma 4: only so many pairs turn, the others have an angle of zero; None: all
 
 
 # ── mixers ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,6 +97,28 @@ class CacheField:
     dtype: CacheDtype | str = "cache"
 
 
+QkNorm = Literal["head", "all", "head_after_rope", "l2_after_rope"]
+"""How queries and keys are normed: each head alone, all heads of a token together, each head behind the rotation, or
+each head behind the rotation without a weight. RMSNorm in all cases."""
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries grow with their position p: times 1 + beta * log(1 + floor((p + first) / length))."""
+
+    beta: float
+    length: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionGate:
+    """What attention puts out is multiplied by function(gate(x)): one number a head, or one each."""
+
+    function: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_per_head: bool = False
+
+
 @dataclass(frozen=True)
 class Gqa:
     """Grouped-query attention: groups of query heads share a key and value head."""
@@ -104,10 +130,18 @@ class Gqa:
     rope: RopeSpec | None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim on q and k, before rope
+    qk_norm: QkNorm | None = None
     window: int | None = None  # a token sees itself and the window-1 tokens before it
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # one learned logit per head joins the softmax
+    is_chunked: bool = False  # the window begins anew at its multiples: a token sees those of its own chunk only
+    value_dim: int | None = None  # where values have another width than keys
+    value_scale: float = 1.0  # multiplies values
+    value_is_key: bool = False  # the values are what is projected to keys, before it is normed and rotated
+    has_value_norm: bool = False  # RMSNorm without a weight over each head of the values
+    gate: AttentionGate | None = None
+    query_growth: QueryGrowth | None = None
+    shares_kv_of: int | None = None  # a layer before, whose keys and values this one reads; it has none of its own
 
     @property
     def q_size(self) -> int:
@@ -117,9 +151,36 @@ class Gqa:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def v_size(self) -> int:
+        return self.num_kv_heads * (self.value_dim or self.head_dim)
+
+    @property
+    def out_size(self) -> int:
+        return self.num_heads * (self.value_dim or self.head_dim)
+
+    @property
+    def gate_size(self) -> int:
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.is_per_head else self.out_size
+
+    @property
+    def has_own_kv(self) -> bool:
+        return self.shares_kv_of is None
+
+    @property
+    def is_plain(self) -> bool:
+        """True where nothing is done between projections and cache but norm each head and rotate it."""
+        is_usual = self.qk_norm in (None, "head") and self.gate is None and self.query_growth is None
+        has_usual_values = self.value_dim is None and self.value_scale == 1.0 and not self.has_value_norm
+        return is_usual and has_usual_values and self.has_own_kv
+
     def cache_fields(self) -> tuple[CacheField, ...]:
-        shape = (self.num_kv_heads, self.head_dim)
-        return CacheField("keys", shape), CacheField("values", shape)
+        if not self.has_own_kv:
+            return ()
+        keys, values = (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim or self.head_dim)
+        return CacheField("keys", keys), CacheField("values", values)
 
 
 @dataclass(frozen=True)
@@ -151,30 +212,82 @@ MixerSpec = Gqa | ShortConv
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """down(act(gate(x)) * up(x))"""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate"""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    is_gated: bool = True
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How a token's experts are chosen from the router's logits, and how they are weighted.
+
+    scores = score(logits) → (+ choice bias → best groups) → best experts → weights = scores of those
+    → divided by their sum (+ epsilon) → * scale (* each expert's own)
+    """
+
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    renormalize: bool = True  # weights of the chosen experts sum to one
+    epsilon: float = 0.0  # added to that sum
+    has_router_bias: bool = False  # of the router's product
+    has_choice_bias: bool = False  # a number per expert that counts for the choice, not for the weight
+    num_groups: int = 1  # neighbouring experts form groups, of which the best are kept
+    kept_groups: int = 1
+    group_score: Literal["best", "two_best"] = "two_best"  # what a group is judged by: its best, or the sum of two
+    scale: float = 1.0
+    has_expert_scales: bool = False
+    has_input_norm: bool = False  # the router reads an RMSNorm of the stream of its own, over sqrt(hidden)
+    weights_input: bool = False  # an expert's input is weighted, not its output
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Each token goes through `num_active` of `num_experts` gated MLPs, weighted by a softmax over the router."""
+    """Each token goes through `num_active` of `num_experts` MLPs, weighted as the router says."""
 
     num_experts: int
     num_active: int
     expert: MlpSpec
-    renormalize: bool  # weights of the chosen experts sum to one
+    routing: RoutingSpec = RoutingSpec()
     shared: MlpSpec | None = None  # every token goes through this one too
     has_shared_gate: bool = False  # weighted by the sigmoid of one more row of the router, not by 1
+    latent_size: int | None = None  # experts work on a projection of the stream to so many numbers, and back
+
+
+FeedSpec = MlpSpec | MoeSpec
+NormPlace = Literal["before", "after", "both"]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     mixer: MixerSpec
-    mlp: MlpSpec | MoeSpec
-    post_norms: bool = False  # Gemma: norms after mixer and MLP too, before the residual is added
+    mlp: FeedSpec
+    norms: NormPlace = "before"  # of mixer and MLP; what stands after is applied before the residual is added
+    is_parallel: bool = False  # the MLP reads the same normed stream as the mixer; both results are added
+    residual_scale: float = 1.0  # multiplies what is added to the stream
+    side_experts: MoeSpec | None = None  # beside the MLP, with norms before and after of their own (Gemma 4)
+    input_width: int = 0  # of the layer's own embedding of the token, which is added through a gate (Gemma 4)
+    has_scale: bool = False  # the stream is multiplied by a number at the layer's end
+
+    @property
+    def has_pre_norms(self) -> bool:
+        return self.norms != "after"
+
+    @property
+    def has_post_norms(self) -> bool:
+        return self.norms != "before"
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """RMSNorm, or LayerNorm (which subtracts the mean), perhaps with a bias: of the stream, in every layer"""
+
+    kind: Literal["rms", "layer"] = "rms"
+    has_bias: bool = False
+
+
+RMS_NORM = NormSpec()
 
 
 @dataclass(frozen=True)
@@ -188,6 +301,10 @@ class ModelSpec:
     tied_head: bool
     embedding_scale: float = 1.0  # rounded to the compute dtype before it multiplies
     logit_softcap: float | None = None
+    logit_scale: float = 1.0  # multiplies the logits, before they are capped
+    has_head_bias: bool = False
+    norm: NormSpec = RMS_NORM
+    num_extra_layers: int = 0  # of the checkpoint, behind the last: heads that predict further tokens, left out
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -204,6 +321,22 @@ class ModelSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Gqa))
 
     @property
+    def experts(self) -> tuple[MoeSpec, ...]:
+        """The distinct sets of experts of its layers."""
+        feeds = (feed for layer in self.layers for feed in (layer.mlp, layer.side_experts))
+        return tuple(dict.fromkeys(feed for feed in feeds if isinstance(feed, MoeSpec)))
+
+    @property
+    def input_width(self) -> int:
+        """The width of the embeddings that each layer has for itself; 0: there are none."""
+        return max(layer.input_width for layer in self.layers)
+
+    @property
+    def growths(self) -> tuple[QueryGrowth, ...]:
+        """The distinct ways in which queries of its layers grow."""
+        return tuple(dict.fromkeys(mixer.query_growth for mixer in self.attentions if mixer.query_growth is not None))
+
+    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotations of its layers."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.attentions if mixer.rope is not None))
@@ -216,7 +349,8 @@ class TensorSpec:
     embed.weight                                       [vocab, hidden]
     layers.{i}.attn_norm.weight                        [hidden], before the mixer, whichever it is
     layers.{i}.{q,k,v}.weight  (.bias)                 [heads * head_dim, hidden]
-    layers.{i}.{q_norm,k_norm}.weight                  [head_dim]
+    layers.{i}.{q_norm,k_norm}.weight                  [head_dim], or all heads' numbers
+    layers.{i}.attn_gate.weight                        [heads, hidden], or as q's
     layers.{i}.sinks                                   [heads]
     layers.{i}.o.weight  (.bias)                       [hidden, heads * head_dim]
     layers.{i}.conv_in.weight  (.bias)                 [3 * hidden, hidden], rows of b, then c, then x
@@ -225,15 +359,27 @@ class TensorSpec:
     layers.{i}.attn_post_norm.weight                   [hidden]
     layers.{i}.mlp_norm.weight                         [hidden]
     layers.{i}.{gate,up}.weight, layers.{i}.down.weight      [inter, hidden], [hidden, inter]
-    layers.{i}.router.weight                           [experts, hidden]
+    layers.{i}.router.weight  (.bias)                  [experts, hidden]
+    layers.{i}.{choice_bias,expert_scales}             [experts]
+    layers.{i}.router_norm.weight                      [hidden]
     layers.{i}.experts.{gate,up}.weight, .down.weight  [experts, inter, hidden], [experts, hidden, inter]
+    layers.{i}.experts.{gate,up,down}.bias             [experts, inter], [experts, inter], [experts, hidden]
+    layers.{i}.{latent_in,latent_out}.weight           [latent, hidden], [hidden, latent]
+    layers.{i}.side.*                                  experts beside an MLP, with `side.norm`, `side.post_norm` and
+                                                       `side.mlp_post_norm`, the MLP's own before the two are added
+    layers.{i}.{input_gate,input_up}.weight            [width, hidden], [hidden, width]
+    layers.{i}.input_norm.weight                       [hidden]
+    layers.{i}.scale                                   [1]
     layers.{i}.shared.{gate,up,down}.weight            as of an MLP
     layers.{i}.shared_gate.weight                      [1, hidden]
     layers.{i}.mlp_post_norm.weight                    [hidden]
     final_norm.weight                                  [hidden]
-    head.weight                                        [vocab, hidden], absent when tied
+    head.weight  (.bias)                               [vocab, hidden], absent when tied
+    layer_inputs.embed.weight                          [vocab, layers * width]
+    layer_inputs.project.weight                        [layers * width, hidden]
+    layer_inputs.norm.weight                           [width]
 
-    Norm weights are always the plain multiplier (a reader adds Gemma's 1).
+    Norm weights are always the plain multiplier (a reader adds Gemma's 1); LayerNorm may have a `.bias` beside it.
     """
 
     name: str

@@ -7,8 +7,10 @@
 Loaders and cost functions know only our names. Transformations are all on whole rows, so that quantised rows take part:
 
     fused        theirs holds several of ours, rows one after another (Phi-3's qkv_proj)
+    woven        theirs holds several of ours in turns: a row of each (gpt-oss's gate and up), or a head of each
     {e}          one of theirs per expert, stacked into one of ours
     add          a constant added to each value (Gemma stores a norm's weight minus one)
+    transposed   theirs has rows and columns exchanged (plain numbers only)
     unit_axis    theirs has an axis of length one that ours has not (the channel axis of a depthwise convolution)
     interleaved  rows of each head alternate between the two halves of the rotation (GGUF's llama files);
                  ours has the first half, then the second
@@ -19,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
+from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv, TensorSpec
+from tokenmill.errors import UnsupportedModel
 
 # ── the tensors of a spec ──────────────────────────────────────────────────────────────────────────
 
@@ -30,25 +33,52 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorSpec]:
 
 def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield TensorSpec("embed.weight", (spec.vocab_size, spec.hidden_size), "embedding")
+    if spec.input_width:
+        yield from _layer_inputs(spec)
     for index, layer in enumerate(spec.layers):
-        yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.")
-    yield TensorSpec("final_norm.weight", (spec.hidden_size,), "vector")
+        yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.", spec.norm)
+    yield from _norm("final_norm", spec.hidden_size, spec.norm)
     if not spec.tied_head:
         yield TensorSpec("head.weight", (spec.vocab_size, spec.hidden_size), "linear")
+    if spec.has_head_bias:
+        yield TensorSpec("head.bias", (spec.vocab_size,), "vector")
 
 
-def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "") -> Iterator[TensorSpec]:
-    yield TensorSpec(prefix + "attn_norm.weight", (hidden,), "vector")
+def _layer_inputs(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """The embeddings that each layer has for itself"""
+    width = spec.num_layers * spec.input_width
+    yield TensorSpec("layer_inputs.embed.weight", (spec.vocab_size, width), "embedding")
+    yield TensorSpec("layer_inputs.project.weight", (width, spec.hidden_size), "linear")
+    yield TensorSpec("layer_inputs.norm.weight", (spec.input_width,), "vector")
+
+
+def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
+    if layer.has_pre_norms:
+        yield from _norm(prefix + "attn_norm", hidden, norm)
     yield from _attention(layer.mixer, hidden, prefix) if isinstance(layer.mixer, Gqa) else _conv(layer.mixer, prefix)
-    if layer.post_norms:
-        yield TensorSpec(prefix + "attn_post_norm.weight", (hidden,), "vector")
-    yield TensorSpec(prefix + "mlp_norm.weight", (hidden,), "vector")
-    if isinstance(layer.mlp, MoeSpec):
-        yield from _experts(layer.mlp, hidden, prefix)
-    else:
-        yield from _mlp(layer.mlp, hidden, prefix)
-    if layer.post_norms:
-        yield TensorSpec(prefix + "mlp_post_norm.weight", (hidden,), "vector")
+    if layer.has_post_norms:
+        yield from _norm(prefix + "attn_post_norm", hidden, norm)
+    if layer.has_pre_norms and not layer.is_parallel:
+        yield from _norm(prefix + "mlp_norm", hidden, norm)
+    yield from _feed(layer.mlp, hidden, prefix)
+    if layer.side_experts is not None:
+        for name in ("norm", "post_norm", "mlp_post_norm"):
+            yield from _norm(f"{prefix}side.{name}", hidden, norm)
+        yield from _experts(layer.side_experts, hidden, prefix + "side.")
+    if layer.has_post_norms:
+        yield from _norm(prefix + "mlp_post_norm", hidden, norm)
+    if layer.input_width:
+        yield from _linear(prefix + "input_gate", layer.input_width, hidden, False)
+        yield from _linear(prefix + "input_up", hidden, layer.input_width, False)
+        yield from _norm(prefix + "input_norm", hidden, norm)
+    if layer.has_scale:
+        yield TensorSpec(prefix + "scale", (1,), "vector")
+
+
+def _norm(name: str, size: int, norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
+    yield TensorSpec(name + ".weight", (size,), "vector")
+    if norm.has_bias:
+        yield TensorSpec(name + ".bias", (size,), "vector")
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[TensorSpec]:
@@ -59,14 +89,20 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[TensorSp
 
 def _attention(attention: Gqa, hidden: int, prefix: str) -> Iterator[TensorSpec]:
     yield from _linear(prefix + "q", attention.q_size, hidden, attention.qkv_bias)
-    yield from _linear(prefix + "k", attention.kv_size, hidden, attention.qkv_bias)
-    yield from _linear(prefix + "v", attention.kv_size, hidden, attention.qkv_bias)
-    if attention.qk_norm:
-        yield TensorSpec(prefix + "q_norm.weight", (attention.head_dim,), "vector")
-        yield TensorSpec(prefix + "k_norm.weight", (attention.head_dim,), "vector")
+    if attention.has_own_kv:
+        yield from _linear(prefix + "k", attention.kv_size, hidden, attention.qkv_bias)
+    if attention.has_own_kv and not attention.value_is_key:
+        yield from _linear(prefix + "v", attention.v_size, hidden, attention.qkv_bias)
+    if attention.gate is not None:
+        yield from _linear(prefix + "attn_gate", attention.gate_size, hidden, attention.qkv_bias)
+    if attention.qk_norm is not None and attention.qk_norm != "l2_after_rope":
+        is_joint = attention.qk_norm == "all"
+        yield from _norm(prefix + "q_norm", attention.q_size if is_joint else attention.head_dim)
+        if attention.has_own_kv:
+            yield from _norm(prefix + "k_norm", attention.kv_size if is_joint else attention.head_dim)
     if attention.has_sinks:
         yield TensorSpec(prefix + "sinks", (attention.num_heads,), "vector")
-    yield from _linear(prefix + "o", hidden, attention.q_size, attention.out_bias)
+    yield from _linear(prefix + "o", hidden, attention.out_size, attention.out_bias)
 
 
 def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
@@ -77,18 +113,31 @@ def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
     yield from _linear(prefix + "conv_out", conv.width, conv.width, conv.bias)
 
 
+def _feed(feed: MlpSpec | MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    yield from _experts(feed, hidden, prefix) if isinstance(feed, MoeSpec) else _mlp(feed, hidden, prefix)
+
+
 def _mlp(mlp: MlpSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
-    yield from _linear(prefix + "gate", mlp.intermediate_size, hidden, mlp.bias)
+    if mlp.is_gated:
+        yield from _linear(prefix + "gate", mlp.intermediate_size, hidden, mlp.bias)
     yield from _linear(prefix + "up", mlp.intermediate_size, hidden, mlp.bias)
     yield from _linear(prefix + "down", hidden, mlp.intermediate_size, mlp.bias)
 
 
 def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
-    experts, inter = moe.num_experts, moe.expert.intermediate_size
-    yield TensorSpec(prefix + "router.weight", (experts, hidden), "linear")
-    yield TensorSpec(prefix + "experts.gate.weight", (experts, inter, hidden), "linear")
-    yield TensorSpec(prefix + "experts.up.weight", (experts, inter, hidden), "linear")
-    yield TensorSpec(prefix + "experts.down.weight", (experts, hidden, inter), "linear")
+    experts, width, routing = moe.num_experts, moe.latent_size or hidden, moe.routing
+    yield from _linear(prefix + "router", experts, hidden, routing.has_router_bias)
+    if routing.has_choice_bias:
+        yield TensorSpec(prefix + "choice_bias", (experts,), "vector")
+    if routing.has_expert_scales:
+        yield TensorSpec(prefix + "expert_scales", (experts,), "vector")
+    if routing.has_input_norm:
+        yield from _norm(prefix + "router_norm", hidden)
+    if moe.latent_size is not None:
+        yield from _linear(prefix + "latent_in", moe.latent_size, hidden, False)
+        yield from _linear(prefix + "latent_out", hidden, moe.latent_size, False)
+    for tensor in _mlp(moe.expert, width, prefix + "experts."):
+        yield TensorSpec(tensor.name, (experts, *tensor.shape), tensor.kind)
     if moe.shared is not None:
         yield from _mlp(moe.shared, hidden, prefix + "shared.")
     if moe.has_shared_gate:
@@ -102,8 +151,10 @@ def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
 class Rule:
     pattern: str  # theirs, with {i} for the layer and {e} for the expert
     fused: tuple[str, ...] = ()  # our parts, in the order of their rows in the fused tensor
+    woven: tuple[str, ...] = ()  # our parts, in the order in which they alternate
     add: float = 0.0
     interleaved: bool = False
+    transposed: bool = False
     unit_axis: int | None = None
 
 
@@ -117,6 +168,9 @@ class TensorSource:
     names: tuple[str, ...]
     shape: tuple[int, ...]  # each of theirs
     rows: tuple[int, int] | None = None  # which of its rows are ours (the axis before the last, or the only one)
+    woven: tuple[int, int, int] | None = None  # (index, count, size): rows of `count` parts alternate, `size` of each
+    transposed: bool = False
+    is_vector: bool = False  # its rows are the last axis: a bias, of each expert perhaps
     add: float = 0.0
     unit_axis: int | None = None  # of theirs, which is dropped
     interleaved_heads: int = 0  # 0: rows are in our order already
@@ -129,10 +183,12 @@ def sources_of(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
 
 def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) -> TensorSource:
     if not name.startswith("layers."):
-        return TensorSource((rules[name].pattern,), shape, add=rules[name].add)
+        rule = _rule(rules, name, spec)
+        return TensorSource((rule.pattern,), shape, add=rule.add)
     _, index, part = name.split(".", 2)
-    layer, rule = spec.layers[int(index)], rules["layers.{i}." + part]
-    source = TensorSource((rule.pattern.replace("{i}", index),), shape, add=rule.add)
+    layer, rule = spec.layers[int(index)], _rule(rules, "layers.{i}." + part, spec)
+    is_vector = not part.endswith(".weight")
+    source = TensorSource((rule.pattern.replace("{i}", index),), shape, is_vector=is_vector, add=rule.add)
     if rule.interleaved:
         source = _interleaved(source, layer, part)
     if rule.unit_axis is not None:
@@ -140,9 +196,19 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         source = replace(source, shape=(*shape[:at], 1, *shape[at:]), unit_axis=at)
     if rule.fused:
         source = _fused(source, layer, rule, part)
+    if rule.woven:
+        source = _woven(source, layer, rule, part)
+    if rule.transposed:
+        source = replace(source, shape=(*source.shape[:-2], source.shape[-1], source.shape[-2]), transposed=True)
     if "{e}" in rule.pattern:
         source = _per_expert(source)
     return source
+
+
+def _rule(rules: Rules, name: str, spec: ModelSpec) -> Rule:
+    if name not in rules:
+        raise UnsupportedModel(f"{spec.family}: no name is known for {name!r} in such a checkpoint")
+    return rules[name]
 
 
 def _interleaved(source: TensorSource, layer: LayerSpec, part: str) -> TensorSource:
@@ -158,23 +224,43 @@ def _fused(source: TensorSource, layer: LayerSpec, rule: Rule, part: str) -> Ten
     theirs:  [ q rows ... | k rows ... | v rows ... ]
     ours:                 ^start       ^end            for k
     """
-    ours = part.removeprefix("experts.").split(".")[0]
-    sizes = {name: _num_rows(layer, name) for name in rule.fused}
+    ours, sizes = _own_name(part), _num_rows(layer, part)
     start = sum(sizes[name] for name in rule.fused[: rule.fused.index(ours)])
-    axis = -2 if part.endswith(".weight") else -1
+    axis = -1 if source.is_vector else -2
     shape = list(source.shape)
-    shape[axis] = sum(sizes.values())
+    shape[axis] = sum(sizes[name] for name in rule.fused)
     return replace(source, shape=tuple(shape), rows=(start, start + sizes[ours]))
 
 
-def _num_rows(layer: LayerSpec, part: str) -> int:
-    attention, mlp = layer.mixer, layer.mlp
-    expert = mlp.expert if isinstance(mlp, MoeSpec) else mlp
-    assert isinstance(expert, MlpSpec)
-    sizes = {"gate": expert.intermediate_size, "up": expert.intermediate_size}
+def _woven(source: TensorSource, layer: LayerSpec, rule: Rule, part: str) -> TensorSource:
+    """
+    theirs, of gate and up:    g0 u0 g1 u1 ...            of queries and their gate:   q0 g0 q1 g1 ...   heads
+    """
+    ours, count, mixer = _own_name(part), len(rule.woven), layer.mixer
+    size = mixer.head_dim if ours in ("q", "attn_gate") and isinstance(mixer, Gqa) else 1
+    axis = -1 if source.is_vector else -2
+    shape = list(source.shape)
+    shape[axis] *= count
+    return replace(source, shape=tuple(shape), woven=(rule.woven.index(ours), count, size))
+
+
+def _own_name(part: str) -> str:
+    """layers.3.side.experts.gate.weight → gate"""
+    return part.split(".")[-2]
+
+
+def _num_rows(layer: LayerSpec, part: str) -> dict[str, int]:
+    """Rows of the parts that may be fused with this one"""
+    attention, feed = layer.mixer, layer.mlp
+    if part.startswith("side.") and layer.side_experts is not None:
+        feed = layer.side_experts
+    mlp = feed if isinstance(feed, MlpSpec) else feed.expert
+    if isinstance(feed, MoeSpec) and feed.shared is not None and "shared." in part:
+        mlp = feed.shared
+    sizes = {"gate": mlp.intermediate_size, "up": mlp.intermediate_size}
     if isinstance(attention, Gqa):
-        sizes |= {"q": attention.q_size, "k": attention.kv_size, "v": attention.kv_size}
-    return sizes[part]
+        sizes |= {"q": attention.q_size, "k": attention.kv_size, "v": attention.v_size}
+    return sizes
 
 
 def _per_expert(source: TensorSource) -> TensorSource:
@@ -210,6 +296,24 @@ HF_LLAMA: Rules = {
     "final_norm.weight": Rule("model.norm.weight"),
     "head.weight": Rule("lm_head.weight"),
 }
+
+# Norms after attention and MLP only, under the names that others have for those before.
+HF_POST_NORMS: Rules = {
+    "layers.{i}.attn_post_norm.weight": Rule("model.layers.{i}.post_attention_layernorm.weight"),
+    "layers.{i}.mlp_post_norm.weight": Rule("model.layers.{i}.post_feedforward_layernorm.weight"),
+}
+
+
+def with_norm_biases(rules: Rules) -> Rules:
+    """The rules, and the same for the biases of all norms of the stream."""
+    of_heads = ("q_norm.weight", "k_norm.weight")
+    norms = [name for name in rules if name.endswith("_norm.weight") and not name.endswith(of_heads)]
+    return {**rules, **{_bias_of(name): Rule(_bias_of(rules[name].pattern)) for name in norms}}
+
+
+def _bias_of(name: str) -> str:
+    return name.removesuffix(".weight") + ".bias"
+
 
 # Gemma: post_attention_layernorm really is after attention, and every norm is stored minus one.
 HF_GEMMA: Rules = {

@@ -15,7 +15,8 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import DTYPES, KVStorage
-from tokenmill.models.decoder import Decoder, rope_tables
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.forward_context import PositionTables
 from tokenmill.models.linear import Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
@@ -49,7 +50,7 @@ def build_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource, o
 def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
     """A model whose step is one call of the compiled CPU kernels."""
     assert config.model.max_context is not None and config.ops.threads is not None
-    tables = rope_tables(spec, config.model.max_context, torch.device("cpu"))
+    tables = PositionTables.of(spec, config.model.max_context, torch.device("cpu")).ropes
     kept = packed_cache(config, source)
     decoder = NativeDecoder(
         spec,

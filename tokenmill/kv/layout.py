@@ -188,6 +188,8 @@ def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
     for number, layer in enumerate(spec.layers):
         mixer: MixerSpec = layer.mixer
         fields = tuple(dtypes.resolved(field) for field in mixer.cache_fields())
+        if not fields:  # it reads what another layer keeps
+            continue
         found.setdefault((fields, mixer.window), []).append(number)
     return dict(sorted(found.items(), key=lambda item: (item[0][1] is not None, item[0][1] or 0)))
 

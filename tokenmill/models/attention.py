@@ -18,12 +18,14 @@ from tokenmill.ops.interface import AttendInputs, AttentionArgs, Regions
 
 class Attention:
     def __init__(self, spec: Gqa, name: str, layer: int, norm_eps: float, load: Loader) -> None:
+        """`layer`: whose keys and values are read, and written unless they are another layer's"""
         self.spec = spec
         self._layer = layer
         self._eps = norm_eps
-        self._norms = self._head_norms(name, load) if spec.qk_norm else None
+        self._norms = self._head_norms(name, load)
+        self._variant = None if spec.is_plain else spec
         sinks = load.vector(f"{name}.sinks") if spec.has_sinks else None
-        self._args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks)
+        self._args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks, spec.is_chunked)
 
     @property
     def kind(self) -> Hashable:
@@ -31,7 +33,7 @@ class Attention:
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
         """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
-        rope, group = self.spec.rope, step.storage.group(self._layer)
+        rope, growth, group = self.spec.rope, self.spec.query_growth, step.storage.group(self._layer)
         inputs = AttendInputs(
             projected,
             step.storage.layer(self._layer),
@@ -41,9 +43,13 @@ class Attention:
             None if rope is None else step.cos_sin[rope],
             step.mixer_plans[group],
             self._args,
+            self._variant,
+            None if growth is None else step.growths[growth],
         )
         return regions.attend(inputs)
 
-    @staticmethod
-    def _head_norms(name: str, load: Loader) -> tuple[torch.Tensor, torch.Tensor]:
-        return load.vector(f"{name}.q_norm.weight"), load.vector(f"{name}.k_norm.weight")
+    def _head_norms(self, name: str, load: Loader) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.spec.qk_norm is None or self.spec.qk_norm == "l2_after_rope":
+            return None
+        queries = load.vector(f"{name}.q_norm.weight")
+        return queries, load.vector(f"{name}.k_norm.weight") if self.spec.has_own_kv else queries

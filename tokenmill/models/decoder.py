@@ -6,17 +6,17 @@ The head is kept apart from `forward`: only rows whose logits are wanted go thro
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import torch
 
 from tokenmill.arch.regions import Matrices, layer_regions
-from tokenmill.arch.spec import ModelSpec, RopeSpec
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.forward_context import plan_forward
-from tokenmill.models.layer import Layer, Mixer, load_mixer, load_weights, one_of_each
+from tokenmill.models.forward_context import PositionTables, plan_forward
+from tokenmill.models.layer import Layer, LayerLoader, Mixer, load_mixer, one_of_each
 from tokenmill.models.linear import Loader
 from tokenmill.models.protocol import BestLogits, Model
-from tokenmill.models.rope import RopeTable, make_rope_table
 from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.ops.compose import BatchClasses, choose_regions
 from tokenmill.ops.interface import LayerWeights
@@ -32,20 +32,22 @@ class Decoder:
         self.classes = BatchClasses(load.ops.row_borders(load.device))
         self.embedding = load.embedding("embed")
         self.layers = self._load_layers(load)
-        self.final_norm = load.norm("final_norm", spec.norm_eps)
-        self.head = self.embedding if spec.tied_head else load.projection(Matrices(("head",)))
-        self.ropes = rope_tables(spec, max_context or spec.max_context, load.device)
+        self.final_norm = load.norm("final_norm", spec.norm_eps, spec.norm)
+        self.head = self.embedding if spec.tied_head else load.projection(Matrices(("head",), spec.has_head_bias))
+        self.layer_inputs = LayerInputs(spec, load) if spec.input_width else None
+        self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
     def _load_layers(self, load: Loader) -> list[Layer]:
         def load_parts(number: int) -> tuple[Mixer, LayerWeights]:
             regions = layer_regions(spec.layers[number], number)
-            weights = load_weights(regions, spec.norm_eps, load)
-            return load_mixer(regions, spec.norm_eps, load), weights
+            return load_mixer(regions, spec.norm_eps, load), loader.weights(regions)
 
         spec = self.spec
+        loader = LayerLoader(load, spec.norm_eps, spec.norm)
         parts = load.each(load_parts, spec.num_layers)
         chosen = choose_regions(load.ops, [weights for _, weights in parts], self.classes)
-        return [Layer(*each) for each in zip(spec.layers, *zip(*parts, strict=True), chosen, strict=True)]
+        numbers = range(spec.num_layers)
+        return [Layer(*each) for each in zip(spec.layers, *zip(*parts, strict=True), chosen, numbers, strict=True)]
 
     @property
     def vocab_size(self) -> int:
@@ -53,9 +55,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        step = plan_forward(self.ops, self.ropes, self.classes, batch, storage)
+        step = plan_forward(self.ops, self.positions, self.classes, batch, storage)
         ends = self.layers[0].regions[step.batch_class]
-        stream = ends.begin(self._embed(batch.token_ids))
+        embedded = self._embed(batch.token_ids)
+        if self.layer_inputs is not None:
+            step = replace(step, layer_inputs=self.layer_inputs(batch.token_ids, embedded, batch.mode))
+        stream = ends.begin(embedded)
         for layer in self.layers[:-1]:
             stream = layer(stream, step)
         # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
@@ -79,12 +84,37 @@ class Decoder:
     def _logits(self, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
         """In the head's own precision, unless there is more to compute"""
         logits = self.head(hidden, mode)
+        if self.spec.logit_scale != 1.0:
+            logits = logits.float() * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits.float(), cap)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         embedded = self.embedding.rows(token_ids)
         return embedded if self.spec.embedding_scale == 1.0 else embedded * self.spec.embedding_scale
+
+
+class LayerInputs:
+    """Embeddings that each layer has for itself: a second table's row of the token, and a projection of its embedding
+
+    (norm(project(embedding) / sqrt(hidden)) + row * sqrt(width)) / sqrt(2)          [layers, width] a token
+    """
+
+    def __init__(self, spec: ModelSpec, load: Loader) -> None:
+        self._ops = load.ops
+        self._width, self._hidden, self._num_layers = spec.input_width, spec.hidden_size, spec.num_layers
+        self._table = load.embedding("layer_inputs.embed")
+        self._project = load.projection(Matrices(("layer_inputs.project",)))
+        self._norm = load.norm("layer_inputs.norm", spec.norm_eps)
+
+    def __call__(self, token_ids: torch.Tensor, embedded: torch.Tensor, mode: Mode) -> torch.Tensor:
+        """→ [T, layers, width]"""
+        shape = (len(token_ids), self._num_layers, self._width)
+        projected = (self._project(embedded, mode) * self._hidden**-0.5).view(shape)
+        normed = self._ops.rms_norm(projected, self._norm.weight, self._norm.eps)
+        rows = (self._table.rows(token_ids) * self._width**0.5).view(shape)
+        inputs: torch.Tensor = (normed + rows) * 2**-0.5
+        return inputs
 
 
 def representative_layers(model: Model) -> Model:
@@ -95,8 +125,3 @@ def representative_layers(model: Model) -> Model:
     shorter = copy(model)
     shorter.layers = one_of_each(model.layers)
     return shorter
-
-
-def rope_tables(spec: ModelSpec, max_context: int, device: torch.device) -> dict[RopeSpec, RopeTable]:
-    """One table per distinct rope; layers share them."""
-    return {rope: make_rope_table(rope, max_context, device) for rope in spec.ropes}

@@ -7,13 +7,31 @@ from typing import Any
 
 import torch
 
-from tokenmill.arch.spec import RopeSpec
+from tokenmill.arch.spec import Gqa, ModelSpec, QueryGrowth, RopeSpec
 from tokenmill.kv.layout import CacheGroup
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.rope import RopeTable
+from tokenmill.models.rope import RopeTable, make_rope_table, query_growth
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.compose import BatchClasses
 from tokenmill.ops.interface import BatchClass, Ops
+
+
+@dataclass(frozen=True)
+class PositionTables:
+    """What of a model depends on positions alone: the same for every step"""
+
+    ropes: dict[RopeSpec, RopeTable]
+    growths: tuple[QueryGrowth, ...]
+    chunked: frozenset[int]  # layers whose window begins anew at its multiples
+
+    @classmethod
+    def of(cls, spec: ModelSpec, max_context: int, device: torch.device) -> PositionTables:
+        chunked = frozenset(
+            number
+            for number, layer in enumerate(spec.layers)
+            if isinstance(layer.mixer, Gqa) and layer.mixer.is_chunked
+        )
+        return cls({rope: make_rope_table(rope, max_context, device) for rope in spec.ropes}, spec.growths, chunked)
 
 
 @dataclass(frozen=True)
@@ -21,28 +39,39 @@ class ForwardContext:
     batch: ForwardBatch
     storage: KVStorage
     cos_sin: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # of this step's positions
+    growths: dict[QueryGrowth, torch.Tensor]  # float32 [T], what queries are multiplied by
     mixer_plans: tuple[Any, ...]  # one per cache group, as its layers' mixer reads it
     batch_class: BatchClass  # of layers that compute all tokens
     gathering: tuple[BatchClass, BatchClass]  # of one that goes on with `batch.logit_rows`: before and behind its mixer
+    layer_inputs: torch.Tensor | None = None  # [T, layers, width], where layers have embeddings of their own
+
+    def layer_inputs_of(self, layer: int, rows: torch.Tensor | None) -> torch.Tensor:
+        """[T, width], or of some of the tokens"""
+        assert self.layer_inputs is not None
+        inputs = self.layer_inputs[:, layer]
+        return inputs if rows is None else inputs[rows]
 
 
 def plan_forward(
-    ops: Ops, ropes: dict[RopeSpec, RopeTable], classes: BatchClasses, batch: ForwardBatch, storage: KVStorage
+    ops: Ops, positions: PositionTables, classes: BatchClasses, batch: ForwardBatch, storage: KVStorage
 ) -> ForwardContext:
     num_tokens, num_outputs, mode = len(batch.token_ids), len(batch.logit_rows), batch.mode
     return ForwardContext(
         batch,
         storage,
-        cos_sin={rope: table.at(batch.positions, ops) for rope, table in ropes.items()},
-        mixer_plans=tuple(_plan(ops, batch, number, group) for number, group in enumerate(storage.layout.groups)),
+        cos_sin={rope: table.at(batch.positions, ops) for rope, table in positions.ropes.items()},
+        growths={growth: query_growth(growth, batch.positions) for growth in positions.growths},
+        mixer_plans=tuple(
+            _plan(ops, batch, number, group, positions.chunked) for number, group in enumerate(storage.layout.groups)
+        ),
         batch_class=classes.of(num_tokens, mode),
         gathering=(classes.of(num_tokens, mode, gathers=True), classes.of(num_outputs, mode, gathers=True)),
     )
 
 
-def _plan(ops: Ops, batch: ForwardBatch, number: int, group: CacheGroup) -> Any:
+def _plan(ops: Ops, batch: ForwardBatch, number: int, group: CacheGroup, chunked: frozenset[int]) -> Any:
     """What the mixers of a cache group read, worked out once a step."""
     if group.keeps("inputs"):
         assert group.window is not None, "a convolution has a window"
         return ops.plan_short_conv(batch, number, group.window)
-    return ops.plan_attention(batch, number, group.window)
+    return ops.plan_attention(batch, number, group.window, is_chunked=group.layers[0] in chunked)

@@ -11,15 +11,14 @@ earlier tokens.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 
-from tokenmill.arch.regions import Experts, Feed, LayerRegions
-from tokenmill.arch.spec import Gqa, LayerSpec, ShortConv
-from tokenmill.errors import UnsupportedModel
+from tokenmill.arch.regions import AddInput, Experts, Feed, GatedMlp, LayerRegions, SideBySide
+from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, NormSpec, ShortConv
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
@@ -28,11 +27,13 @@ from tokenmill.ops.interface import (
     BatchClass,
     FeedWeights,
     GatedMlpWeights,
+    InputWeights,
     LayerWeights,
     MoeWeights,
     Norm,
     Regions,
     SharedExpert,
+    SideBySideWeights,
     Stream,
 )
 
@@ -56,6 +57,7 @@ class Layer:
     mixer: Mixer
     weights: LayerWeights
     regions: Mapping[BatchClass, Regions]
+    number: int = 0
 
     def __call__(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None = None) -> Stream:
         """`output_rows` [L]: the tokens whose results are wanted; behind the mixer the stream has only those."""
@@ -67,10 +69,14 @@ class Layer:
         if output_rows is not None:
             mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
             regions = self.regions[after]
-        stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm)
-        if isinstance(weights.feed, GatedMlpWeights):
-            return regions.gated_mlp(stream, weights.feed)
-        return regions.experts(stream, weights.feed)
+        if weights.is_parallel:
+            stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
+        else:
+            stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm, weights.scale)
+            stream = _fed(regions, stream, weights.feed)
+        if weights.add_input is not None:
+            stream = regions.add_input(stream, step.layer_inputs_of(self.number, output_rows), weights.add_input)
+        return stream if weights.stream_scale is None else regions.scale(stream, weights.stream_scale)
 
     @property
     def kind(self) -> Hashable:
@@ -78,8 +84,18 @@ class Layer:
         return self.spec, self.mixer.kind, form_of(self.weights)
 
 
+def _fed(regions: Regions, stream: Stream, feed: FeedWeights) -> Stream:
+    match feed:
+        case GatedMlpWeights():
+            return regions.gated_mlp(stream, feed)
+        case MoeWeights():
+            return regions.experts(stream, feed)
+        case SideBySideWeights():
+            return regions.side_by_side(stream, feed)
+
+
 def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
-    _, attend, _, _ = regions
+    attend = regions.attend
     match attend.mixer:
         case Gqa() as spec:
             return Attention(spec, attend.name, attend.layer, norm_eps, load)
@@ -87,53 +103,99 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
             return ShortConvolution(spec, attend.name, attend.layer, load)
 
 
-def load_weights(regions: LayerRegions, norm_eps: float, load: Loader) -> LayerWeights:
-    project, _, add, feed = regions
-    return LayerWeights(
-        load.norm(project.norm, norm_eps),
-        load.projection(project.projection),
-        load.projection(add.projection),
-        _post_norm(add.post_norm, norm_eps, load),
-        load_feed(feed, norm_eps, load),
-    )
+@dataclass(frozen=True)
+class LayerLoader:
+    """Loads the weights that the regions of layers name."""
 
+    load: Loader
+    norm_eps: float
+    norm: NormSpec = RMS_NORM
 
-def load_feed(feed: Feed, norm_eps: float, load: Loader) -> FeedWeights:
-    if isinstance(feed, Experts):
-        return _load_experts(feed, norm_eps, load)
-    return GatedMlpWeights(
-        load.norm(feed.norm, norm_eps),
-        load.projection(feed.gate_up),
-        load.projection(feed.down),
-        feed.spec.activation,
-        _post_norm(feed.post_norm, norm_eps, load),
-    )
+    def weights(self, regions: LayerRegions) -> LayerWeights:
+        project, add = regions.project, regions.add
+        return LayerWeights(
+            self._norm(project.norm),
+            self.load.projection(project.projection),
+            self.load.projection(add.projection),
+            self._norm(add.post_norm),
+            self.feed(regions.feed),
+            add.scale,
+            regions.is_parallel,
+            self._input(regions.add_input),
+            None if regions.scale is None else self.load.vector(regions.scale),
+        )
 
+    def feed(self, feed: Feed) -> FeedWeights:
+        match feed:
+            case SideBySide():
+                mlp, experts = self._mlp(feed.mlp), self._experts(feed.experts)
+                return SideBySideWeights(mlp, experts, self._norm(feed.post_norm), feed.scale)
+            case Experts():
+                return self._experts(feed)
+            case GatedMlp():
+                return self._mlp(feed)
 
-def _load_experts(feed: Experts, norm_eps: float, load: Loader) -> MoeWeights:
-    if feed.spec.expert.bias:
-        raise UnsupportedModel("routed experts with biases are not implemented")
-    gate, up, down = (load.source.get(f"{name}.weight") for name in (feed.gates, feed.ups, feed.downs))
-    return MoeWeights(
-        load.norm(feed.norm, norm_eps),
-        load.projection(feed.router),
-        load.ops.pack_experts(gate, up, down, load.dense),
-        feed.spec,
-        _load_shared(feed, load),
-        _post_norm(feed.post_norm, norm_eps, load),
-    )
+    def _mlp(self, feed: GatedMlp) -> GatedMlpWeights:
+        return GatedMlpWeights(
+            self._norm(feed.norm),
+            self.load.projection(feed.gate_up),
+            self.load.projection(feed.down),
+            feed.spec.activation,
+            self._norm(feed.post_norm),
+            feed.spec.is_gated,
+            feed.scale,
+        )
 
+    def _experts(self, feed: Experts) -> MoeWeights:
+        load = self.load
+        names = (feed.gates, feed.ups, feed.downs)
+        gate, up, down = (None if name is None else load.source.get(f"{name}.weight") for name in names)
+        assert up is not None and down is not None
+        experts = load.ops.pack_experts(gate, up, down, load.dense)
+        if feed.spec.expert.bias:
+            experts = replace(experts, gate_up_bias=self._gate_up_bias(feed), down_bias=self._bias(feed.downs))
+        return MoeWeights(
+            self._norm(feed.norm),
+            load.projection(feed.router),
+            experts,
+            feed.spec,
+            self._shared(feed),
+            self._norm(feed.post_norm),
+            None if feed.choice_bias is None else load.vector(feed.choice_bias),
+            None if feed.expert_scales is None else load.vector(feed.expert_scales),
+            self._router_norm(feed),
+            None if feed.latent is None else (load.projection(feed.latent[0]), load.projection(feed.latent[1])),
+            feed.scale,
+        )
 
-def _load_shared(feed: Experts, load: Loader) -> SharedExpert | None:
-    if feed.shared is None or feed.spec.shared is None:
-        return None
-    gate_up, down = map(load.projection, feed.shared)
-    gate = None if feed.shared_gate is None else load.vector(f"{feed.shared_gate}.weight").view(-1)
-    return SharedExpert(gate_up, down, feed.spec.shared.activation, gate)
+    def _bias(self, name: str) -> torch.Tensor:
+        return self.load.vector(f"{name}.bias").to(self.load.dtype)
 
+    def _gate_up_bias(self, feed: Experts) -> torch.Tensor:
+        return torch.cat([self._bias(name) for name in (feed.gates, feed.ups) if name is not None], dim=1)
 
-def _post_norm(name: str | None, norm_eps: float, load: Loader) -> Norm | None:
-    return None if name is None else load.norm(name, norm_eps)
+    def _router_norm(self, feed: Experts) -> Norm | None:
+        if feed.router_norm is None:
+            return None
+        weight = self.load.vector(f"{feed.router_norm}.weight")
+        return Norm(weight * len(weight) ** -0.5, self.norm_eps)
+
+    def _shared(self, feed: Experts) -> SharedExpert | None:
+        shared = feed.spec.shared
+        if feed.shared is None or shared is None:
+            return None
+        gate_up, down = map(self.load.projection, feed.shared)
+        gate = None if feed.shared_gate is None else self.load.vector(f"{feed.shared_gate}.weight").view(-1)
+        return SharedExpert(gate_up, down, shared.activation, gate, shared.is_gated)
+
+    def _input(self, region: AddInput | None) -> InputWeights | None:
+        if region is None:
+            return None
+        gate, up = self.load.projection(region.gate), self.load.projection(region.up)
+        return InputWeights(gate, up, self.load.norm(region.norm, self.norm_eps, self.norm), region.activation)
+
+    def _norm(self, name: str | None) -> Norm | None:
+        return None if name is None else self.load.norm(name, self.norm_eps, self.norm)
 
 
 def one_of_each(layers: Sequence[Layer]) -> list[Layer]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tokenmill.arch.regions import Matrices
+from tokenmill.arch.spec import RMS_NORM, NormSpec
 from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.blocks import FORMATS
@@ -88,8 +89,9 @@ class Loader:
         """Norm weights, biases, sinks: float32, since they are small and precision is free."""
         return dequantize(self.source.get(name), torch.float32).to(self.device)
 
-    def norm(self, name: str, eps: float) -> Norm:
-        return Norm(self.vector(f"{name}.weight"), eps)
+    def norm(self, name: str, eps: float, spec: NormSpec = RMS_NORM) -> Norm:
+        bias = self.vector(f"{name}.bias") if spec.has_bias else None
+        return Norm(self.vector(f"{name}.weight"), eps, bias, spec.kind == "layer")
 
     def projection(self, matrices: Matrices) -> Projection:
         """Matrices `<name>.weight` with a common input as one, stacked by rows."""

@@ -20,6 +20,7 @@ from tokenmill.arch.spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    QueryGrowth,
     RopeSpec,
     YarnScaling,
 )
@@ -50,8 +51,21 @@ def make_rope_table(spec: RopeSpec, max_context: int, device: torch.device) -> R
     return RopeTable(torch.stack((angles.cos() * factor, angles.sin() * factor)).to(device))
 
 
+def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+    """What queries at these positions are multiplied by, float32 [T]"""
+    stretches = torch.floor((positions.float() + growth.first) / growth.length)
+    return 1.0 + growth.beta * torch.log1p(stretches)
+
+
 def rope_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
-    """float32 [rotary_dim / 2]"""
+    """float32 [rotary_dim / 2], zeros for pairs that don't turn"""
+    frequencies = _scaled_frequencies(spec, max_context)
+    if spec.num_angles is not None:
+        frequencies[spec.num_angles :] = 0.0
+    return frequencies
+
+
+def _scaled_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
     plain = 1.0 / (spec.theta**exponents)
     match spec.scaling:
@@ -95,8 +109,10 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> torch.Te
         ratio = scaling.original_context / (turns * 2 * math.pi)
         return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
-    low = max(math.floor(dimension_with(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_with(scaling.beta_slow)), spec.rotary_dim - 1)
+    low, high = dimension_with(scaling.beta_fast), dimension_with(scaling.beta_slow)
+    if scaling.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     width = max(high - low, 0.001)
     ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0, 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)

@@ -18,14 +18,17 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
-from tokenmill.arch.spec import Activation
+from tokenmill.arch.spec import Activation, AttentionGate, Gqa
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import (
     AttendInputs,
     BatchClass,
+    FeedWeights,
     GatedLinear,
     GatedMlpWeights,
+    InputWeights,
     LayerWeights,
     LinearWeight,
     MoeWeights,
@@ -34,6 +37,7 @@ from tokenmill.ops.interface import (
     ProjectionWeights,
     Regions,
     SharedExpert,
+    SideBySideWeights,
 )
 
 MAX_ROWS = 1 << 62  # of the last class: no limit
@@ -64,17 +68,23 @@ class ComposedRegions:
             project_add=self.project_add,
             gated_mlp=self.gated_mlp,
             experts=self.experts,
+            side_by_side=self.side_by_side,
+            project_and_feed=self.project_and_feed,
+            add_input=self.add_input,
+            scale=self.scale,
             finish=self.finish,
         )
 
     def norm_project(
-        self, stream: PlainStream, norm: Norm, projection: ProjectionWeights
+        self, stream: PlainStream, norm: Norm | None, projection: ProjectionWeights
     ) -> tuple[torch.Tensor, PlainStream]:
         normed, stream = self.normed(stream, norm)
         return self.ops.linear(normed, projection.weight, self.mode), stream
 
     def attend(self, inputs: AttendInputs) -> torch.Tensor:
-        qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs
+        if inputs.spec is not None:
+            return attend_variant(self.ops, inputs, inputs.spec)
+        qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs[:8]
         _, kv_heads, _, dim = cache.keys.shape
         heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
         queries, keys, values = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
@@ -86,40 +96,104 @@ class ComposedRegions:
         return self.ops.attention(queries, cache, plan, args)
 
     def project_add(
-        self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, post_norm: Norm | None
+        self,
+        x: torch.Tensor,
+        projection: ProjectionWeights,
+        stream: PlainStream,
+        post_norm: Norm | None,
+        scale: float = 1.0,
     ) -> PlainStream:
-        return self.added(self.ops.linear(x, projection.weight, self.mode), stream, post_norm)
+        return self.added(self.ops.linear(x, projection.weight, self.mode), stream, post_norm, scale)
 
     def gated_mlp(self, stream: PlainStream, mlp: GatedMlpWeights) -> PlainStream:
         normed, stream = self.normed(stream, mlp.norm)
-        inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
-        return self.project_add(inner, mlp.down, stream, mlp.post_norm)
+        return self.added(self._mlp(normed, mlp), stream, mlp.post_norm, mlp.scale)
 
     def experts(self, stream: PlainStream, moe: MoeWeights) -> PlainStream:
         normed, stream = self.normed(stream, moe.norm)
-        logits = self.ops.linear(normed, moe.router.weight, self.mode)
-        chosen = self.ops.route(logits, moe.spec.num_active, moe.spec.renormalize)
-        result = self.ops.experts(normed, *chosen, moe.experts, moe.spec.expert.activation)
-        if moe.shared is not None:
-            result = result + self._shared_expert(normed, moe.shared)
-        return self.added(result, stream, moe.post_norm)
+        return self.added(self._experts(normed, stream.residual, moe), stream, moe.post_norm, moe.scale)
+
+    def side_by_side(self, stream: PlainStream, feeds: SideBySideWeights) -> PlainStream:
+        normed, stream = self.normed(stream, feeds.mlp.norm)
+        first = self.after(self._mlp(normed, feeds.mlp), feeds.mlp.post_norm)
+        normed, _ = self.normed(stream, feeds.experts.norm)
+        second = self.after(self._experts(normed, stream.residual, feeds.experts), feeds.experts.post_norm)
+        return self.added(first + second, stream, feeds.post_norm, feeds.scale)
+
+    def project_and_feed(
+        self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, feed: FeedWeights, scale: float = 1.0
+    ) -> PlainStream:
+        assert stream.delta is None and not isinstance(feed, SideBySideWeights)
+        mixed = self.after(self.ops.linear(x, projection.weight, self.mode), None, scale)
+        normed, stream = self.normed(stream, feed.norm)
+        if isinstance(feed, GatedMlpWeights):
+            fed = self._mlp(normed, feed)
+        else:
+            fed = self._experts(normed, stream.residual, feed)
+        return PlainStream(stream.residual, mixed + self.after(fed, feed.post_norm, feed.scale))
+
+    def add_input(self, stream: PlainStream, embedded: torch.Tensor, weights: InputWeights) -> PlainStream:
+        total = self.whole(stream)
+        gate = self.ops.linear(total, weights.gate.weight, self.mode)
+        inner = self.ops.act_mul(torch.cat((gate, embedded), dim=-1), weights.activation)
+        return self.project_add(inner, weights.up, PlainStream(total), weights.norm)
+
+    def scale(self, stream: PlainStream, factor: torch.Tensor) -> PlainStream:
+        return PlainStream((self.whole(stream) * factor).to(stream.residual.dtype))
 
     def finish(self, stream: PlainStream, norm: Norm) -> torch.Tensor:
         return self.normed(stream, norm)[0]
 
-    def normed(self, stream: PlainStream, norm: Norm) -> tuple[torch.Tensor, PlainStream]:
+    def whole(self, stream: PlainStream) -> torch.Tensor:
+        return stream.residual if stream.delta is None else stream.residual + stream.delta
+
+    def normed(self, stream: PlainStream, norm: Norm | None) -> tuple[torch.Tensor, PlainStream]:
         """norm(residual + delta) [T, H], and the stream with nothing left to be added"""
+        if norm is None or not norm.is_rms:
+            total = self.whole(stream)
+            return total if norm is None else self.norm(total, norm), PlainStream(total)
         if stream.delta is None:
             return self.ops.rms_norm(stream.residual, norm.weight, norm.eps), stream
         normed, total = self.ops.add_rms_norm(stream.delta, stream.residual, norm.weight, norm.eps)
         return normed, PlainStream(total)
 
-    def added(self, delta: torch.Tensor, stream: PlainStream, post_norm: Norm | None) -> PlainStream:
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if norm.is_rms:
+            return self.ops.rms_norm(x, norm.weight, norm.eps)
+        return self.ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+    def added(
+        self, delta: torch.Tensor, stream: PlainStream, post_norm: Norm | None, scale: float = 1.0
+    ) -> PlainStream:
         """The stream with `delta` to be added"""
         assert stream.delta is None, "a norm comes between two results that are added"
+        return PlainStream(stream.residual, self.after(delta, post_norm, scale))
+
+    def after(self, result: torch.Tensor, post_norm: Norm | None, scale: float = 1.0) -> torch.Tensor:
+        """What is added to the stream of a result"""
         if post_norm is not None:
-            delta = self.ops.rms_norm(delta, post_norm.weight, post_norm.eps)
-        return PlainStream(stream.residual, delta)
+            result = self.norm(result, post_norm)
+        return result if scale == 1.0 else result * scale
+
+    def _mlp(self, normed: torch.Tensor, mlp: GatedMlpWeights | SharedExpert) -> torch.Tensor:
+        """[T, H] → [T, H]"""
+        if mlp.is_gated:
+            inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
+        else:
+            inner = self.ops.activate(self.ops.linear(normed, mlp.gate_up.weight, self.mode), mlp.activation)
+        return self.ops.linear(inner, mlp.down.weight, self.mode)
+
+    def _experts(self, normed: torch.Tensor, residual: torch.Tensor, moe: MoeWeights) -> torch.Tensor:
+        """[T, H] → [T, H]; `residual` is the stream before its norm"""
+        seen = normed if moe.router_norm is None else self.norm(residual, moe.router_norm)
+        weights, ids = self.ops.route(self.ops.linear(seen, moe.router.weight, self.mode), moe.routing)
+        inputs = normed if moe.latent is None else self.ops.linear(normed, moe.latent[0].weight, self.mode)
+        if moe.routing.spec.weights_input:
+            inputs, weights = (inputs * weights).to(inputs.dtype), torch.ones_like(weights)
+        result = self.ops.experts(inputs, weights, ids, moe.experts, moe.spec.expert.activation)
+        if moe.latent is not None:
+            result = self.ops.linear(result, moe.latent[1].weight, self.mode)
+        return result if moe.shared is None else result + self._shared_expert(normed, moe.shared)
 
     def _gated_linear(
         self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
@@ -128,11 +202,56 @@ class ComposedRegions:
 
     def _shared_expert(self, x: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
         """[T, H] → [T, H], each token's result times its gate"""
-        inner = self.gated_linear(x, shared.gate_up.weight, shared.activation, self.mode)
-        result = self.ops.linear(inner, shared.down.weight, self.mode)
+        result = self._mlp(x, shared)
         if shared.gate is None:
             return result
         return result * torch.sigmoid(x.float() @ shared.gate).to(x.dtype).unsqueeze(1)
+
+
+def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:
+    """Attention with anything that a spec may ask for between projections and cache, out of small ops."""
+    parts = [spec.q_size, *((spec.kv_size, spec.v_size) if spec.has_own_kv else ()), spec.gate_size]
+    queries, *others = torch.split(inputs.qkv, parts, dim=1)
+    queries = _place_heads(ops, queries, spec.num_heads, 0, inputs, spec)
+    if inputs.growth is not None:
+        queries = (queries * inputs.growth.view(-1, 1, 1)).to(queries.dtype)
+    if spec.has_own_kv:
+        keys = _place_heads(ops, others[0], spec.num_kv_heads, 1, inputs, spec)
+        values = others[1].reshape(len(queries), spec.num_kv_heads, -1)
+        if spec.has_value_norm:
+            values = ops.rms_norm(values, torch.ones(values.shape[-1], device=values.device), inputs.eps)
+        if spec.value_scale != 1.0:
+            values = values * spec.value_scale
+        ops.write_kv(inputs.cache, keys, values, inputs.slots)
+    mixed = ops.attention(queries, inputs.cache, inputs.plan, inputs.args)
+    return mixed if spec.gate is None else _gated(mixed, others[-1], spec.gate)
+
+
+def _place_heads(
+    ops: Ops, x: torch.Tensor, num_heads: int, which: int, inputs: AttendInputs, spec: Gqa
+) -> torch.Tensor:
+    """Queries (which = 0) or keys (1), [T, heads * D] → [T, heads, D], normed and rotated"""
+    weight = None if inputs.norms is None else inputs.norms[which]
+    if spec.qk_norm == "all" and weight is not None:
+        x = ops.rms_norm(x, weight, inputs.eps)
+    heads = x.reshape(len(x), num_heads, spec.head_dim)
+    if spec.qk_norm == "head" and weight is not None:
+        heads = ops.rms_norm(heads, weight, inputs.eps)
+    if inputs.cos_sin is not None:
+        heads = ops.rotate(heads, *inputs.cos_sin)
+    if spec.qk_norm in ("head_after_rope", "l2_after_rope"):
+        ones = torch.ones(spec.head_dim, device=x.device) if weight is None else weight
+        heads = ops.rms_norm(heads, ones, inputs.eps)
+    return heads
+
+
+def _gated(mixed: torch.Tensor, gate: torch.Tensor, spec: AttentionGate) -> torch.Tensor:
+    """[T, heads * D] times the gate [T, heads] or [T, heads * D]"""
+    weights = torch.sigmoid(gate.float()) if spec.function == "sigmoid" else functional.softplus(gate.float())
+    if not spec.is_per_head:
+        return (mixed * weights).to(mixed.dtype)
+    heads = mixed.view(*weights.shape, -1) * weights.unsqueeze(2)
+    return heads.flatten(1).to(mixed.dtype)
 
 
 def gather(stream: PlainStream, rows: torch.Tensor) -> PlainStream:

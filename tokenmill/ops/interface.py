@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tokenmill.arch.spec import Activation, MoeSpec
+from tokenmill.arch.spec import Activation, Gqa, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.raw import RawTensor
 
@@ -37,10 +38,31 @@ class LinearWeight:
 
 @dataclass(frozen=True)
 class ExpertsWeight:
-    """Gated MLPs of all experts of a layer, packed by one backend."""
+    """MLPs of all experts of a layer, packed by one backend."""
 
     num_experts: int
     packed: Any
+    is_gated: bool = True
+    gate_up_bias: torch.Tensor | None = None  # [experts, 2 * inter], of up alone where there is no gate
+    down_bias: torch.Tensor | None = None  # [experts, H]
+
+    @property
+    def has_bias(self) -> bool:
+        return self.gate_up_bias is not None
+
+
+class Routing(NamedTuple):
+    """How experts are chosen and weighted; see `RoutingSpec`."""
+
+    num_active: int
+    spec: RoutingSpec = RoutingSpec()
+    choice_bias: torch.Tensor | None = None  # float32 [experts]
+    expert_scales: torch.Tensor | None = None  # float32 [experts]
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a softmax whose highest are taken, and divided by their sum or not."""
+        return self.spec in (RoutingSpec(renormalize=True), RoutingSpec(renormalize=False))
 
 
 @dataclass(frozen=True)
@@ -51,13 +73,20 @@ class AttentionArgs:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # float32 [heads]
+    is_chunked: bool = False  # the window begins anew at its multiples
 
 
 class Norm(NamedTuple):
-    """An RMSNorm"""
+    """An RMSNorm, or a LayerNorm where it is `centred`"""
 
     weight: torch.Tensor  # float32 [H]
     eps: float
+    bias: torch.Tensor | None = None  # float32 [H]
+    is_centred: bool = False  # the mean is subtracted
+
+    @property
+    def is_rms(self) -> bool:
+        return not self.is_centred and self.bias is None
 
 
 class ProjectionWeights(Protocol):
@@ -75,13 +104,15 @@ class ProjectionWeights(Protocol):
 
 @dataclass(frozen=True)
 class GatedMlpWeights:
-    """down(act(gate(x)) * up(x)), gate and up as one matrix"""
+    """down(act(gate(x)) * up(x)), gate and up as one matrix; down(act(up(x))) without a gate"""
 
-    norm: Norm
+    norm: Norm | None
     gate_up: ProjectionWeights
     down: ProjectionWeights
     activation: Activation
     post_norm: Norm | None = None  # of the result, before it is added to the stream
+    is_gated: bool = True
+    scale: float = 1.0  # multiplies what is added
 
 
 @dataclass(frozen=True)
@@ -92,32 +123,66 @@ class SharedExpert:
     down: ProjectionWeights
     activation: Activation
     gate: torch.Tensor | None  # float32 [H]
+    is_gated: bool = True
 
 
 @dataclass(frozen=True)
 class MoeWeights:
     """A router, the experts it chooses from, and perhaps one for every token"""
 
-    norm: Norm
+    norm: Norm | None
     router: ProjectionWeights
     experts: ExpertsWeight
     spec: MoeSpec
     shared: SharedExpert | None = None
     post_norm: Norm | None = None
+    choice_bias: torch.Tensor | None = None  # float32 [experts]
+    expert_scales: torch.Tensor | None = None  # float32 [experts]
+    router_norm: Norm | None = None  # the router's own norm of the stream
+    latent: tuple[ProjectionWeights, ProjectionWeights] | None = None  # to what experts work on, and back
+    scale: float = 1.0
+
+    @cached_property
+    def routing(self) -> Routing:
+        return Routing(self.spec.num_active, self.spec.routing, self.choice_bias, self.expert_scales)
 
 
-FeedWeights = GatedMlpWeights | MoeWeights
+@dataclass(frozen=True)
+class SideBySideWeights:
+    """An MLP and experts that read the same stream; both results are normed, added, and normed again"""
+
+    mlp: GatedMlpWeights
+    experts: MoeWeights
+    post_norm: Norm | None
+    scale: float = 1.0
+
+
+FeedWeights = GatedMlpWeights | MoeWeights | SideBySideWeights
+
+
+@dataclass(frozen=True)
+class InputWeights:
+    """up(act(gate(x)) * input), normed and added: `input` is the layer's own embedding of the token"""
+
+    gate: ProjectionWeights
+    up: ProjectionWeights
+    norm: Norm
+    activation: Activation
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """All weights of a layer but those that its mixer has for itself, in the order in which they are used"""
 
-    norm: Norm
+    norm: Norm | None
     project_in: ProjectionWeights  # the mixer's inputs: queries, keys and values as one matrix
     project_out: ProjectionWeights
     post_norm: Norm | None
     feed: FeedWeights
+    scale: float = 1.0  # multiplies what the mixer adds
+    is_parallel: bool = False  # the feed reads the stream that the mixer read
+    add_input: InputWeights | None = None
+    stream_scale: torch.Tensor | None = None  # [1]: multiplies the stream at the end
 
 
 class BatchClass(NamedTuple):
@@ -132,7 +197,7 @@ class BatchClass(NamedTuple):
 class AttendInputs(NamedTuple):
     """What attention of one layer is computed from"""
 
-    qkv: torch.Tensor  # [T, (heads + 2 kv_heads) * D]
+    qkv: torch.Tensor  # [T, (heads + 2 kv_heads) * D]; without keys and values where another layer's are read
     cache: LayerCache
     slots: torch.Tensor  # int64 [T], where the tokens' keys and values go
     norms: tuple[torch.Tensor, torch.Tensor] | None  # of queries and keys, [D] each
@@ -140,10 +205,25 @@ class AttendInputs(NamedTuple):
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None  # [T, rotary / 2] each
     plan: Any  # the backend's own, see `plan_attention`
     args: AttentionArgs
+    spec: Gqa | None = None  # where more than that is to be done (`Gqa.is_plain`)
+    growth: torch.Tensor | None = None  # float32 [T], what each token's queries are multiplied by
 
 
 Stream = Any
 """The residual stream between two regions, in a form that all regions of one backend share and nothing else reads."""
+
+
+class ProjectAndAdd(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        projection: ProjectionWeights,
+        stream: Stream,
+        post_norm: Norm | None,
+        scale: float = 1.0,
+    ) -> Stream:
+        """x [T, columns] times the matrix, normed if there is a norm, times a number, added to the stream"""
+        ...
 
 
 @dataclass(frozen=True)
@@ -152,19 +232,26 @@ class Regions:
 
     begin: Callable[[torch.Tensor], Stream]
     """[T, H] → the stream that begins with it"""
-    norm_project: Callable[[Stream, Norm, ProjectionWeights], tuple[torch.Tensor, Stream]]
-    """→ norm(stream) times the matrix [T, rows]; the stream"""
+    norm_project: Callable[[Stream, Norm | None, ProjectionWeights], tuple[torch.Tensor, Stream]]
+    """→ norm(stream), or the stream itself, times the matrix [T, rows]; the stream"""
     attend: Callable[[AttendInputs], torch.Tensor]
     """Queries and keys are normed and rotated, keys and values written into the cache; queries over the context →
     [T, heads * D]. Mixers of other kinds have ops of their own."""
     gather: Callable[[Stream, torch.Tensor], Stream]
     """(stream of T rows, indices [L]) → the stream of those rows"""
-    project_add: Callable[[torch.Tensor, ProjectionWeights, Stream, Norm | None], Stream]
-    """x [T, columns] times the matrix, normed if there is a norm, added to the stream"""
+    project_add: ProjectAndAdd
     gated_mlp: Callable[[Stream, GatedMlpWeights], Stream]
     """The MLP of the normed stream, added to it"""
     experts: Callable[[Stream, MoeWeights], Stream]
     """The chosen experts of the normed stream, added to it"""
+    side_by_side: Callable[[Stream, SideBySideWeights], Stream]
+    """An MLP and experts of the same stream, added to it"""
+    project_and_feed: Callable[[torch.Tensor, ProjectionWeights, Stream, FeedWeights, float], Stream]
+    """x times the matrix and what the feed makes of the stream, both added to it: a layer whose parts are parallel"""
+    add_input: Callable[[Stream, torch.Tensor, InputWeights], Stream]
+    """The layer's own embeddings [T, width] of the tokens, through a gate, added to the stream"""
+    scale: Callable[[Stream, torch.Tensor], Stream]
+    """The stream times a number [1]"""
     finish: Callable[[Stream, Norm], torch.Tensor]
     """→ norm(stream) [T, H]"""
 
@@ -200,6 +287,12 @@ class ShortConvolve(Protocol):
         ...
 
 
+class PlanAttention(Protocol):
+    def __call__(self, batch: ForwardBatch, group: int, window: int | None, *, is_chunked: bool = False) -> Any:
+        """What `attention` of the layers of a cache group reads"""
+        ...
+
+
 class GatedLinear(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
@@ -216,11 +309,10 @@ class Ops:
     """Matrices with the same input, stacked by rows in the order given; bias [all rows] or None."""
     pack_embedding: Callable[[RawTensor, Dense], LinearWeight]
     """A matrix that `embed` reads rows of; tied models multiply by it too."""
-    pack_experts: Callable[[RawTensor, RawTensor, RawTensor, Dense], ExpertsWeight]
-    """gate and up [experts, inter, H], down [experts, H, inter]."""
+    pack_experts: Callable[[RawTensor | None, RawTensor, RawTensor, Dense], ExpertsWeight]
+    """gate (or None) and up [experts, inter, H], down [experts, H, inter]."""
     # ── once a step and KV group ──
-    plan_attention: Callable[[ForwardBatch, int, int | None], Any]
-    """(batch, group, window) → what `attention` of this group's layers reads."""
+    plan_attention: PlanAttention
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(tables [K, N, W], numbers [T]) → [K, T, W]: each token's row of every table"""
     # ── every layer ──
@@ -229,6 +321,8 @@ class Ops:
     linear: Linear
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     """(x [..., N], weight [N], eps); computed in float32, returned in x's dtype."""
+    layer_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+    """(x [..., N], weight [N], bias [N], eps): RMSNorm of x less its mean, plus the bias"""
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     """(x, residual, weight, eps) → (rms_norm(x + residual), x + residual)"""
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -242,8 +336,10 @@ class Ops:
     short_conv: ShortConvolve
     act_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
     """[T, 2 * inter], gate then up → act(gate) * up"""
-    route: Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
-    """(router logits [T, experts], k, renormalize) → float32 weights [T, k], int64 expert ids [T, k]"""
+    activate: Callable[[torch.Tensor, Activation], torch.Tensor]
+    """act(x), where there is no gate"""
+    route: Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor]]
+    """(router logits [T, experts], how) → float32 weights [T, k], int64 expert ids [T, k]"""
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsWeight, Activation], torch.Tensor]
     """(x [T, H], weights, ids, packed, activation) → weighted sum of the chosen experts [T, H]"""
     softcap: Callable[[torch.Tensor, float], torch.Tensor]

@@ -23,7 +23,7 @@ from tokenmill.arch.packed_formats import (
     Stored,
     packed_int_format,
 )
-from tokenmill.arch.spec import MixerSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
+from tokenmill.arch.spec import FeedSpec, MixerSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout, blocks_in_group
@@ -98,18 +98,26 @@ def _widest(spec: ModelSpec, num_tokens: int, limits: RunnerLimits, share: float
 def _layer_width(spec: ModelSpec, index: int) -> int:
     """Values of one token."""
     layer = spec.layers[index]
-    mixer, mlp = _mixer_width(layer.mixer), layer.mlp
-    if isinstance(mlp, MoeSpec):
-        shared = 3 * mlp.shared.intermediate_size + spec.hidden_size if mlp.shared else 0
-        return max(mixer, mlp.num_active * (3 * mlp.expert.intermediate_size + spec.hidden_size) + shared)
-    return max(mixer, 3 * mlp.intermediate_size)
+    fed = _feed_width(layer.mlp, spec.hidden_size)
+    if layer.side_experts is not None:
+        fed += _feed_width(layer.side_experts, spec.hidden_size) + 2 * spec.hidden_size
+    mixer = _mixer_width(layer.mixer)
+    return (mixer + fed if layer.is_parallel else max(mixer, fed)) + spec.num_layers * layer.input_width * 3
+
+
+def _feed_width(feed: FeedSpec, hidden: int) -> int:
+    if not isinstance(feed, MoeSpec):
+        return 3 * feed.intermediate_size
+    shared = 3 * feed.shared.intermediate_size + hidden if feed.shared else 0
+    return feed.num_active * (3 * feed.expert.intermediate_size + hidden) + shared + 2 * (feed.latent_size or 0)
 
 
 def _mixer_width(mixer: MixerSpec) -> int:
     if isinstance(mixer, ShortConv):
         return 5 * mixer.width  # b, c and x as one, the convolution's inputs and its output
     # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
-    return 4 * mixer.q_size + 4 * mixer.kv_size
+    plain = 2 * (mixer.q_size + mixer.out_size) + 2 * (mixer.kv_size + mixer.v_size) + mixer.gate_size
+    return plain if mixer.is_plain else plain + 2 * mixer.q_size + 2 * mixer.out_size + 2 * mixer.kv_size
 
 
 def _row_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from tokenmill.arch.family import Family
 from tokenmill.arch.hf_config import yarn_mscale
 from tokenmill.arch.spec import (
+    RMS_NORM,
     FrequencyFactors,
     Gqa,
     LayerSpec,
@@ -31,10 +32,22 @@ Factors = dict[str, tuple[float, ...]]
 
 def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Factors]:
     """Return (keys without the architecture's prefix, tensors of rope factors)."""
+    _require_plain(spec)
     full = _full_attention(spec)
     scaling, factors = _rope_scaling(full)
     mlp = _mlp(spec.layers[0])
     return {**_sizes(spec, full), **mlp, **_windows(spec, family), **_softcaps(spec, full), **scaling}, factors
+
+
+def _require_plain(spec: ModelSpec) -> None:
+    """Refuse what these keys cannot say."""
+    for layer in spec.layers:
+        has_post_norms = layer.has_post_norms and layer.has_pre_norms
+        is_known = layer == LayerSpec(layer.mixer, layer.mlp, "both" if has_post_norms else "before")
+        if not is_known or (isinstance(layer.mixer, Gqa) and not layer.mixer.is_plain):
+            raise UnsupportedModel(f"{spec.family}: such layers cannot be written as GGUF")
+    if spec.norm != RMS_NORM or spec.logit_scale != 1.0 or spec.has_head_bias:
+        raise UnsupportedModel(f"{spec.family}: its norms or logits cannot be written as GGUF")
 
 
 def _full_attention(spec: ModelSpec) -> Gqa:
@@ -68,7 +81,7 @@ def _sizes(spec: ModelSpec, attention: Gqa) -> Metadata:
 def _mlp(layer: LayerSpec) -> Metadata:
     if not isinstance(layer.mlp, MoeSpec):
         return {"feed_forward_length": layer.mlp.intermediate_size}
-    if not layer.mlp.renormalize or layer.mlp.shared is not None:
+    if layer.mlp != MoeSpec(layer.mlp.num_experts, layer.mlp.num_active, layer.mlp.expert):
         raise UnsupportedModel("experts without renormalised weights, or shared ones, cannot be written as GGUF")
     size = layer.mlp.expert.intermediate_size
     return {
@@ -83,7 +96,7 @@ def _windows(spec: ModelSpec, family: Family) -> Metadata:
     windows = [mixer.window for mixer in spec.attentions]
     if not any(windows):
         return {}
-    pattern = family.gguf.window_pattern
+    pattern = family.gguf_traits.window_pattern
     expected = [bool(pattern) and (pattern == 1 or (index + 1) % pattern != 0) for index in range(len(windows))]
     if [window is not None for window in windows] != expected:
         raise UnsupportedModel(f"{spec.family}: this arrangement of windows cannot be written as GGUF")

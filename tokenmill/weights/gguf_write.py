@@ -39,15 +39,15 @@ def write_gguf(
 
     family = BY_NAME[spec.family]
     metadata, factors = architecture_metadata(spec, family)
-    writer = gguf.GGUFWriter(Path(path), family.gguf.arch)
+    writer = gguf.GGUFWriter(Path(path), family.gguf_traits.arch)
     writer.add_name(spec.name or spec.family)
     if quant:  # OpenVINO does not load a file without it
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quant}_M" if quant in _SIZED_QUANTS else f"MOSTLY_{quant}"])
     for key, value in metadata.items():
-        _add(writer, f"{family.gguf.arch}.{key}", value)
+        _add(writer, f"{family.gguf_traits.arch}.{key}", value)
     for key, value in padded_vocabulary(vocabulary, spec.vocab_size).items():
         _add(writer, key, value)
-    sources = _fused_sources(sources_of(spec, family.gguf.rules))
+    sources = _fused_sources(sources_of(spec, family.gguf_traits.rules))
     for name, numbers in factors.items():
         writer.add_tensor_info(name, (len(numbers),), np.dtype(np.float32), 4 * len(numbers))
     for name, parts in sources.items():

@@ -40,7 +40,7 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
     location, family = locate(path), _family(spec)
     if location.format == "gguf":
         gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
-        return CheckpointWeights(gguf, sources_of(spec, family.gguf.rules), GGUF_FACTS)
+        return CheckpointWeights(gguf, sources_of(spec, family.gguf_traits.rules), GGUF_FACTS)
     checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
@@ -134,13 +134,22 @@ class CheckpointWeights:
 
 def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
     data, shape = raw.data, raw.shape
-    axis = max(0, len(shape) - 2)  # rows; for a vector its elements
-    if raw.quant and len(shape) == 1 and (source.rows or source.interleaved_heads):
+    axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows
+    if raw.quant and len(shape) == 1 and (source.rows or source.woven or source.interleaved_heads):
         raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be cut or reordered")
+    if source.transposed:
+        if raw.quant:
+            raise UnsupportedModel(f"tensor {raw.name!r}: quantised rows cannot be transposed")
+        data, shape = data.transpose(-1, -2), (*shape[:-2], shape[-1], shape[-2])
     if source.rows is not None:
         start, end = source.rows
         data = data.narrow(axis, start, end - start)
         shape = (*shape[:axis], end - start, *shape[axis + 1 :])
+    if source.woven is not None:
+        index, count, size = source.woven
+        rest = data.shape[axis + 1 :]
+        data = data.reshape(*shape[:axis], -1, count, size, *rest).select(axis + 1, index).flatten(axis, axis + 1)
+        shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
     if source.interleaved_heads:
         data = data.index_select(axis, row_order(shape[axis], source.interleaved_heads, source.rotary_dim))
     if source.add:

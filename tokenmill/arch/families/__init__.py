@@ -20,4 +20,4 @@ ALL: tuple[Family, ...] = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWE
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}
 BY_MODEL_TYPE: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
 # Mistral and Mixtral are "llama" in GGUF; what differs is in the metadata.
-BY_GGUF_ARCH: dict[str, Family] = {family.gguf.arch: family for family in reversed(ALL)}
+BY_GGUF_ARCH: dict[str, Family] = {family.gguf.arch: family for family in reversed(ALL) if family.gguf is not None}

@@ -26,7 +26,7 @@ GEMMA3 = replace(
         "final_logit_softcapping": None,
     },
     gguf=GGUFTraits("gemma3", GGUF, window_pattern=6, query_scale_from_width_at=62),
-    qk_norm=True,
+    qk_norm="head",
     has_local_rope=True,
     hf_prefixes=("model.", "model.language_model.", "language_model.model."),
     ignored_prefixes=(

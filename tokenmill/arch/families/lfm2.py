@@ -104,7 +104,7 @@ LFM2 = Family(
     },
     hf_rules=HF_LFM2,
     gguf=GGUFTraits("lfm2", GGUF_LFM2, conv_key="shortconv.l_cache"),
-    qk_norm=True,
+    qk_norm="head",
     common_keys=_common_keys,
     convolution=_convolution,
 )

@@ -14,7 +14,6 @@ def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec:
         num_experts=fields.integer("num_local_experts"),
         num_active=fields.integer("num_experts_per_tok"),
         expert=MlpSpec(fields.integer("intermediate_size")),
-        renormalize=True,
     )
 
 

@@ -14,6 +14,6 @@ QWEN3 = Family(
     gguf=GGUFTraits("qwen3", GGUF),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
-    qk_norm=True,
+    qk_norm="head",
     windows=upper_layers,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmill.arch.family import Family, GGUFTraits, when_used
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.spec import MlpSpec, MoeSpec
+from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM, Rule, Rules
 
 
@@ -17,7 +17,7 @@ def routed_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
         num_experts=num_experts,
         num_active=fields.integer("num_experts_per_tok"),
         expert=MlpSpec(fields.integer("moe_intermediate_size")),
-        renormalize=fields.flag("norm_topk_prob"),
+        routing=RoutingSpec(renormalize=fields.flag("norm_topk_prob")),
     )
 
 
@@ -57,7 +57,7 @@ QWEN3_MOE = Family(
     gguf=GGUFTraits("qwen3moe", GGUF),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
-    qk_norm=True,
+    qk_norm="head",
     windows=when_used,
     experts=routed_experts,
 )

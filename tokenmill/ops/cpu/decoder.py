@@ -14,7 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenmill.arch.regions import Experts, Feed, LayerRegions, Matrices, NormProject, ProjectAdd, layer_regions
+from tokenmill.arch.regions import (
+    Experts,
+    Feed,
+    LayerRegions,
+    Matrices,
+    NormProject,
+    ProjectAdd,
+    SideBySide,
+    layer_regions,
+)
 from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, RopeSpec, ShortConv
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
@@ -165,7 +174,7 @@ class NativeDecoder:
 
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
         """The regions of a layer as the arguments of one call."""
-        project, attend, add, feed = regions
+        project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
         common = {
             "attn_norm": self._parts.norm(project.norm),
             "attn_post_norm": self._parts.norm(add.post_norm),
@@ -177,6 +186,7 @@ class NativeDecoder:
             self._decoder.add_conv_layer(**common, **self._convolution(project, attend.mixer, attend.name, add))
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
+        assert not isinstance(feed, SideBySide), "refused by `unsupported_reason`"
         norms = {"mlp_norm": self._parts.norm(feed.norm), "mlp_post_norm": self._parts.norm(feed.post_norm)}
         if isinstance(feed, Experts):
             return {**norms, "mlp": None, "moe": self._parts.moe(feed)}
@@ -238,11 +248,11 @@ class _Parts:
 
     def moe(self, region: Experts) -> Any:
         spec = region.spec
-        packed = [self.packer.experts(f"{name}.weight") for name in (region.gates, region.ups, region.downs)]
+        packed = [self.packer.experts(f"{name}.weight") for name in (region.gates, region.ups, region.downs) if name]
         linears = ([native().Linear(matrix, None) for matrix in matrices] for matrices in packed)
         experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(*linears, strict=True)]
         (router,) = self.linears(region.router)
         shared = None
         if region.shared is not None and spec.shared is not None:
             shared = self.mlp(*region.shared, spec.shared)
-        return native().Moe(router, experts, spec.num_active, spec.renormalize, shared)
+        return native().Moe(router, experts, spec.num_active, spec.routing.renormalize, shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenmill.ops.compose import composed
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
-from tokenmill.ops.reference.elementwise import act_mul, add_rms_norm, rms_norm, rotate, softcap
+from tokenmill.ops.reference.elementwise import act_mul, activate, add_rms_norm, layer_norm, rms_norm, rotate, softcap
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
@@ -20,6 +20,7 @@ REFERENCE_OPS = Ops(
     embed=embed,
     linear=linear,
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
     add_rms_norm=add_rms_norm,
     rotate=rotate,
     write_kv=write_kv,
@@ -27,6 +28,7 @@ REFERENCE_OPS = Ops(
     plan_short_conv=plan_short_conv,
     short_conv=short_conv,
     act_mul=act_mul,
+    activate=activate,
     route=route,
     experts=experts,
     softcap=softcap,

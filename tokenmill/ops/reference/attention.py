@@ -5,7 +5,7 @@ A task is B rows with Q queries each, over N blocks each. Rows with one query (d
 similar context length; a prompt chunk becomes tasks of one row and at most MAX_QUERIES queries:
 
     keys of a task, N * block_size of them:   [ block first | block first+1 | ... | block first+N-1 ]
-    visible to a query at position p:               p - window < key position <= p
+    visible to a query at position p:               p - window < key position <= p, or from its chunk's beginning on
 
 N is rounded up for decoding rows, by a quarter at most, so that rows of similar length share a task while a row's
 arithmetic has the same shape whatever its neighbours are; the surplus is masked. A task gathers only blocks that one of
@@ -45,7 +45,31 @@ class AttentionTask:
 AttentionPlan = list[AttentionTask]
 
 
-def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> AttentionPlan:
+@dataclass(frozen=True)
+class Reach:
+    """How far back a token looks: `window` tokens, itself included, or to the last multiple of `window`"""
+
+    window: int | None
+    is_chunked: bool = False
+
+    def oldest(self, position: torch.Tensor) -> torch.Tensor:
+        """The positions of the oldest keys that queries at these positions see"""
+        if self.window is None:
+            return torch.zeros_like(position)
+        if self.is_chunked:
+            return position // self.window * self.window
+        return (position - self.window + 1).clamp(min=0)
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """The block that holds the oldest key a query at `position` sees"""
+        if self.window is None:
+            return 0
+        oldest = position // self.window * self.window if self.is_chunked else max(0, position - self.window + 1)
+        return oldest // block_size
+
+
+def plan_attention(batch: ForwardBatch, group: int, window: int | None, *, is_chunked: bool = False) -> AttentionPlan:
+    reach = Reach(window, is_chunked)
     starts: list[int] = batch.query_starts.tolist()
     contexts: list[int] = batch.context_lens.tolist()
     table = batch.groups[group].block_tables
@@ -54,62 +78,58 @@ def plan_attention(batch: ForwardBatch, group: int, window: int | None) -> Atten
     for row, context in enumerate(contexts):
         begin, end = starts[row], starts[row + 1]
         if end - begin == 1:
-            alike.setdefault(_rounded_blocks(context, window, batch.block_size), []).append(row)
+            alike.setdefault(_rounded_blocks(context, reach, batch.block_size), []).append(row)
             continue
         for first in range(begin, end, MAX_QUERIES):
             last = min(first + MAX_QUERIES, end)
             span = (context - (end - first), context - (end - last))  # positions of these queries
-            tasks.append(_chunk_task(range(first, last), span, table[row], window, batch.block_size))
+            tasks.append(_chunk_task(range(first, last), span, table[row], reach, batch.block_size))
     for num_blocks, rows in alike.items():
         size = max(1, MAX_GATHERED_KEYS // (num_blocks * batch.block_size))
         for first in range(0, len(rows), size):
-            tasks.append(_decoding_task(rows[first : first + size], num_blocks, batch, table, window))
+            tasks.append(_decoding_task(rows[first : first + size], num_blocks, batch, table, reach))
     return tasks
 
 
-def _first_block(position: int, window: int | None, block_size: int) -> int:
-    """The block that holds the oldest key a query at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1) // block_size
-
-
-def _rounded_blocks(context: int, window: int | None, block_size: int) -> int:
+def _rounded_blocks(context: int, reach: Reach, block_size: int) -> int:
     """1 2 3 4 5 6 7 8 10 12 14 16 20 24 28 32 40 ...: four sizes between powers of two"""
-    needed = (context - 1) // block_size + 1 - _first_block(context - 1, window, block_size)
+    needed = (context - 1) // block_size + 1 - reach.first_block(context - 1, block_size)
     step = max(1, 1 << (needed - 1).bit_length() >> 3)
     return -(-needed // step) * step
 
 
 def _chunk_task(
-    tokens: range, span: tuple[int, int], table: torch.Tensor, window: int | None, block_size: int
+    tokens: range, span: tuple[int, int], table: torch.Tensor, reach: Reach, block_size: int
 ) -> AttentionTask:
     """Queries at positions [span[0], span[1]) of one row; `table` is the row's own, int32 [max_blocks]."""
     device = table.device
-    first = _first_block(span[0], window, block_size)
+    first = reach.first_block(span[0], block_size)
     blocks = table[first : (span[1] - 1) // block_size + 1].long()
     keys = torch.arange(len(blocks) * block_size, device=device) + first * block_size
     queries = torch.arange(*span, device=device)
-    visible = _visible(queries.view(1, -1, 1), keys.view(1, 1, -1), window)
+    visible = _visible(queries.view(1, -1, 1), keys.view(1, 1, -1), reach)
     return AttentionTask(torch.arange(tokens.start, tokens.stop, device=device), blocks, visible)
 
 
 def _decoding_task(
-    rows: list[int], num_blocks: int, batch: ForwardBatch, table: torch.Tensor, window: int | None
+    rows: list[int], num_blocks: int, batch: ForwardBatch, table: torch.Tensor, reach: Reach
 ) -> AttentionTask:
     chosen = torch.tensor(rows, device=table.device)
     queries = batch.context_lens[chosen].long() - 1  # [B] positions
-    oldest = torch.zeros_like(queries) if window is None else (queries - window + 1).clamp_(min=0)
-    numbers = (oldest // batch.block_size).unsqueeze(1) + torch.arange(num_blocks, device=table.device)  # [B, N]
+    numbers = (reach.oldest(queries) // batch.block_size).unsqueeze(1) + torch.arange(
+        num_blocks, device=table.device
+    )  # [B, N]
     # Surplus columns may lie beyond the table: any existing block will do, none of its keys is visible.
     blocks = table[chosen].long().gather(1, numbers.clamp(max=table.shape[1] - 1))
     offsets = torch.arange(batch.block_size, device=table.device)
     keys = (numbers.unsqueeze(2) * batch.block_size + offsets).flatten(1)  # [B, N * block_size]
-    visible = _visible(queries.view(-1, 1, 1), keys.unsqueeze(1), window)
+    visible = _visible(queries.view(-1, 1, 1), keys.unsqueeze(1), reach)
     return AttentionTask(batch.query_starts[chosen].long(), blocks.flatten(), visible)
 
 
-def _visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+def _visible(queries: torch.Tensor, keys: torch.Tensor, reach: Reach) -> torch.Tensor:
     seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
+    return seen if reach.window is None else seen & (keys >= reach.oldest(queries))
 
 
 def write_kv(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -124,15 +144,15 @@ def write_kv(cache: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots:
 
 
 def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, args: AttentionArgs) -> torch.Tensor:
-    """queries [T, heads, D] → [T, heads * D]"""
-    out = torch.empty_like(queries)
+    """queries [T, heads, D] → [T, heads * D of the values]"""
+    out = queries.new_empty(*queries.shape[:2], cache.values.shape[-1])
     for task in plan:
         out[task.tokens] = _attend(queries[task.tokens].float(), cache, task, args).to(out.dtype)
     return out.flatten(1)
 
 
 def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args: AttentionArgs) -> torch.Tensor:
-    """queries [B * Q, heads, D] → the same shape"""
+    """queries [B * Q, heads, D] → [B * Q, heads, D of the values]"""
     rows, (_, kv_heads, _, dim), num_heads = task.num_rows, cache.keys.shape, queries.shape[1]
     lines = _head_blocks(task, kv_heads)
     keys = _gather(cache.keys, cache.key_scales, lines)
@@ -144,7 +164,8 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
         scores = softcap(scores, args.softcap)
     scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
     mixed = _mix(_softmax(scores, args.sinks).flatten(2, 3), _gather(cache.values, cache.value_scales, lines), task)
-    return mixed.view_as(grouped).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
+    width = mixed.shape[-1]
+    return mixed.view(*grouped.shape[:4], width).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, width)
 
 
 def _head_blocks(task: AttentionTask, kv_heads: int) -> torch.Tensor:

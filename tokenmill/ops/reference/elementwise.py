@@ -11,11 +11,19 @@ from torch.nn import functional
 
 from tokenmill.arch.spec import Activation
 
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of "swiglu_oai"
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse * weight.float()).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = rms_norm(wide - wide.mean(-1, keepdim=True), weight, eps)
+    return (normed if bias is None else normed + bias).to(x.dtype)
 
 
 def add_rms_norm(
@@ -36,9 +44,22 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+        return gate * torch.sigmoid(gate * OAI_ALPHA) * (up + 1)
+    return activate(gate, activation) * up
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    match activation:
+        case "silu":
+            return functional.silu(x)
+        case "gelu" | "gelu_tanh":
+            return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        case "relu2":
+            return functional.relu(x).square()
+        case "swiglu_oai":
+            raise ValueError("swiglu_oai is the activation of a gated MLP")
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:

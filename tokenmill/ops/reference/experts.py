@@ -5,26 +5,51 @@ is read once a step; a token's contributions are added in the order of expert id
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
-from tokenmill.arch.spec import Activation
-from tokenmill.ops.interface import Dense, ExpertsWeight
+from tokenmill.arch.spec import Activation, RoutingSpec
+from tokenmill.ops.interface import Dense, ExpertsWeight, Routing
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.reference.elementwise import act_mul
+from tokenmill.ops.reference.elementwise import act_mul, activate
 from tokenmill.ops.reference.linear import multiply
 
 
-def pack_experts(gate: RawTensor, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
-    gate_up = torch.cat((dense(gate), dense(up)), dim=1)  # [experts, 2 * inter, H]
-    return ExpertsWeight(gate_up.shape[0], (gate_up, dense(down)))
+def pack_experts(gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
+    ups = dense(up) if gate is None else torch.cat((dense(gate), dense(up)), dim=1)  # [experts, (2 *) inter, H]
+    return ExpertsWeight(ups.shape[0], (ups, dense(down)), is_gated=gate is not None)
 
 
-def route(logits: torch.Tensor, num_active: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts with the highest logits; of equal ones the first, where `topk` would take any."""
-    weights, ids = torch.softmax(logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
-    weights, ids = weights[..., :num_active], ids[..., :num_active]
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, ids
+def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts with the highest scores; of equal ones the first, where `topk` would take any."""
+    spec, scores = routing.spec, _scores(logits.float(), routing.spec.score)
+    wanted = scores if routing.choice_bias is None else scores + routing.choice_bias
+    if spec.num_groups > 1:
+        wanted = wanted.masked_fill(~_kept(wanted, spec), float("-inf"))
+    ids = wanted.sort(dim=-1, descending=True, stable=True).indices[..., : routing.num_active]
+    weights = scores.gather(-1, ids)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
+    weights = weights * spec.scale
+    return weights if routing.expert_scales is None else weights * routing.expert_scales[ids], ids
+
+
+def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
+    match score:
+        case "softmax":
+            return torch.softmax(logits, dim=-1)
+        case "sigmoid":
+            return torch.sigmoid(logits)
+        case _:
+            return functional.softplus(logits).sqrt()
+
+
+def _kept(wanted: torch.Tensor, spec: RoutingSpec) -> torch.Tensor:
+    """bool [T, experts]: those whose group is among the best"""
+    groups = wanted.view(*wanted.shape[:-1], spec.num_groups, -1)
+    best = groups.sort(dim=-1, descending=True).values[..., : 1 if spec.group_score == "best" else 2].sum(-1)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., : spec.kept_groups]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
+    return kept.unsqueeze(-1).expand_as(groups).flatten(-2)
 
 
 def experts(
@@ -40,7 +65,13 @@ def experts(
     for expert, count in enumerate(counts):
         if count:
             mine = tokens[start : start + count]
-            inner = act_mul(multiply(x[mine], gate_up[expert]), activation)
-            out.index_add_(0, mine, multiply(inner, down[expert]) * shares[start : start + count])
+            inner = multiply(x[mine], gate_up[expert], _of(packed.gate_up_bias, expert))
+            inner = act_mul(inner, activation) if packed.is_gated else activate(inner, activation)
+            result = multiply(inner, down[expert], _of(packed.down_bias, expert))
+            out.index_add_(0, mine, result * shares[start : start + count])
             start += count
     return out
+
+
+def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if biases is None else biases[expert]

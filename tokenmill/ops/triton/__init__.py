@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from tokenmill.arch.spec import MoeSpec
 from tokenmill.ops.compute_request import ComputeRequest
 
 MAX_HEADS_A_KEY = 16
@@ -16,14 +15,22 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     """Why the Triton kernels can't compute a model; None when they can."""
     if request.deterministic and request.quantization != "none":
         return "products with quantised weights have no one order of adding for every batch (deterministic)"
-    for layer in request.spec.layers:
-        if request.deterministic and isinstance(layer.mlp, MoeSpec) and layer.mlp.has_shared_gate:
+    for moe in request.spec.experts:
+        if request.deterministic and moe.has_shared_gate:
             return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"
+        if moe.expert.bias:
+            return "experts with biases"
+        if not moe.expert.is_gated:
+            return "experts without a gate"
     for attention in request.spec.attentions:
         if attention.num_heads > MAX_HEADS_A_KEY * attention.num_kv_heads:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
         if attention.head_dim > MAX_HEAD_DIM:
             return f"heads of {attention.head_dim} dimensions"
+        if attention.is_chunked:
+            return "attention in chunks"
+        if attention.value_dim not in (None, attention.head_dim):
+            return "values of another width than keys"
     if request.quantization == "fp8" and not _has_fp8(request.device):
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or higher; int8 and int4 do without"
     return None

@@ -119,7 +119,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _has_post_norms(spec: ModelSpec, owner: str) -> bool:
-    return spec.layers[int(owner.split(".")[1])].post_norms
+    return spec.layers[int(owner.split(".")[1])].has_post_norms
 
 
 def product_section(kind: Kind, gpu: Capabilities) -> Section:

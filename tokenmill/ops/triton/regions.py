@@ -38,7 +38,7 @@ from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.moe.gemv import add_norm_experts, kind_of
 from tokenmill.ops.triton.moe.select import streams_experts
-from tokenmill.ops.triton.quant.fused_norm_quant import QuantizedRegions, quantized_rows_for
+from tokenmill.ops.triton.quant.fused_norm_quant import QuantizedRegions, is_plain_layer, quantized_rows_for
 
 
 def row_borders(device: torch.device) -> tuple[int, ...]:
@@ -77,15 +77,20 @@ class FusedRegions:
 
     def choose(self, layer: LayerWeights, batch: BatchClass) -> Regions:
         table, feed = self.table(), layer.feed
-        if _adds_in_place(layer.project_out, layer.post_norm, batch):
+        if not is_plain_layer(layer):
+            return table
+        if layer.scale == 1.0 and _adds_in_place(layer.project_out, layer.post_norm, batch):
             table = replace(table, project_add=self.add_in_place)
         if isinstance(feed, GatedMlpWeights):
-            is_added = _adds_in_place(feed.down, feed.post_norm, batch)
+            is_added = feed.scale == 1.0 and _adds_in_place(feed.down, feed.post_norm, batch)
             return replace(table, gated_mlp=self.gated_mlp_in_place) if is_added else table
-        return replace(table, experts=self.few_experts) if _are_few(feed, batch) else table
+        is_few = isinstance(feed, MoeWeights) and _are_few(feed, batch)
+        return replace(table, experts=self.few_experts) if is_few else table
 
     def attend(self, inputs: AttendInputs) -> torch.Tensor:
-        qkv, cache, _, norms, eps, cos_sin, plan, args = inputs
+        qkv, cache, _, norms, eps, cos_sin, plan, args = inputs[:8]
+        if inputs.spec is not None:
+            return self.composed.attend(inputs)
         num_tokens, kv_heads, gpu = len(qkv), cache.keys.shape[1], capabilities_of(qkv.device)
         is_decode = plan.num_single == num_tokens
         if is_decode and takes_fused_decode(num_tokens, kv_heads, plan.max_context, gpu):
@@ -93,15 +98,22 @@ class FusedRegions:
         return self.write_and_attend(inputs)
 
     def write_and_attend(self, inputs: AttendInputs) -> torch.Tensor:
-        qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs
+        if inputs.spec is not None:
+            return self.composed.attend(inputs)
+        qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs[:8]
         queries = norm_rope_write_kv(qkv, cache, slots, norms, eps, cos_sin)
         return self.composed.ops.attention(queries, cache, plan, args)
 
     def add_in_place(
-        self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, post_norm: Norm | None
+        self,
+        x: torch.Tensor,
+        projection: ProjectionWeights,
+        stream: PlainStream,
+        post_norm: Norm | None,
+        scale: float = 1.0,
     ) -> PlainStream:
         """Writes over the residual stream."""
-        assert stream.delta is None and post_norm is None
+        assert stream.delta is None and post_norm is None and scale == 1.0
         return PlainStream(add_linear(x, projection.weight, stream.residual, self.composed.mode))
 
     def gated_mlp_in_place(self, stream: PlainStream, mlp: GatedMlpWeights) -> PlainStream:
@@ -111,11 +123,12 @@ class FusedRegions:
 
     def few_experts(self, stream: PlainStream, moe: MoeWeights) -> PlainStream:
         assert stream.delta is not None, "what the mixer's projection left to be added"
-        norm, eps = moe.norm
+        assert moe.norm is not None, "see `is_plain_layer`"
+        norm = moe.norm
         result, total = add_norm_experts(
-            stream.delta, stream.residual, norm, eps, moe.router.weight, moe.experts, moe.spec
+            stream.delta, stream.residual, norm.weight, norm.eps, moe.router.weight, moe.experts, moe.spec
         )
-        return self.composed.added(result, PlainStream(total), moe.post_norm)
+        return self.composed.added(result, PlainStream(total), moe.post_norm, moe.scale)
 
 
 def _adds_in_place(projection: ProjectionWeights, post_norm: Norm | None, batch: BatchClass) -> bool:
@@ -124,6 +137,8 @@ def _adds_in_place(projection: ProjectionWeights, post_norm: Norm | None, batch:
 
 
 def _are_few(moe: MoeWeights, batch: BatchClass) -> bool:
+    if moe.norm is None:
+        return False
     gpu, kind = capabilities_of(moe.norm.weight.device), kind_of(moe.experts)
-    is_plain = moe.shared is None and moe.router.is_self_contained
+    is_plain = moe.shared is None and moe.router.is_self_contained and moe.routing.is_plain and moe.latent is None
     return is_plain and batch.min_rows > 0 and streams_experts(batch.max_rows, kind, gpu, is_fused=True)

@@ -11,6 +11,7 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 _BLOCK = 1024
+FUSED_KINDS = ("silu", "gelu", "gelu_tanh")  # that products have as an epilogue
 
 
 @triton.jit
@@ -22,9 +23,21 @@ def tanh(x):
 def activate(gate, KIND: tl.constexpr):
     if KIND == "silu":
         return gate * tl.sigmoid(gate)
+    if KIND == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
     if KIND == "gelu_tanh":
         return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
     return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """act(gate) * up"""
+    if KIND == "swiglu_oai":
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    return activate(gate, KIND) * up
 
 
 @kernel
@@ -37,7 +50,7 @@ def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERL
     start = gate_up + row * 2 * inter + columns
     gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + inter, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * inter + columns, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * inter + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

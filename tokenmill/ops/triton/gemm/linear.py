@@ -18,7 +18,7 @@ from tokenmill.arch.spec import Activation
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.triton.elementwise.activation import act_mul
+from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, act_mul
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Epilogue
 from tokenmill.ops.triton.gemm.select import Choice, choose
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
@@ -61,8 +61,10 @@ class PackLinear:
         form = self._form(raw, like.dtype)
         return self._piece(form, [raw], like, dense) if form else _whole(dense(raw))
 
-    def experts(self, gate: RawTensor, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
+    def experts(self, gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
         """Gates and ups of each expert one below the other; apart where they are not of one form"""
+        if gate is None:
+            raise NotImplementedError("experts without a gate: `unsupported_reason` refuses such models")
         gates, ups, downs = (self._of_experts(raw, dense) for raw in (gate, up, down))
         gate_up: Any = gates, ups
         if isinstance(gates, torch.Tensor) and isinstance(ups, torch.Tensor):
@@ -158,7 +160,7 @@ def gemv_int4_linear(
 
 def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:
     """act_mul(linear(x)), by one kernel where there is one for the matrix and the number of rows"""
-    choice = _fused_choice(weight, len(x), mode, "gated")
+    choice = _fused_choice(weight, len(x), mode, "gated") if activation in FUSED_KINDS else None
     if choice is None:
         return act_mul(linear(x, weight, mode), activation)
     return choice.run(x, weight.packed, weight.bias, x.dtype, activation)

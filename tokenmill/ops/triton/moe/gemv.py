@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation, MoeSpec
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight
-from tokenmill.ops.triton.elementwise.activation import activate
+from tokenmill.ops.triton.elementwise.activation import gated
 from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
@@ -59,7 +59,7 @@ def _moe_gemv_up(
         next_up = tl.load(source + inter * hidden, mask=is_next, other=0.0)
         gates = tl.sum(gate.to(tl.float32) * factors, axis=0)
         ups = tl.sum(up.to(tl.float32) * factors, axis=0)
-        tl.store(out + pair * inter + line, (activate(gates, KIND) * ups).to(out.dtype.element_ty))
+        tl.store(out + pair * inter + line, gated(gates, ups, KIND).to(out.dtype.element_ty))
         gate, up = next_gate, next_up
 
 
@@ -150,7 +150,7 @@ def add_norm_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A few rows x, residual [T, H] → the chosen experts of rms_norm(x + residual), and x + residual"""
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
-    renormalize, activation = spec.renormalize, spec.expert.activation
+    renormalize, activation = spec.routing.renormalize, spec.expert.activation
     return moe_gemv(normed, logits, packed, spec.num_active, activation, renormalize=renormalize), total
 
 
@@ -250,7 +250,7 @@ def _moe_gemv_int_up(
         gates = times_weighed(gate, pairs, gate_scales, PIECE, GROUP, BITS, HAS_PTX)
         ups = times_weighed(up, pairs, up_scales, PIECE, GROUP, BITS, HAS_PTX)
         gates, ups = tl.sum(tl.sum(gates, axis=1), axis=0) / SMALLER, tl.sum(tl.sum(ups, axis=1), axis=0) / SMALLER
-        value = activate(gates, KIND) * ups * SMALLER
+        value = gated(gates, ups, KIND) * SMALLER
         tl.store(out + pair * inter + _place_of(line, DOWN_SPAN, DOWN_BITS), value.to(tl.float16))
         gate, up, gate_scales, up_scales = next_gate, next_up, next_gate_scales, next_up_scales
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.elementwise.activation import act_mul, activate
+from tokenmill.ops.triton.elementwise.activation import act_mul, gated
 from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
@@ -187,7 +187,7 @@ def _stream_gate_up(
         factors = tl.load(source + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         gates += tl.load(lines + start, mask=both, other=0.0).to(tl.float32) * factors
         ups += tl.load(lines + inter * hidden + start, mask=both, other=0.0).to(tl.float32) * factors
-    result = activate(tl.sum(gates, axis=1), KIND) * tl.sum(ups, axis=1)
+    result = gated(tl.sum(gates, axis=1), tl.sum(ups, axis=1), KIND)
     tl.store(out + pair.to(tl.int64) * inter + rows, result.to(out.dtype.element_ty), mask=is_row)
 
 
@@ -298,8 +298,8 @@ def sorted_experts(
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
-    gated = act_mul(_multiply(x, gate_up, pairs, tile, is_gathered=True), activation)
-    return _multiply(gated, down, pairs, tile, is_gathered=False).view(*ids.shape, -1)
+    inner = act_mul(_multiply(x, gate_up, pairs, tile, is_gathered=True), activation)
+    return _multiply(inner, down, pairs, tile, is_gathered=False).view(*ids.shape, -1)
 
 
 Matrices = torch.Tensor | PackedIntMatrix | tuple[torch.Tensor | PackedIntMatrix, ...]

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.ops.interface import Routing
+from tokenmill.ops.reference.experts import route as reference_route
 from tokenmill.ops.triton.launch.kernel import kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
@@ -43,7 +45,10 @@ def _route(
     tl.store(ids + token * K + places, chosen_ids, mask=places < K)
 
 
-def route(logits: torch.Tensor, num_active: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    if not routing.is_plain:
+        return reference_route(logits, routing)
+    num_active, renormalize = routing.num_active, routing.spec.renormalize
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, num_active, dtype=torch.int64, device=logits.device)

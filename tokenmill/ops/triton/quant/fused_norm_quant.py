@@ -22,8 +22,9 @@ from tokenmill.ops.interface import (
     LinearWeight,
     Norm,
     ProjectionWeights,
+    SideBySideWeights,
 )
-from tokenmill.ops.triton.elementwise.activation import activate
+from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, activate
 from tokenmill.ops.triton.gemm.linear import fp8_gemm, fp8_linear, gemv_int4_linear
 from tokenmill.ops.triton.gemm.product import FP8
 from tokenmill.ops.triton.gemm.select import choose
@@ -99,12 +100,21 @@ def quantized_rows_for(layers: Sequence[LayerWeights], batch: BatchClass) -> Row
 
 def _all_are(layers: Sequence[LayerWeights], accepts: Callable[[LinearWeight], bool]) -> bool:
     for layer in layers:
-        if not isinstance(layer.feed, GatedMlpWeights):
+        if not isinstance(layer.feed, GatedMlpWeights) or not is_plain_layer(layer):
             return False
         projections = (layer.project_in, layer.project_out, layer.feed.gate_up, layer.feed.down)
         if not all(each.is_self_contained and accepts(each.weight) for each in projections):
             return False
     return True
+
+
+def is_plain_layer(layer: LayerWeights) -> bool:
+    """RMS norms before mixer and feed, one after the other"""
+    feed = layer.feed
+    if isinstance(feed, SideBySideWeights) or layer.is_parallel:
+        return False
+    is_usual = not isinstance(feed, GatedMlpWeights) or (feed.is_gated and feed.activation in FUSED_KINDS)
+    return is_usual and all(norm is not None and norm.is_rms for norm in (layer.norm, feed.norm))
 
 
 def _takes_fp16_pairs(weight: LinearWeight) -> bool:
@@ -120,27 +130,34 @@ class QuantizedRegions:
         self._kind = kind
 
     def norm_project(
-        self, stream: PlainStream, norm: Norm, projection: ProjectionWeights
+        self, stream: PlainStream, norm: Norm | None, projection: ProjectionWeights
     ) -> tuple[torch.Tensor, PlainStream]:
+        assert norm is not None, "see `is_plain_layer`"
         rows, stream = norm_and_quantize(stream, norm, self._kind)
         return _product(rows, projection.weight, stream.residual.dtype, self._mode), stream
 
     def project_add(
-        self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, post_norm: Norm | None
+        self,
+        x: torch.Tensor,
+        projection: ProjectionWeights,
+        stream: PlainStream,
+        post_norm: Norm | None,
+        scale: float = 1.0,
     ) -> PlainStream:
         weight = projection.weight
         if isinstance(weight.packed, Fp8Matrix):
             delta = fp8_linear(x, weight.packed, weight.bias, self._mode)
         else:  # values weighted by attention are of moderate size: float16 holds them as they are
             delta = gemv_int4_linear(x, weight.packed, weight.bias, x.dtype)
-        return self._composed.added(delta, stream, post_norm)
+        return self._composed.added(delta, stream, post_norm, scale)
 
     def gated_mlp(self, stream: PlainStream, mlp: GatedMlpWeights) -> PlainStream:
+        assert mlp.norm is not None, "see `is_plain_layer`"
         rows, stream = norm_and_quantize(stream, mlp.norm, self._kind)
         dtype = stream.residual.dtype
         gated = gated_rows(rows, mlp.gate_up.weight, mlp.activation, dtype, self._mode)
         delta = _product(gated, mlp.down.weight, dtype, self._mode)
-        return self._composed.added(delta, stream, mlp.post_norm)
+        return self._composed.added(delta, stream, mlp.post_norm, mlp.scale)
 
 
 def norm_and_quantize(stream: PlainStream, norm: Norm, kind: RowKind) -> tuple[QuantizedRows, PlainStream]:

@@ -188,7 +188,7 @@ class ChatTemplate:
         return text
 
     def _run(self, variables: dict[str, Any]) -> str:
-        budget = Budget(self._bounds)
+        budget = Budget(self._bounds, variables)
         token = current_budget.set(budget)
         try:
             return self._collected(variables, budget)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -55,10 +56,11 @@ class OutOfBounds(TemplateError):
 
 
 class Budget:
-    """What one rendering has left."""
+    """What one rendering has left. `given`: the variables of the rendering."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, given: Any = None) -> None:
         self.bounds = bounds
+        self._given = given
         self._deadline_s = time.monotonic() + bounds.max_s
         # Text passes through several hands on its way out (macro, call, output) and is counted in each.
         self._chars_left = 8 * bounds.max_chars
@@ -72,6 +74,19 @@ class Budget:
         if self._chars_left < 0:
             raise OutOfBounds(f"it wrote more than {self.bounds.max_chars} characters")
 
+    @cached_property
+    def given_lists(self) -> frozenset[int]:
+        """The identities of all lists that the template was given, at any depth."""
+        found, waiting = set(), [self._given]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list):
+                found.add(id(value))
+                waiting += value
+            elif isinstance(value, dict):
+                waiting += value.values()
+        return frozenset(found)
+
 
 # Set around a rendering; absent while constants are folded at compile time.
 current_budget: ContextVar[Budget | None] = ContextVar("template_budget", default=None)
@@ -84,6 +99,12 @@ def tick(num_chars: int = 0) -> None:
     if budget is not None:
         budget.tick()
         budget.wrote(num_chars)
+
+
+def was_given(value: list[Any]) -> bool:
+    """Return whether a list is part of what the caller gave, and not the template's own."""
+    budget = current_budget.get()
+    return budget is None or id(value) in budget.given_lists
 
 
 def written(value: Any) -> Any:
@@ -311,6 +332,13 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         watched: nodes.Template = _Watch().visit(tree)
         return watched
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allow a template to append to lists that it made itself, and to take from them; what it was given stays as it
+        is."""
+        if attr in ("append", "pop") and type(obj) is list:
+            return not was_given(obj)
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         check_operator(operator, left, right)

@@ -174,6 +174,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         return self._special_ids
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens beside the vocabulary proper, control tokens among them: text → id."""
+        return {text: token_id for token_id, text in self._added_text.items()}
+
     def token_id(self, text: str) -> int | None:
         """The id of a token by the string its vocabulary stores, such as `<|im_end|>`."""
         return self.backend.token_to_id(text)

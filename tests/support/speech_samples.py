@@ -1,0 +1,127 @@
+"""Random tools, calls, texts and cuts for tests of how models speak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+from tokenmill.text.speech import SpeechReader
+from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, ThoughtPart, Tool, ToolCall
+
+WORDS = (
+    "São",
+    "x",
+    "",
+    "a b",
+    "3",
+    "true",
+    "null",
+    '"',
+    "\\",
+    "\n",
+    "<",
+    "</p>",
+    "{",
+    "}",
+    "😀",
+    "é\t",
+    ",",
+    "'",
+    "[1]",
+)
+TOOLS = [
+    Tool(
+        name=name,
+        description="d",
+        parameters={
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "ratio": {"type": "number"},
+                "on": {"type": "boolean"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "where": {"type": "object"},
+                "none": {"type": "null"},
+            },
+        },
+    )
+    for name in ("get_weather", "get", "get_weather_2")
+]
+
+
+def random_text(random: Random, words: Iterable[str] = WORDS) -> str:
+    return " ".join(random.choice(list(words)) for _ in range(random.randrange(6)))
+
+
+def random_value(random: Random, kind: str, depth: int = 0) -> Any:
+    match kind:
+        case "city":
+            return random_text(random)
+        case "days":
+            return random.choice((0, -3, 10**18, 7))
+        case "ratio":
+            return random.choice((0.5, -1.25, 1e300, 3))
+        case "on":
+            return random.random() < 0.5
+        case "none":
+            return None
+        case "tags":
+            return [random_text(random) for _ in range(random.randrange(3))]
+    keys = random.sample(("city", "days", "on", "tags", "none", "where"), random.randrange(3) if depth < 2 else 0)
+    return {f"k{key}": random_value(random, key, depth + 1) for key in keys}
+
+
+def random_call(random: Random) -> ToolCall:
+    tool = random.choice(TOOLS)
+    assert tool.parameters is not None
+    names = list(tool.parameters["properties"])
+    arguments = {name: random_value(random, name) for name in random.sample(names, random.randrange(len(names)))}
+    written = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=f"abcdef{random.randrange(100, 1000)}", name=tool.name, arguments=written)
+
+
+def cut(random: Random, text: str, longest: int) -> list[str]:
+    """Return the text in pieces of random lengths."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = start + random.randint(1, longest)
+        pieces.append(text[start:end])
+        start = end
+    return pieces
+
+
+def read(reader: SpeechReader, pieces: Iterable[str]) -> list[Part]:
+    """Return all parts of an answer, with every fragment of arguments checked to keep them a prefix of JSON."""
+    return folded([part for piece in pieces for part in reader.push(piece)] + reader.finish())
+
+
+def folded(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts with neighbours of one kind joined, and random ids replaced."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart):
+            joined[-1] = TextPart(last.text + part.text)
+        elif isinstance(part, ThoughtPart) and isinstance(last, ThoughtPart):
+            joined[-1] = ThoughtPart(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            joined[-1] = CallArguments(part.index, last.fragment + part.fragment)
+        else:
+            joined.append(CallStart(part.index, "", part.name) if isinstance(part, CallStart) else part)
+    return joined
+
+
+def expected_parts(calls: Iterable[ToolCall], before: str = "", after: str = "", thought: str = "") -> list[Part]:
+    parts: list[Part] = [ThoughtPart(thought)] if thought else []
+    parts += [TextPart(before)] if before else []
+    for index, call in enumerate(calls):
+        parts += [CallStart(index, "", call.name), CallArguments(index, call.arguments), CallEnd(index)]
+    return parts + ([TextPart(after)] if after else [])
+
+
+def parsed(parts: Iterable[Part]) -> list[Any]:
+    """Return the parts with arguments as values, to compare formats that do not keep the spacing of JSON."""
+    return [json.loads(part.fragment) if isinstance(part, CallArguments) else part for part in parts]

@@ -1,0 +1,7 @@
+"""How models speak: tool calls and thinking as rows of data, their reader, their grammar, and their detection."""
+
+from tokenmill.text.speech.detect import call_format_names, detect_speech
+from tokenmill.text.speech.reader import SpeechReader
+from tokenmill.text.speech.speech import Speech, SpeechStart
+
+__all__ = ["Speech", "SpeechReader", "SpeechStart", "call_format_names", "detect_speech"]

@@ -1,0 +1,314 @@
+"""The reader: what a model says, piece by piece → text, thoughts and calls.
+
+It is total. Whatever is not a call is text: an opening marker that no call follows, an unknown tool, a call cut short
+before its name is known. No character is lost; only markers, and white space next to them, are not passed on. Each
+character is looked at a fixed number of times, and only what may be the beginning of a marker is held back.
+
+A call is announced (`CallStart`) when its name is known to be one of the tools and its arguments begin. Until then the
+text is kept, and becomes text again where it turns out not to be a call. From then on the call stands: arguments that
+break off are completed to valid JSON, and what follows them is text.
+
+The machine is one generator per answer: it runs until the text it has is used up, and goes on where it stood when more
+arrives. So an answer in one piece and an answer in single characters are the same.
+
+How calls may differ from what the format writes: white space between its fixed texts, other spacing and order of keys
+in JSON objects, a missing closing marker or section. Never inside values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tokenmill.text.speech.call_reader import CallReader
+from tokenmill.text.speech.reading import SPACE, Entry, Reading
+from tokenmill.text.speech.tape import End, Mismatch, Steps, Tape
+from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, ThoughtPart, Tool
+
+_NOT_SPACE = re.compile(rf"[^{SPACE}]")
+_MAX_HEADER = 512
+
+
+class SpeechReader:
+    """The reader of one answer. `is_thinking` says what the next character is, as far as is known."""
+
+    def __init__(
+        self, reading: Reading, tools: Sequence[Tool], *, starts_thinking: bool = False, primer: str = ""
+    ) -> None:
+        """`primer`: the end of the prompt, where it is the beginning of a marker that the answer completes."""
+        self.control_ids = frozenset(reading.alphabet.char_of_id)
+        self._reading = reading
+        self._tape = Tape()
+        self._output = PartWriter(reading)
+        self._output.is_thinking = starts_thinking
+        self._tools = {tool.name: tool for tool in tools}
+        self._calls = CallReader(reading, self._tools, self._tape, self._output) if self._tools else None
+        self._num_primed = len(primer)
+        self._steps = self._run()
+        next(self._steps)
+        self._tape.add(reading.alphabet.encode(primer))
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._output.is_thinking
+
+    def push(self, text: str) -> list[Part]:
+        """Take more text; return what can be told of it."""
+        if text:
+            self._tape.add(text)
+            self._advance()
+        return self._output.take()
+
+    def push_control(self, token_id: int) -> list[Part]:
+        """Take a control token, one of `control_ids`."""
+        return self.push(self._reading.alphabet.char_of_id[token_id])
+
+    def finish(self) -> list[Part]:
+        """The answer is over: return the rest, with calls completed and ended."""
+        if not self._tape.is_over:
+            self._tape.is_over = True
+            self._advance()
+        return self._output.take()
+
+    def _advance(self) -> None:
+        next(self._steps, None)
+
+    # ── the modes: text, thought ─────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> Steps:
+        yield
+        try:
+            while True:
+                yield from self._thought() if self.is_thinking else self._text()
+        except End:
+            self._say(self._tape.rest())
+            self._output.finish()
+
+    def _say(self, text: str) -> None:
+        if self._num_primed:  # the prompt's own text, where it turned out to begin no marker
+            primed = min(self._num_primed, len(text))
+            text, self._num_primed = text[primed:], self._num_primed - primed
+        if self._output.is_thinking:
+            self._output.think(text)
+        else:
+            self._output.say(text)
+
+    def _text(self) -> Steps:
+        """Pass on text up to the first marker, and act on it."""
+        tape, reading = self._tape, self._reading
+        while True:
+            is_fresh = self._output.is_fresh
+            if is_fresh:
+                yield from self._skip_first_space()
+            markers = reading.first_markers if is_fresh else reading.text_markers
+            found = markers.find(tape.text, tape.position)
+            if is_fresh and (found is None or found.start() > tape.position):
+                if markers.num_held(tape.text, tape.position) != len(tape.text) - tape.position:
+                    self._say(tape.take_to(tape.position + 1))  # text begins
+                    continue
+                found = None
+            if found is None:
+                self._say(tape.take_to(len(tape.text) - markers.num_held(tape.text, tape.position)))
+                yield from tape.more()
+                continue
+            self._say(tape.take_to(found.start()))
+            yield from self._marker(found.group())
+            return
+
+    def _skip_first_space(self) -> Steps:
+        """Keep white space at the beginning of a text: it belongs to what follows, if that is text."""
+        tape = self._tape
+        while True:
+            first = _NOT_SPACE.search(tape.text, tape.position)
+            self._say(tape.take_to(first.start() if first else len(tape.text)))
+            if first:
+                return
+            yield from tape.more()
+
+    def _marker(self, marker: str) -> Steps:
+        reading, tape = self._reading, self._tape
+        is_fresh = self._output.is_fresh
+        if marker == reading.think_opener and marker:
+            tape.take_to(tape.position + len(marker))
+            self._begin_thought()
+        elif marker in reading.ignored or marker in reading.message_ends:
+            tape.take_to(tape.position + len(marker))
+            self._output.break_text()
+        elif marker in reading.message_begins:
+            yield from self._message()
+        else:
+            entry = reading.entry_of(marker) or (reading.bare_entries.get(marker) if is_fresh else None)
+            yield from self._call(entry, marker)
+
+    def _call(self, entry: Entry | None, marker: str) -> Steps:
+        """Read calls after their opening marker; where there are none, the marker is text."""
+        tape = self._tape
+        if entry is None or self._calls is None:
+            self._say(tape.take_to(tape.position + len(marker)))
+            return
+        lead = tape.take_to(tape.position + len(marker) - len(entry.opener)) if entry.opener else ""
+        try:
+            yield from self._calls.read_calls(entry)
+        except Mismatch:
+            self._say(lead + tape.take_to(tape.position + max(1, len(entry.opener))))
+
+    def _begin_thought(self) -> None:
+        self._output.break_text()
+        self._output.is_thinking = True
+
+    def _end_thought(self) -> None:
+        self._output.end_thought()
+        self._output.is_thinking = False
+
+    def _thought(self) -> Steps:
+        """Pass on thoughts up to the closing marker, or to a call: some models do not close their thinking first."""
+        tape, reading = self._tape, self._reading
+        while True:
+            markers = reading.thought_markers
+            found = markers.find(tape.text, tape.position)
+            if found is None:
+                self._say(tape.take_to(len(tape.text) - markers.num_held(tape.text, tape.position)))
+                yield from tape.more()
+                continue
+            self._say(tape.take_to(found.start()))
+            marker = found.group()
+            if marker.lstrip("\n") == reading.think_closer or marker in reading.message_ends:
+                tape.take_to(tape.position + len(marker))
+                self._end_thought()
+            elif marker in reading.message_begins:
+                yield from self._message()
+            else:
+                yield from self._call(reading.entry_of(marker), marker)
+            return
+
+    # ── answers made of messages with headers ────────────────────────────────────────────────────────────
+
+    def _message(self) -> Steps:
+        """Read a header, and turn to what it announces: a thought, a call's arguments, or text."""
+        tape, channels = self._tape, self._reading.channels
+        assert channels is not None
+        if not (yield from tape.attempt(self._headed_message())):
+            self._say(tape.take_to(tape.position + 1))
+
+    def _headed_message(self) -> Steps:
+        tape, reading = self._tape, self._reading
+        assert reading.channels is not None
+        header = reading.alphabet.decode((yield from tape.until(reading.message_start, _MAX_HEADER)))
+        name = reading.channels.called(header)
+        if name is not None:
+            if self._calls is None:
+                raise Mismatch
+            yield from self._calls.read_message(name)
+            return
+        tape.commit()
+        self._num_primed = 0
+        if self._output.is_thinking:
+            self._end_thought()
+        if reading.channels.is_thought(header):
+            self._begin_thought()
+        else:
+            self._output.break_text()
+
+
+class PartWriter:
+    """Collects the parts of an answer, and decides on white space.
+
+    White space before any text, after a call or after a thought waits for text to follow; where a call or the end
+    follows instead, it is dropped. A line break that a thought begins or ends with belongs to its markers.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self.is_thinking = False
+        self.is_fresh = True  # no text since the beginning, the last call or the last thought
+        self._reading = reading
+        self._pending: list[str] = []  # white space
+        self._drops_line_breaks = False
+        self._chunks: list[str] = []  # of the last part
+        self._kind: type[TextPart | ThoughtPart | CallArguments] | None = None
+        self._parts: list[Part] = []
+        self._index = -1
+        self._has_output = False
+
+    def say(self, text: str) -> None:
+        if self.is_fresh:
+            text = self._begun(text)
+        if text:
+            self._add(TextPart, self._reading.alphabet.decode(text))
+
+    def think(self, text: str) -> None:
+        if self.is_fresh:
+            text = self._begun(text)
+        if text:
+            self._add(ThoughtPart, self._reading.alphabet.decode(text))
+
+    def _begun(self, text: str) -> str:
+        """Return the text with the white space that waited for it; nothing where it is white space itself."""
+        first = _NOT_SPACE.search(text)
+        if first is None:
+            self._pending.append(text)
+            return ""
+        space = "".join(self._pending) + text[: first.start()]
+        self._pending.clear()
+        self.is_fresh = False
+        if self.is_thinking:
+            space = space.removeprefix("\n")
+        elif self._drops_line_breaks:
+            space = space.lstrip("\r\n")
+        return space + text[first.start() :]
+
+    def break_text(self) -> None:
+        """Something else than text follows or went before: white space around it is no text."""
+        self._pending.clear()
+        self.is_fresh = True
+
+    def end_thought(self) -> None:
+        self.break_text()
+        self._drops_line_breaks = True
+
+    def start_call(self, name: str, call_id: str | None) -> None:
+        self.break_text()
+        self.is_thinking = False
+        self._index += 1
+        self._close()
+        calls = self._reading.calls
+        assert calls is not None
+        self._parts.append(CallStart(self._index, call_id or calls.new_id(name, self._index), name))
+
+    def add_arguments(self, fragment: str) -> None:
+        if fragment:
+            self._add(CallArguments, fragment)
+
+    def end_call(self) -> None:
+        self._close()
+        self._parts.append(CallEnd(self._index))
+
+    def finish(self) -> None:
+        """The answer is over. White space is an answer only where there is nothing else."""
+        if not self._has_output and self._pending and not self.is_thinking:
+            self._add(TextPart, "".join(self._pending))
+            self._pending.clear()
+
+    def take(self) -> list[Part]:
+        """Return the parts since the last call."""
+        self._close()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _add(self, kind: type[TextPart | ThoughtPart | CallArguments], text: str) -> None:
+        if kind is not self._kind:
+            self._close()
+            self._kind = kind
+        self._chunks.append(text)
+        self._has_output = True
+
+    def _close(self) -> None:
+        if self._chunks:
+            text = "".join(self._chunks)
+            self._parts.append(
+                CallArguments(self._index, text) if self._kind is CallArguments else self._text_part(text)
+            )
+            self._chunks.clear()
+        self._kind = None
+
+    def _text_part(self, text: str) -> Part:
+        return TextPart(text) if self._kind is TextPart else ThoughtPart(text)

@@ -1,0 +1,60 @@
+"""What JSON types a schema allows, for formats that write strings without quotes.
+
+In `<parameter=zip>\\n01234\\n</parameter>` only the tool's schema says whether 01234 is text or a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+ValueKind = Literal["string", "json", "either"]
+
+_ALL = frozenset(("string", "number", "boolean", "null", "array", "object"))
+_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", type(None): "null"}
+_MAX_DEPTH = 16
+
+
+def value_kind(schema: Any, root: Any) -> ValueKind:
+    """Return whether a value of this schema is always a string, never one, or may be either."""
+    types = allowed_types(schema, root)
+    if types == {"string"}:
+        return "string"
+    return "either" if "string" in types else "json"
+
+
+def allowed_types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+    """Return the JSON types that a schema allows; "integer" counts as "number"."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return _ALL
+    types = _ALL
+    if isinstance(schema.get("$ref"), str):
+        types &= allowed_types(resolve(schema["$ref"], root), root, depth + 1)
+    given = schema.get("type")
+    if given is not None:
+        names = given if isinstance(given, list) else [given]
+        types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+    if "const" in schema:
+        types &= {_NAMES.get(type(schema["const"]), "object")}
+    if isinstance(schema.get("enum"), list):
+        types &= {_NAMES.get(type(value), "object") for value in schema["enum"]}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            types &= frozenset().union(*(allowed_types(one, root, depth + 1) for one in schema[key]))
+    if isinstance(schema.get("allOf"), list):
+        for one in schema["allOf"]:
+            types &= allowed_types(one, root, depth + 1)
+    return types
+
+
+def resolve(ref: str, root: Any) -> Any:
+    """Return the schema that a local reference (`#/$defs/x`) names; None where there is none."""
+    found = root
+    if not ref.startswith("#"):
+        return None
+    for step in ref[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or step not in found:
+            return None
+        found = found[step]
+    return found

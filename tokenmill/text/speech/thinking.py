@@ -1,0 +1,104 @@
+"""How model families mark their thinking, one row each.
+
+    tags       <think> … </think> answer          the model opens the section, or the prompt ends with the opener
+    channels   <|channel|>analysis<|message|> … <|end|><|start|>assistant<|channel|>final<|message|> answer
+
+Tags are read as they stand. Channels are messages with a header that says what the message is: thinking, text, or the
+arguments of a call.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ThinkingFormat:
+    """One row: the markers of a think section, and markers around the answer that are no part of it."""
+
+    name: str
+    opener: str
+    closer: str
+    ignored: tuple[str, ...] = ()
+    mention: str = ""  # what a template says that has this row and not another with the same markers
+
+    def is_open_at_end(self, prompt: str) -> bool:
+        """Return whether the prompt ends with an open think section."""
+        return prompt.rstrip().endswith(self.opener.strip())
+
+
+@dataclass(frozen=True)
+class ChannelFormat:
+    """An answer made of messages: `begins` starts a header, `message` ends it, `ends` ends the message."""
+
+    name: str
+    begins: tuple[str, ...]
+    message: str
+    ends: tuple[str, ...]
+    thought: str  # regex on the header
+    call: str  # regex on the header; group 1 is the tool's name; "": calls are marked in the message itself
+    prompt: str  # what the prompt ends with: the beginning of the first header
+
+    def is_thought(self, header: str) -> bool:
+        return re.search(self.thought, header) is not None
+
+    def called(self, header: str) -> str | None:
+        """Return the name of the tool whose arguments the message is."""
+        found = re.search(self.call, header) if self.call else None
+        return found.group(1) if found else None
+
+
+THINKING_FORMATS = (
+    ThinkingFormat(
+        "granite", "<think>", "</think>", ignored=("<response>", "</response>"), mention="<response></response>"
+    ),
+    ThinkingFormat("think", "<think>", "</think>"),
+    ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
+    ThinkingFormat("seed", "<seed:think>", "</seed:think>"),
+    ThinkingFormat("minimax-m3", "<mm:think>", "</mm:think>"),
+    ThinkingFormat("hunyuan-3", "<think:opensource>", "</think:opensource>"),
+    ThinkingFormat(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ignored=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    ThinkingFormat("gemma-4", "<|channel>thought\n", "<channel|>"),
+    ThinkingFormat("apriel", "Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+    ThinkingFormat(
+        "kimi-k3",
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        ignored=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    ThinkingFormat("solar", "<|think|>", "<|end|>", ignored=("<|begin|>assistant", "<|content|>", "<|end|>")),
+    ThinkingFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>"),
+    ThinkingFormat("muse", "<|start|>assistant to=self<|message|>", "<|eom|>"),
+    ThinkingFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ThinkingFormat("thinking", "<thinking>", "</thinking>"),
+    ThinkingFormat("reasoning", "<reasoning>", "</reasoning>"),
+    ThinkingFormat("thought", "<thought>", "</thought>"),
+    ThinkingFormat("kimi-vl", "◁think▷", "◁/think▷"),
+)
+
+CHANNEL_FORMATS = {
+    "harmony": ChannelFormat(
+        "harmony",
+        begins=("<|start|>", "<|channel|>"),
+        message="<|message|>",
+        ends=("<|end|>", "<|call|>", "<|return|>"),
+        thought=r"<\|channel\|>\s*analysis",
+        call=r"\bto=(?:functions\.)?([^\s<]+)",
+        prompt="<|start|>assistant",
+    ),
+    "muse": ChannelFormat(
+        "muse",
+        begins=("<|start|>",),
+        message="<|message|>",
+        ends=("<|eom|>", "<|eot|>"),
+        thought=r"\bto=self\b",
+        call="",
+        prompt="<|start|>assistant",
+    ),
+}

@@ -40,7 +40,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
         return json_response({"input_tokens": await counted(request, context, signer)})
 
     async def anthropic_models(request: Request) -> Response:
-        return json_response(page_of([model_card(info) for info in context.registry.models()], request))
+        return json_response(page_of([model_card(info) for info in context.registry.listed()], request))
 
     async def anthropic_model(request: Request) -> Response:
         return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))

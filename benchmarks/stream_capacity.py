@@ -73,7 +73,10 @@ class Metronome:
         self._launched[plan.step] = plan
         return plan.step
 
-    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        pass
+
+    def collect(self, ticket: int) -> StepResult:
         plan = self._launched.pop(ticket)
         ends = time.monotonic() + self._step_s + plan.num_tokens * self._token_s
         drawn = [RowResult(row=row.row, token_ids=[self._token_id]) for row in plan.rows if row.sample]

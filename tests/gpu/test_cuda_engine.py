@@ -11,7 +11,6 @@ import torch
 
 from tests.support.tiny_models import FAMILIES, VOCAB, make_reference
 from tokenmill import LLM, SamplingParams
-from tokenmill.guided.masks import StepMasks
 from tokenmill.params import Guided
 from tokenmill.runner.cuda_runner import CudaRunner
 from tokenmill.types import PENDING, StepPlan, StepResult
@@ -127,10 +126,10 @@ def test_prompts_are_started_before_the_step_ahead_of_them_is_done(
         in_flight += 1
         return launch(self, plan)
 
-    def watched_collect(self: CudaRunner, ticket: int, masks: StepMasks | None = None) -> StepResult:
+    def watched_collect(self: CudaRunner, ticket: int) -> StepResult:
         nonlocal in_flight
         in_flight -= 1
-        return collect(self, ticket, masks)
+        return collect(self, ticket)
 
     monkeypatch.setattr(CudaRunner, "launch", watched_launch)
     monkeypatch.setattr(CudaRunner, "collect", watched_collect)

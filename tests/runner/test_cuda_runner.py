@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,29 +15,35 @@ from tests.support.eager_device import CPU, eager_runner
 from tokenmill.config import SchedulerConfig
 from tokenmill.engine.core import EngineCore, Runner
 from tokenmill.engine.status import CoreInfo
+from tokenmill.guided.compile import Compiler
+from tokenmill.guided.grammars import Grammars
+from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.storage import KVStorage
-from tokenmill.params import SamplingParams
+from tokenmill.params import Guided, SamplingParams
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
 from tokenmill.testing.scripted_models import ContextModel
-from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput
+from tokenmill.text.tokenizer import byte_tokenizer
+from tokenmill.types import PENDING, ContextShift, Pooling, Request, SequenceOutput, StepPlan
 
 VOCAB, BLOCK, ROWS, CONTEXT = 64, 4, 6, 96
+BYTES, EOS = 258, 257
 INFO = CoreInfo(max_context=CONTEXT, num_blocks=0, block_size=BLOCK)
 
 
 def core_over(
-    make_runner: Any, num_blocks: int, windows: tuple[int | None, ...] = (None,)
+    make_runner: Any, num_blocks: int, windows: tuple[int | None, ...] = (None,), vocab: int = VOCAB
 ) -> tuple[EngineCore, Scheduler]:
-    model = ContextModel(VOCAB, windows)
+    model = ContextModel(vocab, windows)
     storage = KVStorage(model.layout, num_blocks, BLOCK, CPU)
-    runner: Runner = make_runner(model, storage, Sampler(VOCAB, ROWS, CPU), ROWS, CONTEXT)
+    runner: Runner = make_runner(model, storage, Sampler(vocab, ROWS, CPU), ROWS, CONTEXT)
     cache = KVCache(windows=windows, num_blocks=num_blocks, block_size=BLOCK)
     config = SchedulerConfig(max_running=ROWS, token_budget=24)
     scheduler = Scheduler(config=config, cache=cache, max_rows=ROWS, clock=time.monotonic, continues=runner.continues)
-    return EngineCore(scheduler, runner, INFO), scheduler
+    grammars = Grammars(Compiler(lambda: Vocabulary(byte_tokenizer(), BYTES, (EOS,))), ROWS, BYTES)
+    return EngineCore(scheduler, runner, INFO, grammars=grammars), scheduler
 
 
 def requests() -> list[Request]:
@@ -63,8 +70,14 @@ def requests() -> list[Request]:
 Answers = dict[tuple[str, int], list[Any]]
 
 
-def answers(core: EngineCore, scheduler: Scheduler, aborted: set[str] = frozenset()) -> Answers:  # type: ignore[assignment]
-    for request in requests():
+def answers(
+    core: EngineCore,
+    scheduler: Scheduler,
+    aborted: set[str] = frozenset(),  # type: ignore[assignment]
+    asked: Callable[[], list[Request]] = requests,
+) -> Answers:
+    for request in asked():
+        core.prepare(request)
         core.add(request)
     found: Answers = {}
     outputs: list[SequenceOutput] = []
@@ -83,6 +96,60 @@ def answers(core: EngineCore, scheduler: Scheduler, aborted: set[str] = frozense
             said += [round(value, 5) for value in output.embedding or ()]
             assert output.error is None, output.error
     return {key: said for key, said in found.items() if key[0] not in aborted}
+
+
+def guided_requests() -> list[Request]:
+    """Rows with grammars beside others: drawn on the device, with forced tokens between; those that the host draws for
+    (penalties, logprobs, a scored prompt); samples of one prompt; contexts that shift."""
+    forms = [
+        Guided("regex", r"(ab|cd)+[0-9]{3}\."),
+        None,
+        Guided("regex", r"[a-z]{40}"),
+        Guided.schema({"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}),
+        Guided("regex", r"(yes|no), because [a-z ]{3,9}\."),
+    ]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {},
+        {"n": 2},
+        {},
+        {"repetition_penalty": 1.3},
+        {"logprobs": 1},
+        {"min_tokens": 3},
+    ]
+    kinds.append({"prompt_logprobs": 0})
+    found = []
+    for number in range(30):
+        params = SamplingParams(temperature=0.0, guided=forms[number % 5], **kinds[number % len(kinds)])
+        prompt = [1 + (number * 7 + place) % 50 for place in range(number % 13 + 1)]
+        shift = ContextShift(24, 2, 8) if number % 7 == 3 and params.n == 1 else None
+        found.append(
+            Request(
+                request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=32, seed=number, shift=shift,
+                eos_token_ids=[EOS], priority=number % 2,
+            )
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("num_blocks", [200, 40])
+def test_rows_with_grammars_are_in_every_step(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, scheduler = core_over(eager_runner(monkeypatch), num_blocks, vocab=BYTES)
+    runner: Any = core.runner
+    pending = 0
+
+    def counting_launch(plan: StepPlan) -> int:
+        nonlocal pending
+        ticket = launch(plan)
+        pending += sum(row.token_ids == [PENDING] and runner._is_guided[row.row] for row in plan.rows)
+        return ticket
+
+    launch, runner.launch = runner.launch, counting_launch
+    found = answers(core, scheduler, asked=guided_requests)
+    expected = answers(*core_over(ModelRunner, 400, vocab=BYTES), asked=guided_requests)
+    assert found == expected
+    assert pending > 150, "rows with grammars feed tokens that the host has not seen"
+    assert num_blocks > 40 or scheduler.stats().preemptions > 0
 
 
 @pytest.mark.parametrize(("num_blocks", "windows"), [(200, (None,)), (40, (None,)), (60, (None, 9))])
@@ -110,10 +177,10 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch: pytest.Mo
     runner_type = eager_runner(monkeypatch)
     collect, num_collected = runner_type.collect, 0
 
-    def failing(self: Any, ticket: int, masks: Any = None) -> Any:
+    def failing(self: Any, ticket: int) -> Any:
         nonlocal num_collected
         num_collected += 1
-        result = collect(self, ticket, masks)
+        result = collect(self, ticket)
         if num_collected == 3:
             raise RuntimeError("the device is gone")
         return result

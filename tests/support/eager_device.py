@@ -1,7 +1,8 @@
 """A CUDA runner without a GPU: graphs are forward passes at once, in the order of their launch, as on a stream.
 
 Everything but the kernels is the real runner: which rows go where, what is kept until a step is collected, which tokens
-are known to the device alone. Rows take the most likely token; those that sample are left to tests on a GPU.
+are known to the device alone. Rows take the most likely token that their masks allow; those that sample are left to
+tests on a GPU.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
@@ -91,6 +94,22 @@ def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
     def to_device(self: CudaRunner, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
+    def keep_allowed(
+        self: DeviceSampler, logits: torch.Tensor, numbers: torch.Tensor, masks: NDArray[np.int32]
+    ) -> None:
+        allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+        logits[numbers.long()] += torch.where(torch.from_numpy(allowed) > 0, 0.0, -torch.inf)
+
+    def draw(
+        self: DeviceSampler, logits: torch.Tensor, rows: torch.Tensor, indices: Any, uniforms: Any, newest: torch.Tensor
+    ) -> torch.Tensor:
+        drawn = torch.where(logits.isnan().any(-1), -1, logits.argmax(-1))
+        newest[rows.long()] = drawn
+        return drawn
+
+    monkeypatch.setattr(DeviceSampler, "keep_allowed", keep_allowed)
+    monkeypatch.setattr(DeviceSampler, "draw", draw)
+    monkeypatch.setattr(DeviceSampler, "count_fed", lambda *_: None)
     monkeypatch.setattr(cuda_runner, "DecodeGraphs", EagerGraphs)
     monkeypatch.setattr(cuda_runner, "best_tokens", greedy)
     monkeypatch.setattr(cuda_runner, "WarmUp", lambda *_: None)

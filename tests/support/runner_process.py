@@ -1,7 +1,8 @@
 """A runner in another process: plans and results cross a pipe as msgspec bytes, and nothing else does.
 
 this process    RemoteRunner.launch(plan) ──► bytes ──► ModelRunner.launch
-                RemoteRunner.collect(ticket, masks) ──► bytes ──► ModelRunner.collect ──► bytes of a StepResult
+                RemoteRunner.draw(ticket, masks) ──► bytes ──► ModelRunner.draw
+                RemoteRunner.collect(ticket) ──► bytes ──► ModelRunner.collect ──► bytes of a StepResult
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.testing.scripted_models import ContextModel
-from tokenmill.types import RowInit, StepPlan, StepResult
+from tokenmill.types import PENDING, RowInit, StepPlan, StepResult
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -43,9 +44,13 @@ class MaskLine(msgspec.Struct, frozen=True):
     bits: bytes
 
 
+class Draw(msgspec.Struct, tag=True, frozen=True):
+    ticket: int
+    masks: list[MaskLine]
+
+
 class Collect(msgspec.Struct, tag=True, frozen=True):
     ticket: int
-    masks: list[MaskLine] | None
 
 
 class ReceivedMasks:
@@ -69,14 +74,16 @@ def local_runner(limits: Limits) -> ModelRunner:
 
 def serve(connection: Connection, limits: bytes) -> None:
     runner = local_runner(msgspec.msgpack.decode(limits, type=Limits))
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | Collect)
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | Draw | Collect)
     while received := connection.recv_bytes():
         message = decoder.decode(received)
         if isinstance(message, Launch):
             runner.launch(message.plan)
-            continue
-        masks: Any = None if message.masks is None else ReceivedMasks(message.masks)
-        connection.send_bytes(msgspec.msgpack.encode(runner.collect(message.ticket, masks)))
+        elif isinstance(message, Draw):
+            masks: Any = ReceivedMasks(message.masks)
+            runner.draw(message.ticket, masks)
+        else:
+            connection.send_bytes(msgspec.msgpack.encode(runner.collect(message.ticket)))
 
 
 class RemoteRunner:
@@ -84,6 +91,7 @@ class RemoteRunner:
         self.depth = depth
         self.continues = continues
         self.most_in_flight = 0
+        self.num_pending_guided = 0  # tokens of rows with grammars, fed before the host has seen them
         self._plans: dict[int, StepPlan] = {}
         self._has_grammar: dict[int, bool] = {}
         context = get_context("spawn")
@@ -98,15 +106,19 @@ class RemoteRunner:
         self.most_in_flight = max(self.most_in_flight, len(self._plans))
         return plan.step
 
-    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        self._connection.send_bytes(msgspec.msgpack.encode(Draw(ticket, self._lines(self._plans[ticket], masks))))
+
+    def collect(self, ticket: int) -> StepResult:
         plan = self._plans.pop(ticket)
-        self._connection.send_bytes(msgspec.msgpack.encode(Collect(ticket, self._lines(plan, masks))))
+        self.num_pending_guided += sum(
+            row.token_ids == [PENDING] and self._has_grammar[row.row] for row in plan.rows if row.sample
+        )
+        self._connection.send_bytes(msgspec.msgpack.encode(Collect(ticket)))
         assert self._connection.poll(60), "the runner's process does not answer"
         return msgspec.msgpack.decode(self._connection.recv_bytes(), type=StepResult)
 
-    def _lines(self, plan: StepPlan, masks: StepMasks | None) -> list[MaskLine] | None:
-        if masks is None:
-            return None
+    def _lines(self, plan: StepPlan, masks: StepMasks) -> list[MaskLine]:
         return [
             MaskLine(row.row, number, masks.bits([row.row], [number]).tobytes())
             for row in plan.rows

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tokenmill.ops.triton.sampling import penalties, sample
-from tokenmill.params import SamplingParams
+from tokenmill.params import Guided, SamplingParams
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.types import RowInit, RowPlan
@@ -82,6 +85,44 @@ def test_same_tokens_as_on_the_cpu(seed: int) -> None:
         assert newest[order].tolist() == expected
 
 
+class RowMasks:
+    """Random masks, as the sampler on the CPU reads them"""
+
+    def __init__(self) -> None:
+        self.table = np.random.default_rng(1).integers(-(2**31), 2**31, (ROWS, -(-VOCAB // 32)), dtype=np.int32)
+
+    def bits(self, rows: list[int], num_drafts: list[int]) -> NDArray[np.uint8]:
+        return self.table[rows].view(np.uint8)
+
+
+def test_masks_keep_what_a_grammar_allows() -> None:
+    """Every second row has a grammar; a NaN under a mask is still found."""
+    sampler, device = Sampler(VOCAB, ROWS, "cpu"), DeviceSampler(VOCAB, ROWS, torch.device("cpu"))
+    rows = []
+    for row in range(ROWS):
+        guided = Guided("regex", "x") if row % 2 else None
+        params = SamplingParams(temperature=row % 3 / 2, top_p=0.8, logit_bias={5: 3.0}, guided=guided)
+        ids = [1]
+        rows.append(
+            RowInit(row=row, params=params, seed=row, prompt_token_ids=ids, output_token_ids=[], stop_token_ids=[])
+        )
+        sampler.add_row(rows[-1])
+    assert all(device.can_draw(new) for new in rows)
+    device.take(rows)
+    masks: Any = RowMasks()
+    logits = torch.randn(ROWS, VOCAB) * 3
+    taken = int(np.flatnonzero(~masks.table[3:4].view(np.uint8) & 1)[0]) * 8  # a token that the fourth row may not draw
+    logits[3, taken] = torch.nan
+    plans = [RowPlan(row=row, start=0, token_ids=[0], output_index=0) for row in range(ROWS)]
+    expected = [-1 if drawn.error else drawn.token_id for drawn in sampler.sample(logits, plans, masks)]
+    numbers = torch.arange(ROWS, dtype=torch.int32)
+    zeros, newest = torch.zeros(ROWS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int64)
+    device.keep_allowed(logits, numbers[1::2].clone(), masks.table[1::2].copy())
+    uniforms = torch.tensor(device.uniforms(range(ROWS), [0] * ROWS), dtype=torch.float64)
+    assert device.draw(logits, numbers, zeros, uniforms, newest).tolist() == expected
+    assert expected[3] == -1 and sum(token >= 0 for token in expected) == ROWS - 1
+
+
 def test_rows_that_cannot_be_sampled_are_marked() -> None:
     device = DeviceSampler(VOCAB, 3, torch.device("cpu"))
     params = (SamplingParams(), SamplingParams(banned_token_ids=list(range(VOCAB))), SamplingParams(temperature=0.0))
@@ -111,4 +152,8 @@ def test_requests_that_the_device_refuses() -> None:
     assert not can(SamplingParams(temperature=1e-40)), "one over it is no float32"
     assert not can(SamplingParams(logit_bias={VOCAB: 1.0})), "an id that the model does not have"
     assert not can(SamplingParams(logit_bias={2: 1.0}, min_tokens=2))
+    guided = Guided("regex", "[a-z]+")
+    assert can(SamplingParams(guided=guided, top_k=5)) and not can(SamplingParams(guided=guided, min_tokens=2))
+    assert not can(SamplingParams(guided=guided, presence_penalty=1.0)), "forced tokens would not be counted"
+    assert not can(SamplingParams(guided=guided, ignore_eos=True)), "the end of a grammar is an exception"
     assert not can(SamplingParams(banned_token_ids=list(range(VOCAB)) * 4, allowed_token_ids=[1]))

@@ -7,6 +7,13 @@ while the host applies, outputs and plans. This queue is the only place where st
     host     launch 1  launch 2  collect 1  apply 1  launch 3  collect 2  apply 2  launch 4 ...
     device   [ step 1 ......... ][ step 2 .................. ][ step 3 ................. ][ step 4 ...
 
+Rows with grammars take part: what they may draw in step 2 depends on what they drew in step 1, but their forward pass
+does not. Such a step is given its masks as soon as the one before it is applied, and draws then; what is launched
+behind it feeds what it draws:
+
+    host     launch 2  collect 1  apply 1  masks 2 ─► draw 2  launch 3  collect 2  apply 2  masks 3 ─► draw 3 ...
+    device   [ step 2: forward .................. ][ draw 2 ][ step 3: forward ...................... ][ draw 3 ]
+
 Everything a request can do wrong ends in an output for that request alone; a step that fails as a whole ends the
 requests that were in it and nothing else.
 """
@@ -18,7 +25,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
 
 from tokenmill.engine.status import CoreInfo, EngineStats
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -51,8 +59,13 @@ class Runner(Protocol):
         """Start a step; the ticket that its result is collected with."""
         ...
 
-    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
-        """Wait for a step. `masks`: the tokens that its rows with grammars may draw."""
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        """Let a step draw that has rows with grammars: `masks` are the tokens that these may draw. Called once for such
+        a step, before the next one is launched, and before it is collected."""
+        ...
+
+    def collect(self, ticket: int) -> StepResult:
+        """Wait for a step."""
         ...
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
@@ -65,11 +78,13 @@ class Runner(Protocol):
         ...
 
 
-class InFlight(NamedTuple):
+@dataclass(slots=True)
+class InFlight:
     """A step that was launched, or why it could not be."""
 
     plan: StepPlan
     ticket: int | Exception
+    lacks_masks: bool  # rows with grammars have not drawn yet
 
 
 class EngineCore:
@@ -149,21 +164,40 @@ class EngineCore:
         return outputs
 
     def _launch(self) -> None:
-        """Fill the queue; behind a step that could not be launched nothing is launched."""
-        while len(self._in_flight) < self._runner.depth:
+        """Fill the queue."""
+        while len(self._in_flight) < self._runner.depth and self._may_follow():
             plan = self._scheduler.plan()
             if plan is None:
                 return
-            ticket = attempt(self._runner.launch, plan)
-            self._in_flight.append(InFlight(plan, ticket))
-            if isinstance(ticket, Exception):
-                return
+            self._grammars.update_rows(plan)
+            lacks_masks = self._grammars.constrain(plan)
+            self._in_flight.append(InFlight(plan, attempt(self._runner.launch, plan), lacks_masks))
+
+    def _may_follow(self) -> bool:
+        """Tell whether a step may be launched behind those in flight: not behind one that could not be launched, nor
+        behind one that has not drawn all its tokens, since it may feed them."""
+        if not self._in_flight:
+            return True
+        newest = self._in_flight[-1]
+        if newest.lacks_masks and len(self._in_flight) == 1:
+            self._draw(newest)
+        return not newest.lacks_masks and isinstance(newest.ticket, int)
+
+    def _draw(self, step: InFlight) -> None:
+        """Let the rows with grammars of the oldest step in flight draw: all before it are applied."""
+        step.lacks_masks = False
+        if isinstance(step.ticket, int):
+            drawn = attempt(self._runner.draw, step.ticket, self._grammars.masks(step.plan))
+            if isinstance(drawn, Exception):
+                attempt(self._runner.collect, step.ticket)
+                step.ticket = drawn
 
     def _collect(self, step: InFlight) -> list[SequenceOutput]:
         """Wait for a step and apply it. One that raises fails its own rows; steps behind it are collected and void."""
-        plan, ticket = step
-        masks = self._grammars.masks(plan)
-        result = ticket if isinstance(ticket, Exception) else attempt(self._runner.collect, ticket, masks)
+        if step.lacks_masks:
+            self._draw(step)
+        plan, ticket = step.plan, step.ticket
+        result = ticket if isinstance(ticket, Exception) else attempt(self._runner.collect, ticket)
         if isinstance(result, Exception):
             return self._fail(plan, result)
         self._failed_steps = 0
@@ -176,10 +210,9 @@ class EngineCore:
             raise error
         log.error("a step failed; its %d requests end with an error", len(plan.rows), exc_info=error)
         while self._in_flight:
-            behind, ticket = self._in_flight.popleft()
-            self._grammars.update_rows(behind)
-            if not isinstance(ticket, Exception):
-                attempt(self._runner.collect, ticket)
+            behind = self._in_flight.popleft()
+            if isinstance(behind.ticket, int):
+                attempt(self._runner.collect, behind.ticket)
         failed = failed_step(plan, f"the step could not be computed: {error}")
         return self._scheduler.apply_failure(self._grammars.advance(plan, failed))
 

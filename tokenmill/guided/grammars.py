@@ -1,11 +1,15 @@
 """The grammars of an engine: requests that wait for a compilation, and the rows of the runner that follow a grammar.
 
     hold(request) ──► pop_compiled()             a request waits for its grammar; others are not delayed
-    masks(plan) ──► advance(plan, result)        one step: the allowed tokens; then the sampled and the forced ones
+    update_rows(plan) ──► masks(plan) ──► advance(plan, result)      one step: rows that come and go; the allowed
+                                                                     tokens; then the sampled and the forced ones
 
 Forced tokens are not sampled: where a grammar allows one continuation, it is appended to the sampled token, and the
 next step computes all of it as a chunk. A row with logprobs (or of a beam) samples the same tokens one by one, each as
 the only one allowed, so that logprobs change no token.
+
+A step may be launched before the one ahead of it is collected; its masks are asked for when it is. If tokens were
+forced meanwhile, what such a step draws for that row is void: its number of outputs tells.
 """
 
 from __future__ import annotations
@@ -103,13 +107,14 @@ class Grammars:
             if new.params.guided is not None:
                 self._rows[new.row] = self._opened(new)
 
-    def masks(self, plan: StepPlan) -> StepMasks | None:
-        """Return the masks of this step's sampling rows, computed while the model computes; None if no row has a
-        grammar."""
-        self.update_rows(plan)
-        sampling = {row.row: self._rows[row.row] for row in plan.rows if row.sample and row.row in self._rows}
-        if not sampling:
-            return None
+    def constrain(self, plan: StepPlan) -> bool:
+        """Return whether a row that samples in this step follows a grammar, so that the step needs masks."""
+        return bool(self._rows) and any(row.sample and row.row in self._rows for row in plan.rows)
+
+    def masks(self, plan: StepPlan) -> StepMasks:
+        """Return the masks of this step's sampling rows, computed while the model computes. All steps before it have
+        been advanced by."""
+        sampling = {row.row: self._rows[row.row] for row in plan.rows if row.sample and self._is_at(row)}
         drafts = {row.row: row.token_ids[-row.num_drafts :] for row in plan.rows if row.num_drafts}
         return self._table.start(sampling, {row: tokens for row, tokens in drafts.items() if row in sampling})
 
@@ -127,7 +132,7 @@ class Grammars:
 
     def _advanced(self, plan: RowPlan, result: RowResult) -> RowResult:
         grammar = self._rows.get(plan.row)
-        if grammar is None or not plan.sample:
+        if grammar is None or not plan.sample or not self._is_at(plan):
             return result
         if grammar.matcher.error is not None:
             return RowResult(row=plan.row, error=f"the grammar can't be followed further: {grammar.matcher.error}")
@@ -138,6 +143,11 @@ class Grammars:
         if plan.num_logprobs is not None:
             return result
         return msgspec.structs.replace(result, token_ids=result.token_ids + grammar.jump())
+
+    def _is_at(self, plan: RowPlan) -> bool:
+        """Return whether a row has a grammar that stands where the row draws; elsewhere its draw is void."""
+        grammar = self._rows.get(plan.row)
+        return grammar is not None and grammar.num_outputs == plan.output_index
 
     def _opened(self, new: RowInit) -> RowGrammar:
         assert new.params.guided is not None

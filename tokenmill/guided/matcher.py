@@ -126,7 +126,7 @@ class RowGrammar:
         self.matcher = matcher
         self.matcher.advance(outputs)
         self._is_excluded = is_excluded
-        self._num_outputs = len(outputs)
+        self.num_outputs = len(outputs)
         self.forced = self._forced(0)
 
     @property
@@ -137,7 +137,7 @@ class RowGrammar:
     def take(self, token_id: int) -> None:
         """Advance by a sampled token."""
         self.matcher.advance([token_id])
-        self._num_outputs += 1
+        self.num_outputs += 1
         self.forced = self.forced[1:] or self._forced(0)
 
     def jump(self) -> list[int]:
@@ -145,7 +145,7 @@ class RowGrammar:
         taken: list[int] = []
         while self.forced and self.matcher.advance(self.forced):
             taken += self.forced
-            self._num_outputs += len(self.forced)
+            self.num_outputs += len(self.forced)
             self.forced = self._forced(0)
         return taken
 
@@ -181,7 +181,7 @@ class RowGrammar:
         for position, token_id in enumerate(tokens):
             if self.matcher.is_end(token_id):
                 break
-            if self._is_excluded(token_id, self._num_outputs + num_drafts + position):
+            if self._is_excluded(token_id, self.num_outputs + num_drafts + position):
                 return tokens[:position]
         return tokens
 

@@ -1,6 +1,7 @@
 """The runner on a GPU: steps are put on the stream and collected later, so that the device never waits for the host.
 
     launch    the forward pass of a step, and the draws of its rows that draw on the device: kernels on the stream
+    draw      the draws of a step that has rows with grammars, once their masks are known: kernels on the stream
     collect   wait for the tokens; draw for the rows that the host draws for
 
 Most rows of a server decode: each step feeds the token that the row drew in the step before (PENDING), which only the
@@ -14,17 +15,19 @@ A row whose sequence turns out to have ended in step k is computed once more in 
 it wrote lies behind the end of its sequence: no full block is ever touched, and the block goes back to the pool when
 step k+1 is collected.
 
-Tokens are drawn on the device, by every parameter that `device_sampler` knows. Rows that need more (grammars, logprobs,
-embeddings, rare parameters) have their forward pass launched like the others, and the host draws when the step is
-collected.
+Tokens are drawn on the device, by every parameter that `device_sampler` knows. A batch that has rows with grammars ends
+with hidden states, and all its rows draw in `draw`, behind the forward pass and before the next one. Rows that need
+more (logprobs, embeddings, rare parameters) have their forward pass launched like the others, and the host draws when
+the step is collected.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tokenmill.guided.masks import StepMasks
@@ -36,7 +39,7 @@ from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, RowsForward, SlicedSampler, drawn_result
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
-from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult
+from tokenmill.types import PENDING, RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 NONE_LEFT = -2  # drawn in place of a token
 NOTHING_LEFT = "no token is left to draw: banned_token_ids and min_tokens together exclude every one"
@@ -50,14 +53,16 @@ class HostDraws:
     hidden: torch.Tensor  # [R, H]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchedStep:
     """A step on the stream."""
 
     plan: StepPlan
-    pending: list[tuple[PendingTokens, list[RowPlan]]]  # rows whose tokens come from the device
-    host: HostDraws | RowsForward | None  # rows that the host finishes
     began: float
+    pending: list[tuple[PendingTokens, list[RowPlan]]] = field(default_factory=list)  # drawn on the device
+    undrawn: list[tuple[torch.Tensor, list[RowPlan]]] = field(default_factory=list)  # hidden states of rows that draw
+    host: HostDraws | RowsForward | None = None  # rows that the host finishes
+    masks: StepMasks | None = None
 
 
 class CudaRunner:
@@ -71,6 +76,7 @@ class CudaRunner:
         self._rows = self._host.rows
         self._sampler = DeviceSampler(model.vocab_size, max_rows, storage.device)
         self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
+        self._is_guided = [False] * max_rows  # drawn on the device, by masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
@@ -82,21 +88,32 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> int:
-        began = time.perf_counter()
+        step = LaunchedStep(plan, time.perf_counter())
         self._apply_changes(plan)
         decode, prefill, host = self._sort(plan.rows)
-        pending = []
         if decode:
-            pending.append((self._launch_decode(decode), decode))
+            self._launch_decode(step, decode)
         if prefill:
-            pending.append((self._launch_prefill(prefill), prefill))
-        self._launched[plan.step] = LaunchedStep(plan, pending, self._launch_host(host) if host else None, began)
+            self._launch_prefill(step, prefill)
+        if host:
+            step.host = self._launch_host(host)
+        self._launched[plan.step] = step
         return plan.step
 
     @torch.inference_mode()
-    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        step = self._launched[ticket]
+        step.masks = masks
+        if step.undrawn:
+            plans = [plan for _, part in step.undrawn for plan in part]
+            drawing = [plan for plan in plans if plan.sample]
+            drawn = self._drawn(torch.cat([hidden for hidden, _ in step.undrawn]), drawing, masks)
+            step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
+
+    @torch.inference_mode()
+    def collect(self, ticket: int) -> StepResult:
         step = self._launched.pop(ticket)
-        found = {row.row: row for row in self._finish_host(step.host, masks)}
+        found = {row.row: row for row in self._finish_host(step.host, step.masks)}
         for pending, plans in step.pending:
             tokens = pending.wait()
             found |= {row.row: _result(row, tokens, pending.lines) for row in plans}
@@ -153,7 +170,8 @@ class CudaRunner:
     def _apply_changes(self, plan: StepPlan) -> None:
         """Take on rows, blocks and block tables, on the host and on the device."""
         for new in plan.new_rows:
-            self._kinds[new.row] = self._kind_of(new)
+            kind = self._kinds[new.row] = self._kind_of(new)
+            self._is_guided[new.row] = kind != "host" and new.params.guided is not None
         self._sampler.take([new for new in plan.new_rows if self._kinds[new.row] != "host"])
         self._host.apply_changes(plan)
         self._graphs.rows.change(
@@ -185,21 +203,34 @@ class CudaRunner:
                 prefill.append(plan)
         return decode, prefill, host
 
-    def _launch_decode(self, plans: list[RowPlan]) -> PendingTokens:
-        return self._graphs.start(_decode_inputs(plans), self._kind(plans))
+    def _lacks_masks(self, plans: Sequence[RowPlan]) -> bool:
+        return any(plan.sample and self._is_guided[plan.row] for plan in plans)
 
-    def _launch_prefill(self, plans: list[RowPlan]) -> PendingTokens:
+    def _launch_decode(self, step: LaunchedStep, plans: list[RowPlan]) -> None:
+        if self._lacks_masks(plans):
+            step.undrawn.append((self._hidden(plans), plans))
+        else:
+            step.pending.append((self._graphs.start(_decode_inputs(plans), self._kind(plans)), plans))
+
+    def _hidden(self, plans: list[RowPlan]) -> torch.Tensor:
+        """Hidden states [R, H] of rows that feed one token each. A copy: the graph's own are overwritten by the next
+        batch of the same size, which may be launched before they are read."""
+        return self._graphs.hidden(_decode_inputs(plans)).clone()
+
+    def _launch_prefill(self, step: LaunchedStep, plans: list[RowPlan]) -> None:
         # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
         plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
         drawing = [plan for plan in plans if plan.sample]
         wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
         batch = build_batch(plans, wanted, self._rows.tables, self._storage.block_size, self._storage.device)
         hidden = self._model.forward(batch, self._storage)
-        if not drawing:
-            return self._to_host(hidden.new_empty(0, dtype=torch.int64), [])
-        return self._to_host(self._drawn(hidden, drawing), [plan.row for plan in drawing])
+        if self._lacks_masks(drawing):
+            step.undrawn.append((hidden, plans))
+            return
+        drawn = self._drawn(hidden, drawing) if drawing else hidden.new_empty(0, dtype=torch.int64)
+        step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
 
-    def _drawn(self, hidden: torch.Tensor, plans: list[RowPlan]) -> torch.Tensor:
+    def _drawn(self, hidden: torch.Tensor, plans: list[RowPlan], masks: StepMasks | None = None) -> torch.Tensor:
         """Tokens [R] for the rows of `plans`, which become their newest."""
         rows = [plan.row for plan in plans]
         if self._kind(plans) == "greedy":
@@ -209,19 +240,29 @@ class CudaRunner:
         indices = [plan.output_index for plan in plans]
         uniforms = self._to_device(self._sampler.uniforms(rows, indices), torch.float64)
         row_ids, output_ids = self._to_device(rows, torch.int32), self._to_device(indices, torch.int32)
-        fed = self._to_device([plan.token_ids[-1] for plan in plans], torch.int32)
+        last = [plan.token_ids[-1] for plan in plans]
+        fed = self._to_device(last, torch.int32)
+        if PENDING in last:
+            fed = torch.where(fed == PENDING, self._graphs.newest[row_ids].int(), fed)
         self._sampler.count_fed(row_ids, output_ids, fed)
-        return self._sampler.draw(
-            self._model.logits(hidden, "eager"), row_ids, output_ids, uniforms, self._graphs.newest
-        )
+        logits = self._model.logits(hidden, "eager")
+        if masks is not None:
+            self._keep_grammatical(logits, rows, masks)
+        return self._sampler.draw(logits, row_ids, output_ids, uniforms, self._graphs.newest)
+
+    def _keep_grammatical(self, logits: torch.Tensor, rows: list[int], masks: StepMasks) -> None:
+        """Take all tokens from the rows with grammars that their masks do not allow; changes logits [R, vocab]."""
+        guided = [(number, row) for number, row in enumerate(rows) if self._is_guided[row]]
+        numbers = self._to_device([number for number, _ in guided], torch.int32)
+        bits = masks.bits([row for _, row in guided]).view(np.int32)
+        self._sampler.keep_allowed(logits, numbers, bits)
 
     def _launch_host(self, plans: list[RowPlan]) -> HostDraws | RowsForward:
         """Rows that feed one token still go through a graph, up to the hidden states."""
         self._host.sampler.observe(plans)
         if not all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans):
             return self._host.start_rows(plans)
-        # A copy: the graph's own are overwritten by the next step of the same size, launched before this is collected.
-        return HostDraws(plans, self._graphs.hidden(_decode_inputs(plans)).clone())
+        return HostDraws(plans, self._hidden(plans))
 
     def _only_draws(self, plan: RowPlan) -> bool:
         return plan.sample and plan.num_prompt_logprobs is None and self._rows[plan.row].pooler is None

@@ -145,6 +145,7 @@ class DecodeGraphs:
         gathered = self._gather(1, self._padding)
         logits = torch.empty(1, self._model.vocab_size, device=self.newest.device)
         self._sampler.count_fed(gathered.rows, gathered.indices, gathered.token_ids)
+        self._sampler.keep_allowed(logits, gathered.rows, np.zeros((1, -(-self._model.vocab_size // 32)), np.int32))
         self._sampler.draw(logits, gathered.rows, gathered.indices, gathered.uniforms, self.newest)
 
     def captures(self) -> Iterator[Callable[[], object]]:

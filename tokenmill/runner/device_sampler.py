@@ -6,7 +6,9 @@
     edits    ids, values, ends [max_rows, MAX_ROW_EDITS]   added to a logit while the output is shorter than `end`
 
 Tokens are counted when they are fed, not when they are drawn, so what a void step drew is never counted. The random
-numbers are the host's, a function of seed and output index, sent along with the row numbers.
+numbers are the host's, a function of seed and output index, sent along with the row numbers. So are the masks of rows
+with grammars, a bit for each token. A grammar may force tokens that are fed several at a time, of which only the last
+would be counted, so with penalties such a row is the host's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.ops.triton.sampling.penalties import count_fed, edit_logits
+from tokenmill.ops.triton.sampling.penalties import count_fed, edit_logits, keep_allowed
 from tokenmill.ops.triton.sampling.sample import draw_tokens
 from tokenmill.params import DEVICE_PARAM_SLOTS, DEVICE_PARAMS, SamplingParams
 from tokenmill.runner.memory import MAX_ROW_EDITS
@@ -27,6 +29,7 @@ from tokenmill.sampling.steps import steps_used
 from tokenmill.types import RowInit
 
 HANDLED = frozenset(("penalties", "bias", "banned", "min_tokens", "temperature", "top_k", "top_p", "min_p"))
+HANDLED_WITH_GRAMMAR = HANDLED - {"penalties", "min_tokens"} | {"grammar"}  # min_tokens: the host knows exceptions
 FOREVER = 2**31 - 1
 
 
@@ -65,7 +68,8 @@ class DeviceSampler:
         params = new.params
         if new.pooling is not None or params.beam is not None or params.logprobs is not None:
             return False
-        if not steps_used(params) <= HANDLED or 0.0 < params.temperature < LEAST_TEMPERATURE:
+        handled = HANDLED if params.guided is None else HANDLED_WITH_GRAMMAR
+        if not steps_used(params) <= handled or 0.0 < params.temperature < LEAST_TEMPERATURE:
             return False
         edits = edits_of(new)
         return edits is not None and all(0 <= token < self._vocab_size for token in edits)
@@ -101,6 +105,10 @@ class DeviceSampler:
         """Draw tokens int64 [R] from float32 logits [R, vocab], which are changed; rows, indices int32 [R]."""
         edit_logits(logits, rows, indices, self._params_of, self._seen, self._edits)
         return draw_tokens(logits, rows, uniforms, self._params_of, newest)
+
+    def keep_allowed(self, logits: torch.Tensor, numbers: torch.Tensor, masks: NDArray[np.int32]) -> None:
+        """Keep the tokens whose bits are set in masks [M, words], for rows `numbers` int32 [M] of logits [R, vocab]."""
+        keep_allowed(logits, numbers, self._to_device(masks))
 
     def count_fed(self, rows: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count the tokens that rows feed last; `indices`: how many output tokens each row has."""

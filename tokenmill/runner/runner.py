@@ -1,7 +1,8 @@
 """The runner on a CPU: apply a plan's changes, build the batch, forward, then give each row what it asked for.
 
-    launch(plan) -> ticket            the step is accepted; a CPU computes it when its result is collected
-    collect(ticket, masks) -> result  what it brought; `masks` are needed here, where tokens are drawn
+    launch(plan) -> ticket   the step is accepted; a CPU computes it when its result is collected
+    draw(ticket, masks)      the tokens that rows with grammars may draw, where there are such rows
+    collect(ticket) -> result
 
 A row may want its next token, logprobs of its prompt, or one vector for the whole prompt. Only the hidden states that
 serve one of these leave the model. What goes wrong in one row's numbers ends in that row's `error`.
@@ -121,6 +122,7 @@ class ModelRunner:
         max_blocks = -(-max_context // storage.block_size)
         self.rows = RowTable(len(storage.layout.groups), max_rows, max_blocks)
         self._launched: dict[int, StepPlan] = {}
+        self._masks: dict[int, StepMasks] = {}  # by ticket
         self._newest: dict[int, int] = {}  # the token that each row drew last
 
     def continues(self, new: RowInit) -> bool:
@@ -131,10 +133,13 @@ class ModelRunner:
         self._launched[plan.step] = plan
         return plan.step
 
-    def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        self._masks[ticket] = masks
+
+    def collect(self, ticket: int) -> StepResult:
         """Compute a step. Steps are collected in the order in which they were launched."""
         began = time.perf_counter()
-        plan = self._launched.pop(ticket)
+        plan, masks = self._launched.pop(ticket), self._masks.pop(ticket, None)
         fed = [self._filled(row) if row.token_ids[0] == PENDING else row for row in plan.rows]
         self.apply_changes(plan)
         self.sampler.observe(fed)

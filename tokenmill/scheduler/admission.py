@@ -38,8 +38,8 @@ def build_request_state(
     state = RequestState(request, number)
     state.output_mode = _output_mode(state)
     sequences = [Sequence(state, index, cache.chain(request.cache_salt)) for index in range(state.num_sequences)]
-    # Beams and grammars choose on the host what comes next.
-    chooses_on_host = state.output_mode.holds_back or request.params.guided is not None
+    # Beams choose on the host what comes next.
+    chooses_on_host = state.output_mode.holds_back
     state.continues = state.draws_tokens and not chooses_on_host and continues(sequences[0].row_init())
     if request.params.beam:
         SequenceGroup(state, sequences[:1], [], num_rows=len(sequences))  # beams branch off the first one

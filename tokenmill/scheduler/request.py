@@ -7,9 +7,10 @@ A sequence wants tokens: those it has minus those that are computed or being com
 
 A long prompt, a prefix hit, a return from preemption and ordinary decoding differ only in how much is wanted. Steps in
 flight are counted as if they were done: their tokens as computed, and the token that one of them draws as `pending`,
-which a later step can feed because the device knows it. What is in the cache is the sequence's window: all its tokens,
-unless they have outgrown the context (below). Drafts are tokens that may follow: they are fed behind the wanted ones,
-and those that turn out right count as computed.
+which a later step can feed because the device knows it. Where a grammar forces tokens behind a drawn one, what the next
+step draws is void: it has fed the drawn token, and the forced ones come in place of its own draw. What is in the cache
+is the sequence's window: all its tokens, unless they have outgrown the context (below). Drafts are tokens that may
+follow: they are fed behind the wanted ones, and those that turn out right count as computed.
 
 A sequence group is what is admitted, planned and preempted as one. Samples of one prompt (`n`) are independent once the
 prompt is computed: each is a group of one. Beams choose their next tokens together, so they are one group. Either way
@@ -258,6 +259,7 @@ class Sequence:
         "num_dropped",
         "num_in_flight",
         "num_pending",
+        "num_void_draws",
         "prompt_len",
         "row",
         "seed",
@@ -279,6 +281,7 @@ class Sequence:
         self.computed = 0  # tokens of the window
         self.num_in_flight = 0  # tokens of the window behind those, fed by steps that were not collected yet
         self.num_pending = 0  # tokens that those steps draw and a later step may feed
+        self.num_void_draws = 0  # ... and that count for nothing: other tokens came in their place
         self.last_step = NOT_PLANNED  # the id of the last plan that holds the sequence
         self.epoch = 0  # what steps of an earlier epoch bring is void
         self.chain = chain  # block hashes of the window
@@ -325,7 +328,19 @@ class Sequence:
     def void_steps(self) -> None:
         """Start again at what is computed: steps in flight count for nothing."""
         self.epoch += 1
-        self.num_in_flight = self.num_pending = 0
+        self.num_in_flight = self.num_pending = self.num_void_draws = 0
+
+    def void_draws(self) -> None:
+        """Let the draws of steps in flight count for nothing. What those steps feed stays computed."""
+        self.num_void_draws += self.num_pending
+        self.num_pending = 0
+
+    def note_draw(self) -> None:
+        """A draw that was counted as pending has arrived. Draws arrive in order, so void ones come first."""
+        if self.num_void_draws:
+            self.num_void_draws -= 1
+        else:
+            self.num_pending -= 1
 
     # ── the window ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -333,6 +348,11 @@ class Sequence:
     def is_whole(self) -> bool:
         """Tell whether the window reaches to the last token."""
         return self.num_dropped + len(self.window) == len(self.tokens)
+
+    @property
+    def has_outgrown_window(self) -> bool:
+        shift = self.state.request.shift
+        return shift is not None and len(self.window) > shift.context
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

@@ -174,7 +174,10 @@ class Scheduler:
         """Plan all members of a group; False when no group behind it may be planned in this step."""
         served = []
         for sequence in group.members:
-            if not sequence.num_in_flight and sequence.update_window():
+            if sequence.num_in_flight:
+                if sequence.has_outgrown_window:
+                    continue  # by forced tokens: the window moves once no step in flight is in it
+            elif sequence.update_window():
                 self._running.reopen(sequence, self._admission.match(group, sequence, group.target(sequence) - 1))
             granted = builder.budget.grant(group.wants(sequence))
             if not granted:
@@ -266,7 +269,8 @@ class Scheduler:
         if result.error is not None:
             return self._fail(state, result.error)
         sequence.num_in_flight -= planned.num_tokens
-        sequence.num_pending -= planned.is_pending
+        if planned.is_pending:
+            sequence.note_draw()
         self._commit(sequence, planned.num_tokens)
         if result.prompt_logprobs:
             state.keep_prompt_logprobs(start + sequence.num_dropped, result.prompt_logprobs)
@@ -292,6 +296,8 @@ class Scheduler:
         self._counters.generated_tokens += len(result.token_ids)
         num_before = len(sequence.tokens)
         outputs = state.output_mode.take(sequence, result)
+        if len(sequence.tokens) - num_before > 1:  # forced tokens, or drafts, which are never in flight with others
+            sequence.void_draws()
         if right:
             # A sequence that ended took fewer; the last token drawn was not fed, or not at its position.
             self._commit(sequence, min(right, len(sequence.tokens) - num_before - 1))

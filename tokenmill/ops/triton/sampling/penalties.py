@@ -1,5 +1,6 @@
-"""Logits processors on the device, before a token is sampled (`sample.py`): penalties for tokens that were seen, then
-what is added to single tokens. Each row's parameters, edits and counts of seen tokens lie in tables by row.
+"""Logits processors on the device, before a token is sampled (`sample.py`): penalties for tokens that were seen, masks
+of grammars, and what is added to single tokens. Each row's parameters, edits and counts of seen tokens lie in tables by
+row.
 
 The same steps in the same order as `sampling/steps.py`.
 """
@@ -54,6 +55,18 @@ def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, N
 
 
 @kernel
+def _keep_allowed(logits, numbers, masks, vocab, num_words, BLOCK: tl.constexpr) -> None:
+    """Adds minus infinity to tokens whose bit is not set: what was no number stays none."""
+    mask = tl.program_id(0)
+    row = logits + tl.load(numbers + mask).to(tl.int64) * vocab
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    words = tl.load(masks + mask.to(tl.int64) * num_words + tokens // 32, mask=inside, other=-1)
+    is_taken = inside & (((words >> (tokens % 32)) & 1) == 0)
+    tl.store(row + tokens, tl.load(row + tokens, mask=is_taken, other=0.0) + float("-inf"), mask=is_taken)
+
+
+@kernel
 def _count_fed(rows, indices, token_ids, row_params, seen, counted, vocab) -> None:
     """The token that a row with n output tokens feeds last is the n-th of them: counted, if it was not yet."""
     line = tl.program_id(0)
@@ -93,3 +106,11 @@ def edit_logits(
     num_rows, vocab = logits.shape
     _penalise[(num_rows, cdiv(vocab, BLOCK))](logits, rows, row_params, seen, vocab, BLOCK, num_warps=8)
     _add_edits[(num_rows,)](logits, rows, indices, *edits, vocab, edits[0].shape[1], num_warps=2)
+
+
+def keep_allowed(logits: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor) -> None:
+    """Keep the tokens whose bits are set: masks int32 [M, words], lowest bit first, for rows `numbers` int32 [M] of
+    logits [R, vocab], which are changed"""
+    num_masks, num_words = masks.shape
+    vocab = logits.shape[1]
+    _keep_allowed[(num_masks, cdiv(vocab, BLOCK))](logits, numbers, masks, vocab, num_words, BLOCK, num_warps=8)

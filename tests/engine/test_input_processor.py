@@ -10,7 +10,7 @@ import pytest
 from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor
 from tokenmill.engine.input_processor import MAX_CHARACTERS_PER_TOKEN, ClientRequest, InputProcessor, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from tokenmill.params import SamplingParams
+from tokenmill.params import Guided, SamplingParams
 from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, Message, PromptRequest
 
@@ -100,3 +100,9 @@ def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
     for asked in (prompt("text"), chat("text"), prompt([1], stop=["a"]), prompt([1], stop_regex=["a"])):
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             bare.process(asked)
+
+
+def test_a_thinking_budget_beside_a_grammar_needs_a_conversation() -> None:
+    params = SamplingParams(thinking_budget=1, thinking_markers=("<t>", "</t>"), guided=Guided("regex", "a"))
+    with pytest.raises(InvalidRequest, match="allows no think section"):
+        byte_input_processor().process(PromptRequest(prompt="p", params=params))

@@ -75,7 +75,6 @@ def test_wrong_parts_are_named(make: Callable[[], Any], param: str) -> None:
         ({"thinking_markers": ("a", "b")}, "thinking_markers"),
         ({"thinking_markers": ("a", ""), "thinking_budget": 1}, "thinking_markers"),
         ({"thinking_markers": ("a",), "thinking_budget": 1}, "thinking_markers"),
-        ({"thinking_budget": 1, "guided": Guided("regex", "a")}, "thinking_budget"),
         ({"context_shift": False, "context_keep": 1}, "context_keep"),
         ({"dry_base": 0.5}, "dry_base"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),

@@ -175,7 +175,7 @@ class FakeStream(AsyncIterator[Event]):
 
     def _choice(self, index: int, params: SamplingParams, prompt_ids: list[int]) -> list[Event]:
         if self._engine.parts is not None:
-            return self._parts(self._engine.parts, prompt_ids)
+            return self._parts(index, self._engine.parts, prompt_ids)
         words = re.findall(r"\S+\s*", self._engine.answer)
         limit = len(words) if params.max_tokens is None else min(params.max_tokens, len(words))
         text = "".join(words[:limit])
@@ -199,19 +199,26 @@ class FakeStream(AsyncIterator[Event]):
         )
         return [*events, last]
 
-    def _parts(self, parts: list[Part], prompt_ids: list[int]) -> list[Event]:
+    def _parts(self, index: int, parts: list[Part], prompt_ids: list[int]) -> list[Event]:
         request_id = self._request.request_id
         num_thoughts = sum(isinstance(part, ThoughtPart) for part in parts)
         has_calls = any(isinstance(part, CallStart) for part in parts)
         usage = Usage(
-            prompt_tokens=len(prompt_ids), completion_tokens=len(parts), cached_tokens=2, reasoning_tokens=num_thoughts
+            prompt_tokens=len(prompt_ids),
+            completion_tokens=len(parts),
+            cached_tokens=2,
+            reasoning_tokens=num_thoughts,
+            drafted_tokens=5,
+            accepted_tokens=2,
         )
         texts = [part.text if isinstance(part, TextPart) else "" for part in parts]
         events = [
-            Event(request_id=request_id, text=text, parts=[part]) for part, text in zip(parts, texts, strict=True)
+            Event(request_id=request_id, index=index, text=text, parts=[part])
+            for part, text in zip(parts, texts, strict=True)
         ]
         finish = "tool_calls" if has_calls else "stop"
-        return [*events, Event(request_id=request_id, finish_reason=finish, usage=usage)]  # type: ignore[arg-type]
+        last = Event(request_id=request_id, index=index, finish_reason=finish, usage=usage)  # type: ignore[arg-type]
+        return [*events, last]
 
 
 def _logprobs(params: SamplingParams, word: str) -> list[TokenInfo] | None:

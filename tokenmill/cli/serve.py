@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tokenmill.cli import flags, session
 from tokenmill.engine.startup.core_prestart import take_core
-from tokenmill.store import is_scripted
 
 
 def command(
@@ -26,5 +25,4 @@ def command(
 
         return serving_lines(config, found.path, found.name)
 
-    core = take_core(fast_start=bool(config.ops.fast_start))
-    return run_server(config, server, core, None if is_scripted(config.model.model) else plan)
+    return run_server(config, server, take_core(fast_start=bool(config.ops.fast_start)), plan)

@@ -18,11 +18,14 @@ from tokenmill.config.sampling import SamplingConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.customized import customized
+from tokenmill.engine.results import reasoning_of
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
 from tokenmill.params import SamplingParams
 from tokenmill.store import Customization, ResolvedModel, resolve_model
 from tokenmill.types import ChatRequest, Event, Message, PromptRequest
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Events(Protocol):
@@ -154,12 +157,18 @@ class Answer:
         self.was_stopped = False
 
 
-def write_answer(events: Events, out: TextIO = sys.stdout) -> Answer:
-    """Write the text as it comes; end with a line break; free the sequence when it is stopped early."""
+def write_answer(events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sys.stderr) -> Answer:
+    """Write the text as it comes; end with a line break; free the sequence when it is stopped early.
+
+    What the model thinks is shown dimmed on `thoughts` where that is a terminal, so that a redirected answer is only
+    the answer.
+    """
     answer = Answer()
+    screen = ThoughtScreen(thoughts)
     try:
         with stoppable(events) as stop:
             for event in events:
+                screen.show(event)
                 answer.text += event.text
                 answer.last = event
                 out.write(event.text)
@@ -168,8 +177,36 @@ def write_answer(events: Events, out: TextIO = sys.stdout) -> Answer:
                     break
             answer.was_stopped = stop.asked
     finally:
+        screen.close()
         events.close()
     if not answer.text.endswith("\n"):
         out.write("\n")
         out.flush()
     return answer
+
+
+class ThoughtScreen:
+    """What a model thinks, dimmed, on a terminal; nothing where there is none."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_shown = out.isatty()
+        self._is_dim = False
+
+    def show(self, event: Event) -> None:
+        if not self._is_shown:
+            return
+        thought = reasoning_of(event)
+        if thought:
+            self._out.write(thought if self._is_dim else DIM + thought)
+            self._is_dim = True
+            self._out.flush()
+        if event.text:
+            self.close()
+
+    def close(self) -> None:
+        """End the thoughts, before the answer or at the end."""
+        if self._is_dim:
+            self._out.write(f"{PLAIN}\n\n")
+            self._out.flush()
+        self._is_dim = False

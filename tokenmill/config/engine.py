@@ -29,8 +29,6 @@ class ModelConfig:
     """Short name from the catalog, path to a GGUF file or a model directory, or Hugging Face id."""
     served_name: str | None = None
     """Name that clients use; the model's own by default."""
-    chat_template: str | None = None
-    """File with a Jinja chat template to use instead of the model's own."""
     load_format: LoadFormat = "auto"
     """`dummy` makes random weights from the config alone, for benchmarks."""
     dtype: DType = "auto"
@@ -45,6 +43,9 @@ class ModelConfig:
     whatever this says; but on a GPU it is expanded for float32 and with `--deterministic`."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: `auto` finds out from its chat template; `none`: it shall call none; or the name
+    of a format (docs/TOOLS.md)."""
     packed_cache: bool = True
     """Keep large models' weights on disk in the order that native kernels read them in, for quick starts."""
 

@@ -47,6 +47,8 @@ class ServerConfig:
     """Silence in a stream after which a comment keeps the connection open."""
     drain_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
+    reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
+    """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much is logged; `info` writes one line a request, never its text."""
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
+
+import msgspec
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import SamplingParams
-from tokenmill.types import Message, ToolCall
+from tokenmill.types import Effort, Message, Reasoning, Tool, ToolCall, ToolChoice
 
 Prompt = str | list[int]
 Conversation = Sequence[Message | dict[str, Any]]
+TOOL_HINT = '{"type": "function", "function": {"name": "…", "description": "…", "parameters": {…}}}'
 CALL_HINT = '{"id": "call_1", "type": "function", "function": {"name": "…", "arguments": "{}"}}'
 
 
@@ -59,6 +62,44 @@ def params_from(given: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(many) != count:
         raise InvalidRequest(f"{len(many)} sampling params for {count} prompts", param="params")
     return many
+
+
+def tools_from(given: Sequence[Tool | dict[str, Any]] | None) -> list[Tool]:
+    """The tools of a call; a dict is a tool as OpenAI's clients write it."""
+    if given is not None and not _is_list(given):
+        raise InvalidRequest(f"tools must be a list, got {_kind(given)}", param="tools")
+    return [tool if isinstance(tool, Tool) else _tool(tool) for tool in given or ()]
+
+
+def tool_choice_from(given: ToolChoice | str | dict[str, Any], *, parallel: bool) -> ToolChoice:
+    """A mode, or the one tool that must be called, as a dict in OpenAI's form."""
+    if isinstance(given, ToolChoice):
+        return given
+    if isinstance(given, str) and given in ("none", "auto", "required"):
+        return ToolChoice(mode=given, parallel=parallel)  # type: ignore[arg-type]  # one of the three
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        hint = '{"type": "function", "function": {"name": "…"}}'
+        raise InvalidRequest("tool_choice is none, auto, required or one tool", param="tool_choice", hint=hint)
+    return ToolChoice(mode="required", names=[function["name"]], parallel=parallel)
+
+
+def reasoning_from(effort: str | None) -> Reasoning:
+    if effort is not None and effort not in get_args(Effort):
+        raise InvalidRequest(
+            f"reasoning_effort must be one of {', '.join(get_args(Effort))}, got {effort!r}", param="reasoning_effort"
+        )
+    return Reasoning(effort=effort)  # type: ignore[arg-type]  # one of the seven
+
+
+def _tool(given: Any) -> Tool:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or set(function) - {"name", "description", "parameters", "strict"}:
+        raise InvalidRequest("a tool is a Tool or a dict with a function", param="tools", hint=TOOL_HINT)
+    try:
+        return msgspec.convert(function, Tool)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"a tool is not valid: {error}", param="tools", hint=TOOL_HINT) from None
 
 
 def template_args_from(given: dict[str, Any]) -> dict[str, Any]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
+from tokenmill.engine.answer_reader import AnswerReader
 from tokenmill.engine.input_processor import InputProcessor, Shifting
-from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.engine.scripted import scripted_spec
+from tokenmill.engine.output_processor import MakeReader, OutputProcessor
 from tokenmill.engine.status import ModelInfo
-from tokenmill.errors import InvalidConfig
-from tokenmill.store import is_scripted, resolve_model
+from tokenmill.engine.tool_use import SpeechFinder, answer_start, callable_tools
+from tokenmill.store import resolve_model
 from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
-from tokenmill.text.script import Script, read_script
+from tokenmill.text.speech import Speech
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request
 from tokenmill.version import VERSION
@@ -41,7 +42,17 @@ class ModelFrontend:
             max_context=max_context,
             eos_token_ids=self.eos_token_ids,
             shifting=Shifting(self.config.cache.context_shift, self.config.cache.context_keep),
+            speeches=self.speeches,
         )
+
+    @cached_property
+    def speeches(self) -> SpeechFinder:
+        return SpeechFinder(self.tokenizer, self.config.model.tool_format)
+
+    @property
+    def speech(self) -> Speech | None:
+        """How the model writes thoughts and tool calls, by its own chat template."""
+        return self.speeches.of(None)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -51,7 +62,21 @@ class ModelFrontend:
         params = None if isinstance(asked, EmbedRequest) else asked.params
         keep_best = params.n if params is not None and params.best_of is not None else None
         wants_logprobs = params is not None and params.logprobs is not None
-        return OutputProcessor(request, self.tokenizer, keep_best=keep_best, wants_logprobs=wants_logprobs)
+        return OutputProcessor(
+            request,
+            self.tokenizer,
+            keep_best=keep_best,
+            wants_logprobs=wants_logprobs,
+            make_reader=self._make_reader(asked, request) if isinstance(asked, ChatRequest) else None,
+        )
+
+    def _make_reader(self, asked: ChatRequest, request: Request) -> MakeReader | None:
+        """How answers are read; None: they are nothing but text, because the model does not think and calls no tool."""
+        speech, tools = self.speeches.of(asked.chat_template), callable_tools(asked)
+        if speech is None or self.tokenizer is None or not (tools or speech.thinking):
+            return None
+        start = answer_start(speech, self.tokenizer, request.prompt_token_ids)
+        return lambda detokenizer: AnswerReader(speech.reader(tools, start), detokenizer, tools)
 
     def info(self, max_context: int) -> ModelInfo:
         return ModelInfo(
@@ -65,53 +90,21 @@ class ModelFrontend:
             shifts_context=self.config.cache.context_shift,
             path=self.model_path,
             chat_template=(self.tokenizer.chat_template or "") if self.tokenizer else "",
+            can_call_tools=self.speech is not None and self.speech.calls is not None and self.speech.describes_tools,
+            can_think=self.speech is not None and self.speech.thinking is not None,
         )
 
 
 def load_frontend(config: EngineConfig) -> ModelFrontend:
     model = resolve_model(config.model.model)
-    spec, tokenizer = spec_and_tokenizer(config, model.path)
     return ModelFrontend(
         config=config,
         name=config.model.served_name or model.name,
         model_path=model.path,
-        spec=spec,
-        tokenizer=tokenizer,
+        spec=read_spec(model.path),
+        tokenizer=tokenizer_of(model.path),
         created=int(time.time()),
     )
-
-
-def spec_and_tokenizer(config: EngineConfig, path: Path) -> tuple[ModelSpec, Tokenizer | None]:
-    """What a model is and its tokenizer, with the chat template that the config asks for."""
-    if not is_scripted(config.model.model):
-        return read_spec(path), _with_template(tokenizer_of(path), config.model.chat_template)
-    script = read_script(path)
-    tokenizer = script_tokenizer(script)
-    spec = scripted_spec(script, tokenizer)
-    return spec, _with_template(tokenizer, config.model.chat_template)
-
-
-def script_tokenizer(script: Script) -> Tokenizer:
-    """The tokenizer of the model that a script names, or bytes."""
-    if script.tokenizer_source is None:
-        return script.byte_tokenizer()
-    if not script.tokenizer_source.exists():
-        raise InvalidConfig(f"the script's tokenizer {script.tokenizer_source} does not exist", param="model")
-    tokenizer = tokenizer_of(script.tokenizer_source)
-    if tokenizer is None:
-        raise InvalidConfig(f"{script.tokenizer_source} has no tokenizer for the script", param="model")
-    return tokenizer
-
-
-def _with_template(tokenizer: Tokenizer | None, file: str | None) -> Tokenizer | None:
-    if file is None:
-        return tokenizer
-    if tokenizer is None:
-        raise InvalidConfig("a model without a tokenizer has no use for a chat template", param="chat_template")
-    try:
-        return tokenizer.with_chat_template(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"the chat template {file} cannot be read: {error}", param="chat_template") from None
 
 
 def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -14,18 +14,41 @@ import secrets
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from tokenmill.engine.request_ids import new_id
+from tokenmill.engine.tool_use import (
+    SpeechFinder,
+    answer_start,
+    chat_template,
+    check_tools,
+    history,
+    settle_grammar,
+    settle_thinking,
+    shown_tools,
+    thinking_budget,
+    with_described_tools,
+)
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.params.sampling import require_unicode
+from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.stops import stop_patterns
-from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template, tools_for_template
+from tokenmill.text.template import ChatTemplate, messages_for_template, tools_for_template
 from tokenmill.text.token_search import TokenSearch, is_open_at_end, markers_in
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import ChatRequest, ContextShift, EmbedRequest, Pooling, PromptRequest, Request, TokenizedParams
+from tokenmill.types import (
+    ChatRequest,
+    ContextShift,
+    EmbedRequest,
+    Pooling,
+    PromptRequest,
+    Reasoning,
+    Request,
+    TokenizedParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +102,15 @@ class InputProcessor:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         shifting: Shifting = NO_SHIFTING,
+        speeches: SpeechFinder | None = None,
     ) -> None:
+        """`speeches`: how the model writes thoughts and tool calls."""
         self.max_context = max_context
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._shifting = shifting
+        self._speeches = speeches or SpeechFinder(tokenizer)
         try:
             _ = self._template  # compiled now, so that no conversation waits for it
         except ModelError as problem:
@@ -98,10 +124,11 @@ class InputProcessor:
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        """None without a tokenizer. A model without a template of its own gets the plain ChatML layout."""
-        if self._tokenizer is None:
-            return None
-        return ChatTemplate(self._tokenizer.chat_template or CHATML, self._tokenizer.special_tokens)
+        return None if self._tokenizer is None else chat_template(self._tokenizer)
+
+    @cached_property
+    def _effort(self) -> EffortVariables | None:
+        return None if self._template is None else find_effort_variables(self._template)
 
     @cached_property
     def _words(self) -> TokenSearch:
@@ -117,7 +144,11 @@ class InputProcessor:
         shift = self._shifting.asked_for(asked.params, self.max_context)
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._require_fit(prompt_ids, param, shift, has_answer=asked.params.max_tokens != 0)
-        params = self._settle(asked.params)
+        params = asked.params if isinstance(asked, PromptRequest) else self._chat_params(asked, prompt_ids)
+        if params.guided is not None and params.guided is asked.params.guided and params.thinking_budget is not None:
+            problem = "thinking_budget does not combine with a schema or grammar, which allows no think section here"
+            raise InvalidRequest(problem, param="thinking_budget")
+        params = self._settle(params)
         tokenized = self._tokenized(params, prompt_ids)
         return Request(
             request_id=asked.request_id or new_id(),
@@ -143,12 +174,19 @@ class InputProcessor:
             raise InvalidRequest("messages must not be empty", param="messages")
         if self._template is None:
             raise no_tokenizer()
+        check_tools(asked)
+        speech, tools = self._speeches.of(asked.chat_template), shown_tools(asked)
+        messages = history(asked, speech)
+        if tools and (speech is None or speech.calls is None):
+            raise InvalidRequest("this model calls no tools", param="tools", hint="see --tool-format")
+        if tools and speech is not None and not speech.describes_tools:
+            messages, tools = with_described_tools(messages, tools, speech), []
         template = self._template if asked.chat_template is None else self._given_template(asked.chat_template)
         return template.render(
-            messages_for_template(asked.messages),
-            tools=tools_for_template(asked.tools),
+            messages_for_template(messages),
+            tools=tools_for_template(tools),
             add_generation_prompt=asked.add_generation_prompt,
-            extra=asked.template_args,
+            extra={**self._effort_variables(asked.reasoning), **asked.template_args},
         )
 
     def _given_template(self, source: str) -> ChatTemplate:
@@ -158,6 +196,18 @@ class InputProcessor:
         except ModelError as problem:
             raise InvalidRequest(problem.message, param="template") from problem
 
+    def _effort_variables(self, reasoning: Reasoning) -> dict[str, Any]:
+        """Variables of the template that stand for the reasoning settings of a request."""
+        if reasoning == Reasoning() or self._effort is None:
+            return {}
+        return self._effort.values(reasoning, thinking_budget(reasoning))
+
+    def _chat_params(self, asked: ChatRequest, prompt_ids: list[int]) -> SamplingParams:
+        """The parameters of a conversation, with a grammar for its tools and a thinking budget where it needs them."""
+        speech = self._speeches.of(asked.chat_template)
+        start = None if speech is None else answer_start(speech, self.tokenizer, prompt_ids)
+        return settle_grammar(asked, settle_thinking(asked, asked.params, speech, start), speech, start)
+
     def chat_ids(self, asked: ChatRequest) -> list[int]:
         """The token ids of a conversation. A template that writes the begin token itself does not get a second one."""
         text = self.chat_text(asked)
@@ -165,6 +215,17 @@ class InputProcessor:
         require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
         bos = self.tokenizer.special_tokens.get("bos_token")
         return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+
+    @staticmethod
+    def _prompt_params(asked: PromptRequest) -> SamplingParams:
+        if asked.params.guided is not None and asked.params.thinking_budget is not None:
+            raise InvalidRequest(
+                "thinking_budget does not combine with a schema or grammar for a plain prompt, which allows no think "
+                "section",
+                param="thinking_budget",
+                hint="send a conversation",
+            )
+        return asked.params
 
     def _ids_of(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

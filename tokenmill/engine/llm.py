@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
 from tokenmill.engine.argument_checks import (
@@ -24,7 +26,10 @@ from tokenmill.engine.argument_checks import (
     params_from,
     prompt_from,
     prompts_from,
+    reasoning_from,
     template_args_from,
+    tool_choice_from,
+    tools_from,
 )
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
@@ -35,7 +40,17 @@ from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.params import SamplingParams
-from tokenmill.types import ChatRequest, EmbedRequest, Event, Pooling, PromptRequest, Request, SequenceOutput
+from tokenmill.types import (
+    ChatRequest,
+    EmbedRequest,
+    Event,
+    Pooling,
+    PromptRequest,
+    Request,
+    SequenceOutput,
+    Tool,
+    ToolChoice,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -109,16 +124,29 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Tool | dict[str, Any]] | None = None,
+        tool_choice: ToolChoice | str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
         progress: bool = True,
         **template_args: Any,
     ) -> list[RequestOutput]:
         """The next turn of a conversation, or of each of several; a message is a dict with `role` and `content`.
 
-        `template_args` are variables of the model's chat template: `enable_thinking=False`.
+        `tools` are functions that the model may call, as OpenAI's clients write them; an answer has its calls in
+        `tool_calls` and what the model thought in `reasoning`. `template_args` are variables of the model's chat
+        template: `enable_thinking=False`.
         """
         conversations = conversations_from(messages)
+        first = ChatRequest(
+            messages=[],
+            tools=tools_from(tools),
+            tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
+            reasoning=reasoning_from(reasoning_effort),
+            template_args=template_args_from(template_args),
+        )
         asked = [
-            ChatRequest(messages=c, params=q, template_args=template_args_from(template_args))
+            msgspec.structs.replace(first, messages=c, params=q)
             for c, q in zip(conversations, params_from(params, len(conversations)), strict=True)
         ]
         return self._answer(asked, progress=progress)
@@ -149,13 +177,26 @@ class LLM:
         return self._stream(PromptRequest(prompt=prompt_from(prompt), params=params))
 
     def stream_chat(
-        self, messages: Conversation, params: SamplingParams | None = None, **template_args: Any
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool | dict[str, Any]] | None = None,
+        tool_choice: ToolChoice | str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        **template_args: Any,
     ) -> Iterator[Event]:
-        """The next turn of one conversation, in pieces as they come."""
+        """The next turn of one conversation, in pieces as they come; thoughts and calls are in their `parts`."""
         (params,) = params_from(params, 1)
         return self._stream(
             ChatRequest(
-                messages=messages_from(messages), params=params, template_args=template_args_from(template_args)
+                messages=messages_from(messages),
+                params=params,
+                tools=tools_from(tools),
+                tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
+                reasoning=reasoning_from(reasoning_effort),
+                template_args=template_args_from(template_args),
             )
         )
 

@@ -5,6 +5,9 @@ found here; `pop_stopped` tells the caller which sequences the core should abort
 
     tokens   ──► detokenise ──► hold back what may begin a stop string ──► Event
     decoded:  [ emitted | held back ]      a token's logprobs go out with the event that completes its text
+
+Where a model thinks or may call tools, an `AnswerReader` splits the text into parts first; stop strings are looked for
+in the visible text only, and a token's logprobs are those of visible text.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from typing import overload
 
 import msgspec
 
-from tokenmill.engine.results import EventFold
+from tokenmill.engine.answer_reader import AnswerReader
+from tokenmill.engine.results import EventFold, merge_parts, text_parts
 from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.stops import Stops
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import Event, Request, SequenceOutput, TokenInfo, TokenLogprobs, Usage
+from tokenmill.types import Event, Part, Request, SequenceOutput, TextPart, TokenInfo, TokenLogprobs, Usage
+
+MakeReader = Callable[[IncrementalDetokenizer], AnswerReader]
 
 
 @dataclass
@@ -30,6 +36,7 @@ class ChoiceState:
 
     detokenizer: IncrementalDetokenizer | None
     stops: Stops
+    reader: AnswerReader | None = None
     num_tokens: int = 0
     num_decoded: int = 0  # characters decoded
     num_emitted: int = 0  # characters handed out
@@ -45,13 +52,23 @@ class ChoiceState:
 class OutputProcessor:
     """Makes a request's events from what the core computes for it."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, *, keep_best: int | None, wants_logprobs: bool):
-        """`keep_best`: hand out only so many sequences, the most likely ones, once all have ended (best_of)."""
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        *,
+        keep_best: int | None,
+        wants_logprobs: bool,
+        make_reader: MakeReader | None = None,
+    ) -> None:
+        """`keep_best`: hand out only so many sequences, the most likely ones, once all have ended (best_of).
+        `make_reader`: for answers with thoughts or calls in them; without it an answer is text."""
         self.request_id = request.request_id
         self._request = request
         self._tokenizer = tokenizer
         self._keep_best = keep_best
         self._wants_logprobs = wants_logprobs
+        self._make_reader = make_reader
         self._num_cached_tokens = 0
         self._queue_s = 0.0
         self._is_first = True  # the next event is the request's first
@@ -101,9 +118,13 @@ class OutputProcessor:
                 prompt_ids=self._request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
             )
-        return ChoiceState(detokenizer, Stops(params.stop, params.stop_regex, include_stop=params.include_stop))
+        reader = self._make_reader(detokenizer) if self._make_reader and detokenizer else None
+        stops = Stops(params.stop, params.stop_regex, include_stop=params.include_stop)
+        return ChoiceState(detokenizer, stops, reader)
 
     def _advance(self, choice: ChoiceState, output: SequenceOutput) -> Event | None:
+        if choice.reader is not None:
+            return self._advance_parts(choice, choice.reader, output)
         if self._has_stops or output.logprobs is not None:
             text, matched = self._decode_one_by_one(choice, output)
         else:
@@ -119,6 +140,63 @@ class OutputProcessor:
             self._num_open -= 1
         choice.num_emitted += len(text)
         return self._event(choice, output, text, finish, matched)
+
+    def _advance_parts(self, choice: ChoiceState, reader: AnswerReader, output: SequenceOutput) -> Event | None:
+        parts, matched = self._read_tokens(choice, reader, output)
+        if matched is not None and output.finish_reason is None:
+            self._stopped.append(output.index)
+        if matched is None and output.finish_reason is not None:
+            rest, _ = self._shown(choice, reader.finish())
+            parts += [*rest, *text_parts(choice.stops.flush())]
+            matched = choice.stops.matched
+        finish = "stop" if matched is not None else output.finish_reason
+        if finish is not None:
+            choice.is_finished = True
+            self._num_open -= 1
+        finish = "tool_calls" if finish == "stop" and reader.has_called else finish
+        choice.unsent_infos.extend(reader.pop_infos())
+        text = "".join([part.text for part in parts if isinstance(part, TextPart)])
+        choice.num_emitted += len(text)
+        is_plain = all(isinstance(part, TextPart) for part in parts)
+        return self._event(choice, output, text, finish, matched, None if is_plain else merge_parts(parts))
+
+    def _read_tokens(
+        self, choice: ChoiceState, reader: AnswerReader, output: SequenceOutput
+    ) -> tuple[list[Part], str | None]:
+        parts: list[Part] = []
+        for position, token_id in enumerate(output.token_ids):
+            is_stop_id = token_id == output.stop_token_id and position == len(output.token_ids) - 1
+            choice.num_tokens += 1
+            choice.unsent_ids.append(token_id)
+            info = self._noted_info(choice, _nth(output.logprobs, position))
+            shown, matched = self._shown(choice, reader.push(token_id, info, is_stop_id=is_stop_id))
+            parts += shown
+            if matched is not None:
+                return parts, matched
+        return parts, None
+
+    def _noted_info(self, choice: ChoiceState, logprobs: TokenLogprobs | None) -> TokenInfo | None:
+        if logprobs is None:
+            return None
+        choice.cumulative_logprob += logprobs.logprob
+        choice.has_logprobs = True
+        return self._info(logprobs) if self._wants_logprobs else None
+
+    def _shown(self, choice: ChoiceState, parts: list[Part]) -> tuple[list[Part], str | None]:
+        """Parts up to a stop string in their text. Text that was held back comes before a part that is no text."""
+        if not self._has_stops:
+            return parts, None
+        shown: list[Part] = []
+        is_early = choice.num_tokens <= self._request.params.min_tokens
+        for part in parts:
+            if not isinstance(part, TextPart):
+                shown += [*text_parts(choice.stops.flush()), part]
+                continue
+            emitted, matched = (choice.stops.flush() + part.text, None) if is_early else choice.stops.push(part.text)
+            shown += text_parts(emitted)
+            if matched is not None:
+                return shown, matched
+        return shown, None
 
     def _decode_together(self, choice: ChoiceState, output: SequenceOutput) -> str:
         """Decode all new tokens at once: without stop strings and logprobs it does not matter where a token ends."""
@@ -147,11 +225,9 @@ class OutputProcessor:
         choice.unsent_ids.append(token_id)
         decoded = choice.detokenizer.push([token_id]) if choice.detokenizer and not is_stop_id else ""
         choice.num_decoded += len(decoded)
-        if logprobs is not None:
-            choice.cumulative_logprob += logprobs.logprob
-            choice.has_logprobs = True
-            if self._wants_logprobs and not is_stop_id:
-                choice.unsent_infos.append((choice.num_decoded, self._info(logprobs)))
+        info = self._noted_info(choice, logprobs)
+        if info is not None and not is_stop_id:
+            choice.unsent_infos.append((choice.num_decoded, info))
         if choice.num_tokens <= self._request.params.min_tokens and self._has_stops:
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
@@ -163,18 +239,27 @@ class OutputProcessor:
         return emitted + choice.stops.flush(), choice.stops.matched
 
     def _event(
-        self, choice: ChoiceState, output: SequenceOutput, text: str, finish: str | None, matched: str | None
+        self,
+        choice: ChoiceState,
+        output: SequenceOutput,
+        text: str,
+        finish: str | None,
+        matched: str | None,
+        parts: list[Part] | None = None,
     ) -> Event | None:
-        if not text and finish is None and output.prompt_logprobs is None:
+        if not text and finish is None and not parts and output.prompt_logprobs is None:
             return None
         ids, choice.unsent_ids = choice.unsent_ids, []
         if not self._is_first and finish is None and not self._wants_logprobs and output.prompt_logprobs is None:
-            return Event(request_id=self.request_id, index=output.index, text=text, token_ids=ids)  # most by far
+            return Event(  # most by far
+                request_id=self.request_id, index=output.index, text=text, parts=parts, token_ids=ids
+            )
         is_first, self._is_first = self._is_first, False
         return Event(
             request_id=self.request_id,
             index=output.index,
             text=text,
+            parts=parts,
             token_ids=ids,
             logprobs=self._released_infos(choice, matched) if self._wants_logprobs else None,
             prompt_logprobs=self._prompt_infos(output),
@@ -214,6 +299,7 @@ class OutputProcessor:
             cached_tokens=self._num_cached_tokens,
             drafted_tokens=sum(choice.num_drafted for choice in self._choices),
             accepted_tokens=sum(choice.num_accepted for choice in self._choices),
+            reasoning_tokens=sum(choice.reader.num_reasoning_tokens for choice in self._choices if choice.reader),
         )
 
     def _cumulative(self, choice: ChoiceState, output: SequenceOutput) -> float | None:

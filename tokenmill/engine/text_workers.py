@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tokenmill.errors import Overloaded
-from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest
+from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Reasoning
 
 Result = TypeVar("Result")
 
@@ -64,4 +64,5 @@ def text_size(asked: ChatRequest | PromptRequest | EmbedRequest) -> int:
         return len(asked.prompt)  # checking a token id costs no more than tokenising a character
     size = sum(len(m.content or "") + len(m.reasoning or "") + CHARACTERS_PER_MESSAGE for m in asked.messages)
     has_objects = asked.tools or asked.template_args or any(message.tool_calls for message in asked.messages)
+    has_objects = has_objects or asked.reasoning != Reasoning()  # the first of them asks the template what it knows
     return size + LONG_CHARACTERS if has_objects else size

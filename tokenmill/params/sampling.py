@@ -292,8 +292,6 @@ def _check_combinations(params: SamplingParams) -> None:
         refuse("min_tokens", f"must not exceed max_tokens ({params.max_tokens}), got {params.min_tokens}")
     if params.context_shift is False and params.context_keep is not None:
         refuse("context_keep", "needs context_shift to be on")
-    if params.guided is not None and params.thinking_budget is not None:
-        refuse("thinking_budget", "does not combine with a schema or grammar, which allows no think section")
 
 
 def _check_markers(params: SamplingParams) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.text.template_sandbox import Bounds, Budget, ChatSandbox, OutOfBounds, Refusal, current_budget
@@ -132,6 +133,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._bounds = bounds or Bounds()
         self._template = _compiled(source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """All names that the template reads and nothing defines but its caller."""
+        return frozenset(jinja2.meta.find_undeclared_variables(_sandbox().parse(self.source)))
 
     def render(
         self,

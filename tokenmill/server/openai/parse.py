@@ -21,6 +21,7 @@ from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import SamplingParams
 from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
 from tokenmill.server.openai.params import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
+from tokenmill.server.openai.tools import parse_reasoning, parse_tool_choice, parse_tools
 from tokenmill.text.template import OUR_VARIABLES
 from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest, ToolCall
 
@@ -36,16 +37,18 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # all three are in use
 CHAT_UNSUPPORTED = (
     "audio",
     "chat_template",
     "echo",
-    "functions",
     "prediction",
     "store",
     "suffix",
     "web_search_options",
 )
+SERVICE_TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1, "ultrafast": -1}
+"""What a tier adds to the priority of a request: smaller runs first."""
 COMPLETION_UNSUPPORTED = ("suffix",)
 
 
@@ -82,18 +85,21 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     fields = BodyFields(body)
     fields.refuse_any(CHAT_UNSUPPORTED)
     _refuse_unsupported_output(fields)
-    _refuse_tools(fields)
-    _refuse_reasoning(fields)
+    _refuse_legacy(fields)
     stream = _stream_options(fields)
+    tools = parse_tools(fields)
     messages = parse_messages(fields)
     params = parse_chat_params(fields, info, config)
     require_plausible_length(num_characters(messages), _prompt_limit(params, info), "messages")
     request = ChatRequest(
         messages=messages,
         params=params,
+        tools=tools,
+        tool_choice=parse_tool_choice(fields, tools),
+        reasoning=parse_reasoning(fields),
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
-        priority=_priority(fields),
+        priority=_priority(fields) + SERVICE_TIERS[fields.one_of("service_tier", tuple(SERVICE_TIERS)) or "auto"],
         cache_salt=_cache_salt(fields),
     )
     fields.text("user")
@@ -114,27 +120,12 @@ def _refuse_unsupported_output(fields: BodyFields) -> None:
         refuse("modalities", 'must be ["text"]: this server answers in text only')
 
 
-def _refuse_tools(fields: BodyFields) -> None:
-    """Tools that must not be called (`tool_choice` none) are accepted; the model does not get to see them."""
-    choice = fields.get("tool_choice")
-    tools = fields.items("tools", 1024)
-    if tools == []:
-        refuse("tools", "must not be empty; leave it out instead")
-    if choice not in (None, "none"):
-        refuse("tool_choice", "other than none is not supported yet")
-    if tools is not None and choice is None:
-        refuse("tools", "is not supported yet", hint='with tool_choice "none" the request is accepted')
+def _refuse_legacy(fields: BodyFields) -> None:
     if fields.get("function_call") not in (None, "none"):
-        refuse("function_call", "is not supported yet")
-    fields.boolean("parallel_tool_calls", True)
-
-
-def _refuse_reasoning(fields: BodyFields) -> None:
-    if fields.get("reasoning_effort") not in (None, "none"):
-        refuse("reasoning_effort", "is not supported", hint="pass template variables in chat_template_kwargs")
+        refuse("function_call", "is not supported", hint="use tools and tool_choice")
+    fields.refuse_any(("functions",), hint="use tools")
     if fields.get("verbosity") not in (None, "medium"):
         refuse("verbosity", "is not supported")
-    fields.one_of("service_tier", ("auto", "default"))
 
 
 # ── messages ───────────────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +139,7 @@ def parse_messages(fields: BodyFields) -> list[Message]:
 
 
 def num_characters(messages: list[Message]) -> int:
-    """The length of all contents; what a template makes of the rest is measured once it is rendered."""
+    """The length of all contents; what a template makes of the rest (tools, calls) is measured once it is rendered."""
     return sum(len(message.content or "") for message in messages)
 
 
@@ -160,11 +151,12 @@ def _message(value: object, path: str) -> Message:
     if role not in ROLES:
         refuse(fields.name("role"), f"must be one of {', '.join(ROLES)}, got {shown(role)}")
     calls = _tool_calls(fields) if role == "assistant" else []
+    reasoning = next((text for field in REASONING_FIELDS if (text := fields.text(field))), None)
     return Message(
         role=ROLES[role],
-        content=_content(fields, may_be_null=bool(calls)),
+        content=_content(fields, may_be_null=bool(calls or reasoning)),
         name=fields.text("name", 256),
-        reasoning=fields.text("reasoning_content") or fields.text("reasoning"),
+        reasoning=reasoning,
         tool_calls=calls,
         tool_call_id=_tool_call_id(fields, role),
     )
@@ -339,9 +331,11 @@ def parse_tokenize(fields: BodyFields, info: ModelInfo) -> ChatRequest | str:
         return text
     messages = parse_messages(fields)
     require_plausible_length(num_characters(messages), info.max_context, "messages")
-    fields.refuse_any(("tools", "chat_template", "continue_final_message"))
+    fields.refuse_any(("chat_template", "continue_final_message"))
     return ChatRequest(
         messages=messages,
+        tools=parse_tools(fields),
+        reasoning=parse_reasoning(fields),
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
     )

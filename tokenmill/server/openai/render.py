@@ -1,6 +1,9 @@
 """Replies and errors in OpenAI's form.
 
-    role chunk a choice ─► content deltas ─► `delta: {}` with finish_reason a choice ─► (usage) ─► [DONE]
+    role chunk a choice ─► deltas ─► `delta: {}` with finish_reason a choice ─► (usage) ─► [DONE]
+
+    deltas   {content}, {reasoning_content}, and of a call {index, id, type, function: {name, arguments: ""}} once,
+             then {index, function: {arguments: fragment}}
 
 A chunk is the same bytes every time but for index, delta and finish reason, so the rest is made once a request; per
 token there is one small `orjson.dumps`.
@@ -23,14 +26,28 @@ import orjson
 from starlette.responses import Response
 
 from tokenmill.engine.request_ids import new_id
+from tokenmill.engine.results import reasoning_of, text_parts, tool_calls_of
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import RequestFailed, TokenmillError
 from tokenmill.server.dialect import SSE_HEADERS, SSE_PING, Dialect, sse_frame
 from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.openai.parse import EmbeddingCall
 from tokenmill.server.routing import TEXT, json_response, object_of
-from tokenmill.types import Event, TokenInfo, Usage
+from tokenmill.types import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Event,
+    Part,
+    TextPart,
+    ThoughtPart,
+    TokenInfo,
+    ToolCall,
+    ToolKind,
+    Usage,
+)
 
+ARGUMENTS: dict[ToolKind, str] = {"function": "arguments", "custom": "input"}  # what a call's text is called
 DONE = sse_frame(b"[DONE]")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
 MAYBE_TEXT = {"type": ["string", "null"]}
@@ -57,6 +74,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+        },
         "speculation": {"proposed": usage.drafted_tokens, "accepted": usage.accepted_tokens},
     }
 
@@ -120,30 +142,61 @@ class OpenAIRendering:
 
 
 class ChatRendering(OpenAIRendering):
-    """Replies of /v1/chat/completions."""
+    """Replies of /v1/chat/completions. `reasoning_fields`: under which names clients get what the model thought."""
 
-    def __init__(self, info: ModelInfo, *, num_choices: int, is_stream: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        *,
+        num_choices: int,
+        is_stream: bool,
+        include_usage: bool,
+        reasoning_fields: Sequence[str] = ("reasoning_content",),
+    ) -> None:
         kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self._envelope = Envelope(info, "chatcmpl", kind, include_usage)
         self._num_choices = num_choices
+        self._reasoning_fields = reasoning_fields
         self._texts = TextChunks(lambda choice, text: self._chunk(choice, {"content": text}))
         self._held: dict[int, list[TokenInfo]] = {}  # logprobs whose text is not out yet
+        self._kinds: dict[tuple[int, int], ToolKind] = {}  # by choice and call
 
     def begin(self, facts: GenerationFacts) -> bytes:
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(choice, delta) for choice in range(self._num_choices))
 
     def event(self, choice: int, event: Event) -> bytes:
-        if event.logprobs is None and event.finish_reason is None:
+        if event.parts is None and event.logprobs is None and event.finish_reason is None:
             return self._texts.render(choice, event.text) if event.text else b""
         logprobs = self._logprobs(choice, event)
-        if event.finish_reason is None:
-            return self._chunk(choice, {"content": event.text}, logprobs) if event.text else b""
-        if not event.text:
-            return self._chunk(choice, {}, logprobs, event.finish_reason)
-        return self._chunk(choice, {"content": event.text}, logprobs) + self._chunk(
-            choice, {}, None, event.finish_reason
-        )
+        chunks = []
+        for part in text_parts(event.text) if event.parts is None else event.parts:
+            delta = self._delta(choice, part)
+            if "content" in delta:
+                chunks.append(self._chunk(choice, delta, logprobs))
+                logprobs = None  # once, with the first of the text
+            elif delta:
+                chunks.append(self._chunk(choice, delta))
+        if event.finish_reason is not None:
+            chunks.append(self._chunk(choice, {}, logprobs, event.finish_reason))
+        return b"".join(chunks)
+
+    def _delta(self, choice: int, part: Part) -> dict[str, Any]:
+        """One part as a delta. SDKs join all strings of a call's deltas, so id and name come only once."""
+        match part:
+            case TextPart(text):
+                return {"content": text}
+            case ThoughtPart(text):
+                return dict.fromkeys(self._reasoning_fields, text)
+            case CallStart(index):
+                self._kinds[choice, index] = part.kind
+                call = ToolCall(id=part.id, name=part.name, arguments="", kind=part.kind)
+                return {"tool_calls": [{"index": index, **call_object(call)}]}
+            case CallArguments(index, fragment):
+                kind = self._kinds[choice, index]
+                return {"tool_calls": [{"index": index, kind: {ARGUMENTS[kind]: fragment}}]}
+            case CallEnd():
+                return {}
 
     def _logprobs(self, choice: int, event: Event) -> dict[str, Any] | None:
         if event.logprobs is None:
@@ -155,7 +208,7 @@ class ChatRendering(OpenAIRendering):
         return chat_logprobs(infos) if infos else None
 
     def _chunk(
-        self, choice: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> bytes:
         return self._envelope.chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
 
@@ -165,18 +218,35 @@ class ChatRendering(OpenAIRendering):
     def whole(self, choices: list[Event], facts: GenerationFacts) -> Response:
         prompt = choices[0].prompt_logprobs
         extra = {} if prompt is None else {"prompt_logprobs": prompt_logprobs(prompt)}
-        rendered = [_chat_choice(index, choice) for index, choice in enumerate(choices)]
+        rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return self._envelope.whole(rendered, facts.usage, extra)
 
+    def _choice(self, index: int, choice: Event) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": self._message(choice),
+            "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
 
-def _chat_choice(index: int, choice: Event) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
+    def _message(self, choice: Event) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.parts is None:
+            return message
+        calls, reasoning = tool_calls_of(choice), reasoning_of(choice)
+        if not choice.text and (calls or reasoning):
+            message["content"] = None
+        if reasoning is not None:
+            message |= dict.fromkeys(self._reasoning_fields, reasoning)
+        if calls:
+            message["tool_calls"] = [call_object(call) for call in calls]
+        return message
+
+
+def call_object(call: ToolCall) -> dict[str, Any]:
+    inner = {"name": call.name, ARGUMENTS[call.kind]: call.arguments}
+    return {"id": call.id, "type": call.kind, call.kind: inner}
 
 
 # ── completions ────────────────────────────────────────────────────────────────────────────────────────

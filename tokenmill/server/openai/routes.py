@@ -29,6 +29,11 @@ from tokenmill.server.registry import EngineGate, ServedEngine
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
 from tokenmill.types import ChatRequest
 
+REASONING_OUT = {
+    "reasoning_content": ("reasoning_content",),
+    "reasoning": ("reasoning",),
+    "both": ("reasoning_content", "reasoning"),
+}
 EMBEDDINGS_IN_FLIGHT = 32  # a call with thousands of inputs shares the queue with others
 
 
@@ -43,7 +48,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: embedding_job(body, context))
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [model_card(info) for info in context.registry.listed()]})
+        return json_response({"object": "list", "data": [model_card(info) for info in context.registry.models()]})
 
     async def model(request: Request) -> Response:
         return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))
@@ -103,6 +108,7 @@ def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
         num_choices=num_choices,
         is_stream=call.stream.is_stream,
         include_usage=call.stream.include_usage,
+        reasoning_fields=REASONING_OUT[context.config.reasoning_field],
     )
     return GenerationJob(model.engine, [call.request], rendering, call.stream.is_stream, num_choices)
 

@@ -7,10 +7,14 @@ may rely on.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from tokenmill.params import INTEGERS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBERS
 from tokenmill.server.openai.params import MAX_BEST_OF, MAX_COUNT, MAX_LEGACY_LOGPROBS, MAX_TOP_LOGPROBS
 from tokenmill.server.openai.parse import MAX_MESSAGES, MAX_PARTS, ROLES
+from tokenmill.server.openai.tools import MAX_TOOLS, MODES
 from tokenmill.server.routing import COUNT, TEXT, Schema, list_of, object_of
+from tokenmill.types import Effort
 
 # ── bodies ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -66,6 +70,8 @@ CHAT_MESSAGE: Schema = {
         },
     },
 }
+TYPED: Schema = {"type": "object", "required": ["type"], "properties": {"type": TEXT}}
+TOOL: Schema = {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["function", "custom"]}}}
 MESSAGES: Schema = {"type": "array", "items": CHAT_MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES}
 
 CHAT_BODY = body_of(
@@ -78,6 +84,11 @@ CHAT_BODY = body_of(
         "max_completion_tokens": whole(1, MAX_COUNT),
         "logprobs": FLAG,
         "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+        "tools": maybe({"type": "array", "items": TOOL, "minItems": 1, "maxItems": MAX_TOOLS}),
+        "tool_choice": maybe({"anyOf": [{"enum": list(MODES)}, TYPED]}),
+        "parallel_tool_calls": FLAG,
+        "reasoning_effort": maybe({"enum": list(get_args(Effort))}),
+        "chat_template_kwargs": maybe({"type": "object"}),
     },
     {"model": "smollm2:135m", "messages": [{"role": "user", "content": "What is the capital of France?"}]},
 )
@@ -126,9 +137,10 @@ DETOKENIZE_BODY = body_of(
 MAYBE_OBJECT: Schema = {"type": ["object", "null"]}
 USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
 FINISH: Schema = {"enum": ["stop", "length"]}
+CHAT_FINISH: Schema = {"enum": ["stop", "length", "tool_calls"]}
 ENVELOPE = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT, "usage": USAGE}
-ANSWER = object_of(role={"const": "assistant"}, content=TEXT, refusal={"type": "null"})
-CHAT_CHOICE = object_of(index=COUNT, message=ANSWER, logprobs=MAYBE_OBJECT, finish_reason=FINISH)
+ANSWER = object_of(role={"const": "assistant"}, content={"type": ["string", "null"]}, refusal={"type": "null"})
+CHAT_CHOICE = object_of(index=COUNT, message=ANSWER, logprobs=MAYBE_OBJECT, finish_reason=CHAT_FINISH)
 TEXT_CHOICE = object_of(index=COUNT, text=TEXT, logprobs=MAYBE_OBJECT, finish_reason=FINISH)
 VECTOR: Schema = {"anyOf": [list_of({"type": "number"}), {**TEXT, "description": "base64 of little-endian floats"}]}
 EMBEDDING = object_of(object={"const": "embedding"}, index=COUNT, embedding=VECTOR)

@@ -1,0 +1,103 @@
+"""A model that says what a test tells it, behind the real front and the real core: template, grammar, reader, events.
+
+Its vocabulary is the 256 bytes and the markers of a family, each a token of its own as in real vocabularies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken
+
+from tests.support.scripted_engine import CONFIG
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.engine.build import assemble
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.frontend import ModelFrontend
+from tokenmill.engine.results import EventFold
+from tokenmill.errors import error_with_code
+from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.kv.storage import KVStorage
+from tokenmill.testing.scripted_models import ScriptedModel
+from tokenmill.text.tokenizer import BYTE_LEVEL, EOS_ID, Tokenizer, Traits, byte_tokenizer
+from tokenmill.types import ChatRequest, Event
+
+MAX_CONTEXT = 8192
+LAYER = LayerSpec(Gqa(1, 1, 8, 0.35, None), MlpSpec(8))
+
+
+def marker_tokenizer(template: str, markers: Sequence[str] = (), special: Sequence[str] = ()) -> Tokenizer:
+    """Bytes, and each marker as one token; `special` ones are control tokens that text never shows."""
+    plain = byte_tokenizer()
+    plain.backend.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+    plain.backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in special])
+    names = {"bos_token": "", "eos_token": "</s>"}
+    traits = Traits(eos_token_ids=(EOS_ID,), special_tokens=names, chat_templates={"default": template})
+    return Tokenizer(plain.backend, BYTE_LEVEL, traits)
+
+
+class Speaker:
+    def __init__(
+        self, template: str, markers: Sequence[str] = (), special: Sequence[str] = (), tool_format: str = "auto"
+    ) -> None:
+        self.tokenizer = marker_tokenizer(template, markers, special)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.config = EngineConfig(
+            ModelConfig(max_context=MAX_CONTEXT, dtype="float32", tool_format=tool_format),
+            CacheConfig(num_blocks=1025, block_size=16, kv_dtype="float32"),
+            SchedulerConfig(max_running=8, token_budget=8192),
+            CONFIG.ops,
+        )
+        spec = ModelSpec("llama", self.vocab_size, 16, (LAYER,), 1e-5, MAX_CONTEXT, tied_head=True)
+        self.frontend = ModelFrontend(self.config, "speaker", Path("speaker"), spec, self.tokenizer, 0)
+        self.input_processor = self.frontend.input_processor(MAX_CONTEXT)
+
+    def prompt(self, asked: ChatRequest) -> str:
+        return self.input_processor.chat_text(asked)
+
+    def events(self, asked: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> list[Event]:
+        """The events of an answer; a stubborn model wants to say its text whatever the grammar allows, and where it
+        may not, it says anything."""
+        request = self.input_processor.process(asked)
+        core = self._core(len(request.prompt_token_ids), self._ids(says), is_stubborn)
+        core.prepare(request)
+        processor = self.frontend.output_processor(asked, request)
+        core.add(request)
+        events: list[Event] = []
+        while not processor.is_finished:
+            for output in core.step():
+                if output.finish_reason == "error":
+                    raise error_with_code(output.error_code, output.error or "")
+                events += processor.process(output)
+            for index in processor.pop_stopped():
+                core.abort(request.request_id, index)
+        return events
+
+    def answers(self, asked: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> list[Event]:
+        """The whole answers, one a choice."""
+        folds = [EventFold() for _ in range(asked.params.n)]
+        for event in self.events(asked, says, is_stubborn=is_stubborn):
+            folds[event.index].add(event)
+        return [fold.event for fold in folds]
+
+    def answer(self, asked: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> Event:
+        return self.answers(asked, says, is_stubborn=is_stubborn)[0]
+
+    def _ids(self, says: str | list[int]) -> list[int]:
+        """Markers in a text are their tokens; ids are said as they are."""
+        return self.tokenizer.encode(says, add_special_tokens=False) if isinstance(says, str) else says
+
+    def _core(self, prompt_len: int, says: list[int], is_stubborn: bool) -> EngineCore:
+        def next_logits(position: int, _token: int) -> torch.Tensor:
+            place = position + 1 - prompt_len
+            generator = torch.Generator().manual_seed(position)
+            logits = torch.rand(self.vocab_size, generator=generator) * (5.0 if is_stubborn else 0.0)
+            logits[says[place] if 0 <= place < len(says) else EOS_ID] += 20.0
+            return logits
+
+        model = ScriptedModel(self.vocab_size, next_logits)
+        storage = KVStorage(model.layout, self.config.cache.num_blocks or 0, 16, torch.device("cpu"))
+        return assemble(self.config, model, storage, lambda: Vocabulary(self.tokenizer, self.vocab_size, (EOS_ID,)))

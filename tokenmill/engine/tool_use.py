@@ -1,0 +1,194 @@
+"""Tools and thinking of a chat request: checked, narrowed, and turned into a grammar and a thinking budget.
+
+    tools + choice   ──► what the model sees (all), what it may call (the allowed ones), a grammar where it must
+    reasoning        ──► variables of the chat template, a thinking budget
+    response_format  ──► on a model that thinks: a grammar for what follows the thinking
+
+Without a grammar (`auto`, no tool strict) the model writes freely, and what is not a call of a known tool is text. A
+grammar is used where the choice or a tool asks for it: required, named, allowed tools, strict, one call only. Then the
+arguments follow the tool's schema, unless the tool says `strict: false`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from tokenmill.errors import InvalidRequest, ModelError
+from tokenmill.params import SamplingParams
+from tokenmill.text.effort import KEEP_HISTORY
+from tokenmill.text.speech import Speech, SpeechStart, detect_speech
+from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.types import ChatRequest, Effort, Message, Reasoning, Tool
+
+MAX_TEMPLATES = 16  # of requests that bring their own, kept
+MAX_TOOL_NAME = 128
+TAIL_TOKENS, TAIL_CHARACTERS = 128, 200  # of a prompt: they say in which state the answer begins
+EFFORT_BUDGETS: dict[Effort, int | None] = {
+    "none": 0,
+    "minimal": 256,
+    "low": 1024,
+    "medium": 4096,
+    "high": 16384,
+    "xhigh": 32768,
+    "max": None,
+}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NAME = re.compile(r"[\w.:/-]+")
+
+
+class SpeechFinder:
+    """How a model speaks, with its own chat template or with one that a request brings; each is found out once."""
+
+    def __init__(self, tokenizer: Tokenizer | None, tool_format: str = "auto") -> None:
+        """`tool_format`: the name of a call format, `none` for a model that shall call nothing, or `auto`."""
+        self._tokenizer = tokenizer
+        self._tool_format = tool_format
+        self.of: Callable[[str | None], Speech | None] = lru_cache(MAX_TEMPLATES)(self._find)
+
+    def _find(self, template: str | None) -> Speech | None:
+        """The speech by the source of a template; None: the model's own. None also where the template is broken, and
+        conversations are refused."""
+        if self._tokenizer is None:
+            return None
+        try:
+            source = (
+                ChatTemplate(template, self._tokenizer.special_tokens) if template else chat_template(self._tokenizer)
+            )
+            return detect_speech(source, self._tokenizer, self._tool_format)
+        except ModelError:
+            return None
+
+
+def chat_template(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
+    """A template for a model: its own, where none is given; the plain ChatML layout where it has none."""
+    return ChatTemplate(source or tokenizer.chat_template or CHATML, tokenizer.special_tokens)
+
+
+# ── checks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_tools(asked: ChatRequest) -> None:
+    """Refuse tools that can't be told apart or called, and a choice that names others."""
+    names = [tool.name for tool in asked.tools]
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or len(name) > MAX_TOOL_NAME or not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"a tool's name has 1 to {MAX_TOOL_NAME} letters, digits and any of _.:/-, got {str(name)[:80]!r}",
+                param=f"tools[{number}].name",
+            )
+        if name in names[:number]:
+            raise InvalidRequest(f"two tools have the name {name!r}", param="tools")
+    for name in asked.tool_choice.names or ():
+        if name not in names:
+            raise InvalidRequest(f"there is no tool {str(name)[:80]!r} in tools", param="tool_choice")
+    if asked.tool_choice.mode == "required" and not callable_tools(asked):
+        raise InvalidRequest("a tool must be called, and there is none", param="tool_choice")
+
+
+def callable_tools(asked: ChatRequest) -> list[Tool]:
+    """The tools that the answer may call."""
+    choice = asked.tool_choice
+    if choice.mode == "none":
+        return []
+    return [tool for tool in asked.tools if choice.names is None or tool.name in choice.names]
+
+
+def shown_tools(asked: ChatRequest) -> list[Tool]:
+    """The tools that the model sees: all of them, so that narrowing the choice keeps the prompt (and its cache)."""
+    return [] if asked.tool_choice.mode == "none" else asked.tools
+
+
+# ── the prompt ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_off(reasoning: Reasoning) -> bool:
+    return reasoning.is_on is False or (reasoning.is_on is None and reasoning.effort == "none")
+
+
+def history(asked: ChatRequest, speech: Speech | None) -> list[Message]:
+    """The messages as the model's template takes them: call ids in the family's form; of what was thought only that
+    since the last question, unless all of it is wanted."""
+    keeps_all = asked.reasoning.keep_history
+    keeps_all = keeps_all or any(asked.template_args.get(name) is value for name, value in KEEP_HISTORY.items())
+    questions = [number for number, message in enumerate(asked.messages) if message.role == "user"]
+    last_question = questions[-1] if questions else 0
+    return [
+        _for_history(message, speech, keeps_thought=keeps_all or number > last_question)
+        for number, message in enumerate(asked.messages)
+    ]
+
+
+def _for_history(message: Message, speech: Speech | None, *, keeps_thought: bool) -> Message:
+    changes: dict[str, Any] = {}
+    if message.reasoning is not None and not keeps_thought:
+        changes["reasoning"] = None
+    if speech is not None and message.tool_calls:
+        changes["tool_calls"] = [
+            msgspec.structs.replace(call, id=speech.history_id(call.id)) for call in message.tool_calls
+        ]
+    if speech is not None and message.tool_call_id:
+        changes["tool_call_id"] = speech.history_id(message.tool_call_id)
+    return msgspec.structs.replace(message, **changes) if changes else message
+
+
+def with_described_tools(messages: list[Message], tools: Sequence[Tool], speech: Speech) -> list[Message]:
+    """Describe the tools in the system message, for a template that knows nothing of tools."""
+    text = speech.system_text(tools)
+    if messages and messages[0].role == "system":
+        first = msgspec.structs.replace(messages[0], content=f"{messages[0].content or ''}\n\n{text}")
+        return [first, *messages[1:]]
+    return [Message(role="system", content=text), *messages]
+
+
+def thinking_budget(reasoning: Reasoning) -> int | None:
+    """The most tokens that may be thought; None: as many as the model likes."""
+    if is_off(reasoning):
+        return 0
+    return reasoning.budget if reasoning.budget is not None else EFFORT_BUDGETS[reasoning.effort or "max"]
+
+
+# ── the answer ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def answer_start(speech: Speech, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> SpeechStart:
+    """The state in which an answer begins: a prompt may have opened a think section."""
+    tail = tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    return speech.start(tail[-TAIL_CHARACTERS:])
+
+
+def settle_thinking(
+    asked: ChatRequest, params: SamplingParams, speech: Speech | None, start: SpeechStart | None
+) -> SamplingParams:
+    """Add the thinking budget that the reasoning settings ask for, if the model thinks."""
+    if params.thinking_budget is not None or speech is None or speech.thinking is None or start is None:
+        return params
+    budget = thinking_budget(asked.reasoning)
+    if is_off(asked.reasoning) and not start.is_thinking:
+        budget = None  # the template has seen to it
+    if budget is None or not speech.thinking.opener:
+        return params
+    markers = speech.thinking.opener, speech.thinking.closer
+    return msgspec.structs.replace(params, thinking_budget=budget, thinking_markers=markers)
+
+
+def settle_grammar(
+    asked: ChatRequest, params: SamplingParams, speech: Speech | None, start: SpeechStart | None
+) -> SamplingParams:
+    """Refuse what only a grammar over calls can promise."""
+    tools = callable_tools(asked)
+    if tools and _needs_grammar(asked, tools):
+        raise InvalidRequest("only tool_choice none and auto, without strict, are supported", param="tool_choice")
+    return params
+
+
+def _needs_grammar(asked: ChatRequest, tools: Sequence[Tool]) -> bool:
+    choice = asked.tool_choice
+    if choice.mode == "required" or choice.names is not None or not choice.parallel:
+        return True
+    return any(tool.strict or tool.input_grammar is not None for tool in tools)

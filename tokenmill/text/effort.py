@@ -1,0 +1,116 @@
+"""How much a model shall think, in the words of its chat template.
+
+Every family has its own variables: switches (`enable_thinking`), levels (`reasoning_effort`: low, medium, high; others
+have max, or no_think), a number (`thinking_budget`). Which of them a template reads is seen in its source; which levels
+it takes is found out by rendering it with each: some raise an error for a level they lack. A level that a family lacks
+becomes the nearest one that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from tokenmill.errors import InvalidRequest, ModelError
+from tokenmill.text.template import ChatTemplate
+from tokenmill.types import Effort, Reasoning
+
+LEVELS: tuple[Effort, ...] = tuple(level for level in get_args(Effort) if level != "none")
+OFF_WORDS = ("none", "no_think", "minimal", "low")  # what families call no thinking, or the least of it
+COMMON_LEVELS = ("low", "medium", "high")  # where a template prints any word, those that models were trained with
+SWITCHES = ("enable_thinking", "thinking")
+LEVEL_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+MODES = {"thinking_mode": (("enabled", "thinking"), ("disabled", "chat"))}  # variable → words for on, words for off
+BUDGETS = ("thinking_budget",)
+KEEP_HISTORY = {  # how families are told to show the model what it thought in earlier turns
+    "preserve_thinking": True,
+    "keep_past_thinking": True,
+    "keep_reasoning": True,
+    "clear_thinking": False,
+    "drop_thinking": False,
+    "truncate_history_thinking": False,
+}
+_PROBE = "zzprobe"
+_QUESTION = [{"role": "user", "content": "hi"}]
+
+
+@dataclass(frozen=True)
+class EffortVariables:
+    """The variables of one template, and the word of each level."""
+
+    switches: tuple[str, ...] = ()
+    levels: Mapping[str, Mapping[Effort, str]] = field(default_factory=dict)  # by variable; off is the level "none"
+    modes: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # by variable: the words for on and off
+    budgets: tuple[str, ...] = ()
+    keeps: Mapping[str, bool] = field(default_factory=dict)
+
+    def values(self, reasoning: Reasoning, budget: int | None) -> dict[str, Any]:
+        """Return the variables that stand for these settings; what was not asked for keeps the template's default."""
+        values: dict[str, Any] = dict(self.keeps) if reasoning.keep_history else {}
+        is_on = reasoning.is_on if reasoning.is_on is not None else _implied(reasoning)
+        if is_on is None:
+            return values
+        values |= dict.fromkeys(self.switches, is_on)
+        values |= {name: on if is_on else off for name, (on, off) in self.modes.items()}
+        level = "none" if not is_on else None if reasoning.effort == "none" else reasoning.effort
+        if level is not None:
+            values |= {name: words[level] for name, words in self.levels.items() if level in words}
+        if budget is not None or not is_on:
+            values |= dict.fromkeys(self.budgets, budget if is_on else 0)
+        return values
+
+
+def _implied(reasoning: Reasoning) -> bool | None:
+    """Return whether thinking is on by what else was asked; None: nothing was."""
+    if reasoning.effort is None and reasoning.budget is None:
+        return None
+    return reasoning.effort != "none"
+
+
+def find_effort_variables(template: ChatTemplate) -> EffortVariables:
+    free = template.variables
+    words = {name: _level_words(template, name) for name in LEVEL_VARIABLES if name in free}
+    modes = {name: _mode_words(template.source, *said) for name, said in MODES.items() if name in free}
+    return EffortVariables(
+        switches=tuple(name for name in SWITCHES if name in free),
+        levels={name: by_level for name, by_level in words.items() if by_level},
+        modes={name: pair for name, pair in modes.items() if pair is not None},
+        budgets=tuple(name for name in BUDGETS if name in free),
+        keeps={name: value for name, value in KEEP_HISTORY.items() if name in free},
+    )
+
+
+def _mode_words(source: str, on: Iterable[str], off: Iterable[str]) -> tuple[str, str] | None:
+    def quoted(words: Iterable[str]) -> str | None:
+        return next((word for word in words if f'"{word}"' in source or f"'{word}'" in source), None)
+
+    found_on, found_off = quoted(on), quoted(off)
+    return (found_on, found_off) if found_on and found_off else None
+
+
+def _level_words(template: ChatTemplate, variable: str) -> dict[Effort, str]:
+    """Return the word of each level for one variable."""
+    switches = {name: True for name in SWITCHES if name in template.variables}
+    default = _rendered(template, switches)
+    said = {word: _rendered(template, {**switches, variable: word}) for word in (*LEVELS, *OFF_WORDS, _PROBE)}
+    prints_any_word = _PROBE in (said[_PROBE] or "")
+    known = [level for level in LEVELS if said[level] is not None and (level in COMMON_LEVELS or not prints_any_word)]
+    words: dict[Effort, str] = {level: _nearest(level, known) for level in LEVELS if known}
+    is_strict = said[_PROBE] is None  # then a word that it takes means something, even where it is the default
+    off = [word for word in OFF_WORDS if said[word] is not None and (is_strict or said[word] != default)]
+    off = [word for word in off if word in known or not prints_any_word]
+    return {"none": off[0], **words} if off else words
+
+
+def _nearest(level: Effort, known: list[Effort]) -> str:
+    """Return the known level that is nearest; of two, the one that thinks more."""
+    place = LEVELS.index(level)
+    return min(known, key=lambda one: (abs(LEVELS.index(one) - place), -LEVELS.index(one)))
+
+
+def _rendered(template: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
+    try:
+        return template.render(_QUESTION, extra=variables)
+    except (InvalidRequest, ModelError):
+        return None

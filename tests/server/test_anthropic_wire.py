@@ -12,13 +12,14 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from tests.support.fake_engine import INFO
 from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.results import merge_parts
-from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import InvalidRequest
+from tokenmill.server.anthropic.pages import page_of
 from tokenmill.server.anthropic.parse import parse_messages
 from tokenmill.server.anthropic.render import MessageRendering
 from tokenmill.server.anthropic.signatures import ThoughtSigner
@@ -224,15 +225,11 @@ def test_errors_of_all_statuses(serving: Serving) -> None:
         assert said["request_id"] == reply.headers["request-id"] and "secret" not in reply.text
 
 
-def test_pages_of_models(server: RunningServer) -> None:
-    from starlette.requests import Request
-
-    from tokenmill.server.anthropic.models import page_of
-
-    models: list[ModelInfo] = [replace(INFO, name=name) for name in "abcde"]
+def test_pages_of_lists(server: RunningServer) -> None:
+    entries = [{"id": name} for name in "abcde"]
 
     def page(query: str) -> tuple[str, bool]:
-        listed = page_of(models, Request({"type": "http", "query_string": query.encode(), "headers": []}))
+        listed = page_of(entries, Request({"type": "http", "query_string": query.encode(), "headers": []}))
         names = "".join(card["id"] for card in listed["data"])
         assert [listed["first_id"], listed["last_id"]] == ([names[0], names[-1]] if names else [None, None])
         return names, listed["has_more"]

@@ -16,7 +16,7 @@ from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import RequestFailed
 from tokenmill.server.registry import EngineGate
-from tokenmill.types import ChatRequest, PromptRequest
+from tokenmill.types import CallArguments, CallEnd, CallStart, ChatRequest, PromptRequest, TextPart, ThoughtPart
 
 MODEL = "fake/tiny"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -178,6 +178,58 @@ def test_tools_go_in(server: RunningServer, asked: ollama.Client) -> None:
     server.engine.info = INFO
     with pytest.raises(ollama.ResponseError, match='"fake/tiny" does not support tools'):
         asked.chat(MODEL, HELLO, tools=[WEATHER])
+
+
+THINKS_AND_CALLS = [
+    ThoughtPart("The user "),
+    ThoughtPart("wants rain."),
+    TextPart("Let me "),
+    TextPart("look."),
+    CallStart(0, "call_a", "weather"),
+    CallArguments(0, '{"city": '),
+    CallArguments(0, '"Paris"}'),
+    CallEnd(0),
+    CallStart(1, "call_b", "now"),
+    CallArguments(1, "{}"),
+    CallEnd(1),
+]
+
+
+def test_thoughts_and_calls_come_out(server: RunningServer, asked: ollama.Client) -> None:
+    server.engine.parts = THINKS_AND_CALLS
+    message = asked.chat(MODEL, HELLO, tools=[WEATHER], think=True).message
+    assert (message.thinking, message.content) == ("The user wants rain.", "Let me look.")
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    assert calls == [("weather", {"city": "Paris"}), ("now", {})]
+
+
+def test_streamed_thoughts_and_calls(server: RunningServer, asked: ollama.Client) -> None:
+    server.engine.parts = THINKS_AND_CALLS
+    lines = lines_of(server.post("/api/chat", {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "think": True}))
+    messages = [line["message"] for line in lines]
+    assert "".join(message.get("thinking", "") for message in messages) == "The user wants rain."
+    assert "".join(message["content"] for message in messages) == "Let me look."
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    assert [call["id"] for call in calls] == ["call_a", "call_b"], "each is sent whole, once"
+    assert calls[0]["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Paris"}}
+    assert calls[1]["function"] == {"index": 1, "name": "now", "arguments": {}}
+    assert lines[-1]["done"] and lines[-1]["done_reason"] == "stop"
+    chunks = list(asked.chat(MODEL, HELLO, tools=[WEATHER], stream=True))
+    assert sum(len(chunk.message.tool_calls or ()) for chunk in chunks) == 2
+
+
+def test_a_call_that_was_cut_off_is_left_out(server: RunningServer, asked: ollama.Client) -> None:
+    server.engine.parts = [TextPart("Let me look."), *THINKS_AND_CALLS[4:6]]
+    for chunks in ([asked.chat(MODEL, HELLO, tools=[WEATHER])], asked.chat(MODEL, HELLO, tools=[WEATHER], stream=True)):
+        found = list(chunks)
+        assert not any(chunk.message.tool_calls for chunk in found)
+        assert "".join(chunk.message.content or "" for chunk in found) == "Let me look."
+
+
+def test_thoughts_of_generate(server: RunningServer, asked: ollama.Client) -> None:
+    server.engine.parts = THINKS_AND_CALLS[:4]
+    reply = asked.generate(MODEL, "Hi", think=True)
+    assert (reply.thinking, reply.response) == ("The user wants rain.", "Let me look.")
 
 
 # ── generate ───────────────────────────────────────────────────────────────────────────────────────────

@@ -101,6 +101,7 @@ def test_other_dialects_know_created_models_too(library_server: RunningServer, c
     client.create("mario", from_="fake/tiny", system="You are Mario.", parameters={"temperature": 0.25})
     body = {"model": "mario", "messages": HELLO, "top_p": 0.5}
     assert library_server.post("/v1/chat/completions", body).json()["model"] == "mario"
+    assert [model["id"] for model in library_server.get("/v1/models").json()["data"]] == ["fake/tiny", "mario"]
     request = library_server.engine.seen[-1]
     assert isinstance(request, ChatRequest) and request.messages[0].content == "You are Mario."
     assert (request.params.temperature, request.params.top_p) == (0.25, 0.5)

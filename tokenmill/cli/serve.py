@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokenmill.cli import flags, session
 from tokenmill.engine.startup.core_prestart import take_core
+from tokenmill.store import is_scripted
 
 
 def command(
@@ -25,4 +26,5 @@ def command(
 
         return serving_lines(config, found.path, found.name)
 
-    return run_server(config, server, take_core(fast_start=bool(config.ops.fast_start)), plan)
+    core = take_core(fast_start=bool(config.ops.fast_start))
+    return run_server(config, server, core, None if is_scripted(config.model.model) else plan)

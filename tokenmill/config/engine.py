@@ -29,6 +29,8 @@ class ModelConfig:
     """Short name from the catalog, path to a GGUF file or a model directory, or Hugging Face id."""
     served_name: str | None = None
     """Name that clients use; the model's own by default."""
+    chat_template: str | None = None
+    """File with a Jinja chat template to use instead of the model's own."""
     load_format: LoadFormat = "auto"
     """`dummy` makes random weights from the config alone, for benchmarks."""
     dtype: DType = "auto"

@@ -19,6 +19,7 @@ from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
+from tokenmill.engine.scripted import scripted_config
 from tokenmill.engine.speculation import LoadDraft, build_draft, make_drafter, no_draft
 from tokenmill.engine.startup.triton_start import prestart_triton
 from tokenmill.engine.status import CoreInfo
@@ -31,8 +32,12 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
+from tokenmill.store import is_scripted
+from tokenmill.text.script import Speaker, read_script
 
 log = logging.getLogger(__name__)
+
+MakeRunner = Callable[[KVStorage, Sampler, int, int], Runner]
 
 
 def build_core(
@@ -44,6 +49,8 @@ def build_core(
 ) -> EngineCore:
     """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
     it does."""
+    if is_scripted(config.model.model):
+        return build_scripted_core(config, model_path)
     started = time.monotonic()
     if fast_start:
         prestart_triton(config)
@@ -73,6 +80,33 @@ def build_core(
         pid=os.getpid(),
         load_s=time.monotonic() - started,
     )
+    return core
+
+
+def build_scripted_core(config: EngineConfig, script_path: Path) -> EngineCore:
+    """The core of a model that says what a script tells it; all but the model is as usual."""
+    from tokenmill.engine.frontend import eos_ids, spec_and_tokenizer
+    from tokenmill.runner.script_runner import ScriptModel, ScriptRunner
+
+    script = read_script(script_path)
+    spec, tokenizer = spec_and_tokenizer(config, script_path)
+    assert tokenizer is not None
+    config = scripted_config(config, script)
+    ends = eos_ids(spec, tokenizer)
+    if not ends:
+        raise InvalidConfig("the script's tokenizer has no token that ends an answer", param="model")
+    model = ScriptModel(Speaker(script, tokenizer, ends[0]))
+    core = assemble(
+        config,
+        model,
+        kv_storage(config, spec),
+        lambda: Vocabulary(tokenizer, spec.vocab_size, ends),
+        make_runner=lambda storage, sampler, max_rows, context: ScriptRunner(
+            model, storage, sampler, max_rows, context
+        ),
+    )
+    reason = f"a scripted model ({script_path}): it has no weights"
+    core.info = msgspec.structs.replace(core.info, reasons=[reason], pid=os.getpid())
     return core
 
 
@@ -108,11 +142,12 @@ def assemble(
     storage: KVStorage,
     load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
     load_draft: LoadDraft = no_draft,
+    make_runner: MakeRunner | None = None,
 ) -> EngineCore:
     """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
 
     `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
-    `load_draft` is called where the config asks for a draft model.
+    `load_draft` is called where the config asks for a draft model. `make_runner`: by default the device's.
     """
     assert config.model.max_context is not None
     max_rows = config.scheduler.num_rows
@@ -126,7 +161,10 @@ def assemble(
     device = find_device(storage.device.type)
     grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
-    runner = device.make_runner(model, storage, sampler, max_rows, config.model.max_context)
+    if make_runner is None:
+        runner = device.make_runner(model, storage, sampler, max_rows, config.model.max_context)
+    else:
+        runner = make_runner(storage, sampler, max_rows, config.model.max_context)
     scheduler = Scheduler(
         config=config.scheduler,
         cache=cache,

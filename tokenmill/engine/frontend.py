@@ -15,11 +15,14 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.answer_reader import AnswerReader
 from tokenmill.engine.input_processor import InputProcessor, Shifting
 from tokenmill.engine.output_processor import MakeReader, OutputProcessor
+from tokenmill.engine.scripted import scripted_spec
 from tokenmill.engine.status import ModelInfo
 from tokenmill.engine.tool_use import SpeechFinder, answer_start, callable_tools
-from tokenmill.store import resolve_model
+from tokenmill.errors import InvalidConfig
+from tokenmill.store import is_scripted, resolve_model
 from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
+from tokenmill.text.script import Script, read_script
 from tokenmill.text.speech import Speech
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request
@@ -97,14 +100,48 @@ class ModelFrontend:
 
 def load_frontend(config: EngineConfig) -> ModelFrontend:
     model = resolve_model(config.model.model)
+    spec, tokenizer = spec_and_tokenizer(config, model.path)
     return ModelFrontend(
         config=config,
         name=config.model.served_name or model.name,
         model_path=model.path,
-        spec=read_spec(model.path),
-        tokenizer=tokenizer_of(model.path),
+        spec=spec,
+        tokenizer=tokenizer,
         created=int(time.time()),
     )
+
+
+def spec_and_tokenizer(config: EngineConfig, path: Path) -> tuple[ModelSpec, Tokenizer | None]:
+    """What a model is and its tokenizer, with the chat template that the config asks for."""
+    if not is_scripted(config.model.model):
+        return read_spec(path), _with_template(tokenizer_of(path), config.model.chat_template)
+    script = read_script(path)
+    tokenizer = script_tokenizer(script)
+    spec = scripted_spec(script, tokenizer)
+    return spec, _with_template(tokenizer, config.model.chat_template)
+
+
+def script_tokenizer(script: Script) -> Tokenizer:
+    """The tokenizer of the model that a script names, or bytes."""
+    if script.tokenizer_source is None:
+        return script.byte_tokenizer()
+    if not script.tokenizer_source.exists():
+        raise InvalidConfig(f"the script's tokenizer {script.tokenizer_source} does not exist", param="model")
+    tokenizer = tokenizer_of(script.tokenizer_source)
+    if tokenizer is None:
+        raise InvalidConfig(f"{script.tokenizer_source} has no tokenizer for the script", param="model")
+    return tokenizer
+
+
+def _with_template(tokenizer: Tokenizer | None, file: str | None) -> Tokenizer | None:
+    if file is None:
+        return tokenizer
+    if tokenizer is None:
+        raise InvalidConfig("a model without a tokenizer has no use for a chat template", param="chat_template")
+    try:
+        return tokenizer.with_chat_template(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"the chat template {file} cannot be read: {error}", param="chat_template") from None
 
 
 def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:

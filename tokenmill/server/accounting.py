@@ -24,6 +24,7 @@ class RequestRecord:
     request_id: str
     method: str
     path: str
+    key_id: str = ""  # which API key it came with, not the key itself; "" where none is needed
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     is_generation: bool = False  # counts in the request metrics

@@ -57,7 +57,7 @@ def create_app(
     gate = engine if isinstance(engine, EngineGate) else EngineGate(engine)
     registry = ModelRegistry(gate, any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
-    context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers())
+    context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers(), accounting.finish)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys

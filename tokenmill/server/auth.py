@@ -6,6 +6,7 @@ takes the same time for every key and however many characters agree. Keys are ne
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
@@ -92,18 +93,24 @@ class RequireKey:
         self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_public(scope) or self._is_known(keys_in(Headers(scope=scope))):
+        if scope["type"] != "http" or self._is_public(scope):
+            await self._app(scope, receive, send)
+            return
+        record: RequestRecord = scope["state"]["record"]
+        known = self._known(keys_in(Headers(scope=scope)))
+        if known is not None:
+            record.key_id = hashlib.sha256(known).hexdigest()
             await self._app(scope, receive, send)
             return
         dialect = self._dialects.of(head_of(scope))
         error = MissingKey("a valid API key is required", hint=dialect.key_hint)
-        record: RequestRecord = scope["state"]["record"]
         record.error_code = error.code
         await dialect.error_response(error, record.request_id)(scope, receive, send)
 
     def _is_public(self, scope: Scope) -> bool:
         return scope["path"] in self._public_paths and scope["method"] in PUBLIC_METHODS
 
-    def _is_known(self, offered: list[bytes]) -> bool:
-        matches = [hmac.compare_digest(one, key) for one in offered for key in self._keys]  # always all of them
-        return any(matches)
+    def _known(self, offered: list[bytes]) -> bytes | None:
+        """The first offered key that is valid."""
+        matches = [(hmac.compare_digest(one, key), key) for one in offered for key in self._keys]  # always all of them
+        return next((key for is_equal, key in matches if is_equal), None)

@@ -201,6 +201,27 @@ class GenerationRun:
             else:
                 yield item
 
+    async def whole(self) -> Response:
+        """The reply once all is generated: the events of each choice, folded."""
+        folds = [EventFold() for _ in range(len(self._requests) * self.job.num_choices)]
+        async for index, event in self:
+            folds[index].add(event)
+        return await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
+
+    def _with_prompt_logprobs(self, choices: list[Event]) -> list[Event]:
+        """Give every choice the logprobs of its prompt, which come once, with the first of a prompt's choices."""
+        first = [choices[index - index % self.job.num_choices] for index in range(len(choices))]
+        if all(choice.prompt_logprobs is None for choice in choices):
+            return choices
+        pairs = zip(choices, first, strict=True)
+        return [msgspec.structs.replace(choice, prompt_logprobs=one.prompt_logprobs) for choice, one in pairs]
+
+    async def _rendered(self, choices: list[Event]) -> Response:
+        """The whole reply. The logprobs of many long answers take seconds to write, so a thread does that."""
+        num_logprobs = sum(len(choice.logprobs or ()) + len(choice.prompt_logprobs or ()) for choice in choices)
+        render = partial(self.job.rendering.whole, choices, self.facts())
+        return await asyncio.to_thread(render) if num_logprobs > MANY_LOGPROBS else render()
+
 
 # ── the client's side ──────────────────────────────────────────────────────────────────────────────────
 
@@ -259,25 +280,8 @@ class GenerationResponse(Response):
         await self._emit(send, self._job.rendering.failure(error, self._run.record.request_id), more=False)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        folds = [EventFold() for _ in range(len(self._job.requests) * self._job.num_choices)]
-        async for index, event in self._run:
-            folds[index].add(event)
-        reply = await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
+        reply = await self._run.whole()
         await reply(scope, receive, send)
-
-    def _with_prompt_logprobs(self, choices: list[Event]) -> list[Event]:
-        """Give every choice the logprobs of its prompt, which come once, with the first of a prompt's choices."""
-        first = [choices[index - index % self._job.num_choices] for index in range(len(choices))]
-        if all(choice.prompt_logprobs is None for choice in choices):
-            return choices
-        pairs = zip(choices, first, strict=True)
-        return [msgspec.structs.replace(choice, prompt_logprobs=one.prompt_logprobs) for choice, one in pairs]
-
-    async def _rendered(self, choices: list[Event]) -> Response:
-        """The whole reply. The logprobs of many long answers take seconds to write, so a thread does that."""
-        num_logprobs = sum(len(choice.logprobs or ()) + len(choice.prompt_logprobs or ()) for choice in choices)
-        render = partial(self._job.rendering.whole, choices, self._run.facts())
-        return await asyncio.to_thread(render) if num_logprobs > MANY_LOGPROBS else render()
 
     async def _stream(self, send: Send) -> None:
         """Send events as they come. Headers wait for the first one: a failure before it still has its own status."""

@@ -98,11 +98,11 @@ class ModelRegistry:
         """All models, in the order in which they were given; a model that still loads is an error."""
         return [gate.info for gate in self._gates]
 
-    def created_models(self) -> list[ModelInfo]:
-        """The models that were created from one of these, by name."""
+    def listed(self) -> list[ModelInfo]:
+        """All models, and those that were created from them, by name."""
         found = (manifest for manifest in Store().manifests() if manifest.custom is not None)
         gates = (self._gate_of_created(manifest) for manifest in found)
-        return [gate.info for gate in gates if gate is not None]
+        return [*self.models(), *(gate.info for gate in gates if gate is not None)]
 
     def find(self, name: str | None, *, is_required: bool = True) -> EngineGate:
         """The gate of the model that a request names, once every model takes requests."""

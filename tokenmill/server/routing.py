@@ -66,6 +66,7 @@ class RouteContext:
     dialects: Dialects
     bodies: BodyReader
     workers: TextWorkers
+    count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
         """What a parser makes of the body; a long one is parsed in a thread. Wrong JSON is refused even while the model

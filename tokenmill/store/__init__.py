@@ -8,7 +8,7 @@ from tokenmill.store.catalog import DEFAULT_MODEL, CatalogEntry, find_entry, loa
 from tokenmill.store.created import copy_model, create_model, find_created, plain_name
 from tokenmill.store.layout import Customization, Manifest, Store, StoredFile
 from tokenmill.store.modelfile import Modelfile, parse_modelfile
-from tokenmill.store.names import HubModel, LocalModel, is_model_name, parse_name
+from tokenmill.store.names import HubModel, LocalModel, is_model_name, is_scripted, parse_name
 from tokenmill.store.progress import PullProgress, Silent
 from tokenmill.store.pull import pull
 from tokenmill.store.resolve import ResolvedModel, resolve_base, resolve_model
@@ -31,6 +31,7 @@ __all__ = [
     "find_created",
     "find_entry",
     "is_model_name",
+    "is_scripted",
     "load_catalog",
     "parse_modelfile",
     "parse_name",

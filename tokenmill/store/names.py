@@ -5,6 +5,7 @@
     smollm2:135m   qwen3                     a short name
     owner/name     owner/name:Q4_K_M         a hub repository; after the colon a GGUF file or a quantisation
     owner/name:sub/file.gguf
+    scripted:./script.json                   a test model that says what a script tells it
 
 Names become directory names and URLs, so they are checked here, once: no `..`, no stray separators, bounded length.
 """
@@ -20,6 +21,7 @@ from tokenmill.errors import UnknownModel
 from tokenmill.store.catalog import CatalogEntry, find_entry, load_catalog
 
 MAX_NAME_LENGTH = 200
+SCRIPT_PREFIX = "scripted:"
 MODEL_FILES = (".gguf", ".json")  # weights, or a bare config: enough to plan with, and to run random weights
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(:(?P<file>{_PART}(/{_PART})*))?")
@@ -28,6 +30,11 @@ _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(:(?P<file>{_PART}(/{_PART})*))
 @dataclass(frozen=True)
 class LocalModel:
     path: Path
+
+
+@dataclass(frozen=True)
+class ScriptFile(LocalModel):
+    """The script of a model without weights."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ ModelName = LocalModel | CatalogEntry | HubModel
 
 def parse_name(text: str) -> ModelName:
     """Parse a model name; raise UnknownModel with the nearest names if there is no such model."""
-    found = existing_path(text) or find_entry(text) or _hub_id(text)
+    found = _script(text) or existing_path(text) or find_entry(text) or _hub_id(text)
     if found is None:
         raise UnknownModel(f"no model is called {shown(text)}", hint=_suggestion(text))
     return found
@@ -53,12 +60,29 @@ def parse_name(text: str) -> ModelName:
 
 def is_model_name(text: str) -> bool:
     """Return whether `text` could be a MODEL at all; a sentence is not."""
-    return existing_path(text) is not None or find_entry(text) is not None or _hub_id(text) is not None
+    return (
+        _script(text) is not None
+        or existing_path(text) is not None
+        or find_entry(text) is not None
+        or _hub_id(text) is not None
+    )
+
+
+def is_scripted(text: str) -> bool:
+    """Return whether `text` names a script instead of a model."""
+    return text.startswith(SCRIPT_PREFIX)
 
 
 def shown(text: str) -> str:
     """Quote and shorten a user's text for a one-line message."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _script(text: str) -> ScriptFile | None:
+    if not text.startswith(SCRIPT_PREFIX) or "\0" in text:
+        return None
+    path = Path(text.removeprefix(SCRIPT_PREFIX)).expanduser()
+    return ScriptFile(path) if path.is_file() else None
 
 
 def existing_path(text: str) -> LocalModel | None:
@@ -85,7 +109,7 @@ def _hub_id(text: str) -> HubModel | None:
 
 
 def _suggestion(text: str) -> str:
-    if text.endswith(".gguf") or text.startswith((".", "/", "~")):
+    if text.endswith(".gguf") or text.startswith((SCRIPT_PREFIX, ".", "/", "~")):
         return "there is no such file or directory"
     near = difflib.get_close_matches(text.lower(), load_catalog(), n=3, cutoff=0.5)
     if near:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenmill.errors import InvalidConfig, UnknownModel
 from tokenmill.store.created import find_created, plain_name
 from tokenmill.store.layout import Customization, Manifest, Store
-from tokenmill.store.names import LocalModel, existing_path, parse_name, shown
+from tokenmill.store.names import LocalModel, ScriptFile, existing_path, parse_name, shown
 from tokenmill.store.progress import PullProgress, Silent
 from tokenmill.store.pull import pull
 
@@ -28,6 +28,9 @@ def resolve_model(
     if existing_path(name) is None and (created := find_created(name, store or Store())) is not None:
         return _resolved(created, store or Store())
     model = parse_name(plain_name(name))
+    if isinstance(model, ScriptFile):
+        _require_unicode(name)
+        return ResolvedModel(model.path, model.path.stem, "script")
     if isinstance(model, LocalModel):
         _require_unicode(name)
         return ResolvedModel(

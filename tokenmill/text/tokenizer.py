@@ -20,7 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tokenizers
@@ -176,8 +176,12 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Tokens beside the vocabulary proper, control tokens among them: text → id."""
+        """The tokens that stand beside the vocabulary proper, special or not: text → id."""
         return {text: token_id for token_id, text in self._added_text.items()}
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        return Tokenizer(self.backend, self.spelling, replace(self.traits, chat_templates={"default": source}))
 
     def token_id(self, text: str) -> int | None:
         """The id of a token by the string its vocabulary stores, such as `<|im_end|>`."""
@@ -265,16 +269,23 @@ def _sound(text: str) -> str:
 BOS_ID, EOS_ID = 256, 257
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(
+    control_tokens: Sequence[str] = (), added_tokens: Sequence[str] = (), *, eos_token: str | None = None
+) -> Tokenizer:
+    """A vocabulary of bytes, a begin and an end token. `control_tokens` and `added_tokens` are tokens of their own too:
+    hidden in text, and part of it. `eos_token`: one that ends an answer, besides the usual end token."""
     vocab = {char: byte for byte, char in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    control = dict.fromkeys(("<s>", "</s>", *control_tokens, *((eos_token,) if eos_token else ())))
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in control])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in added_tokens if text not in control])
+    ends = [token_id for text in (eos_token, "</s>") if text and (token_id := backend.token_to_id(text)) is not None]
     traits = Traits(
         bos_token_id=BOS_ID,
-        eos_token_ids=(EOS_ID,),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
         prefix_ids=(BOS_ID,),
-        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+        special_tokens={"bos_token": "<s>", "eos_token": eos_token or "</s>"},
     )
     return Tokenizer(backend, BYTE_LEVEL, traits)

@@ -7,6 +7,7 @@ counts as absent everywhere; fields that are not named here are ignored or refus
 from __future__ import annotations
 
 from tokenmill.params import MAX_STOP_STRINGS
+from tokenmill.server.anthropic.batches import CUSTOM_ID, MAX_REQUESTS
 from tokenmill.server.anthropic.conversation import MAX_MESSAGES, ROLES
 from tokenmill.server.anthropic.parse import EFFORTS, MAX_COUNT, THINKING_TYPES
 from tokenmill.server.anthropic.tools import CHOICES, MAX_TOOLS
@@ -109,3 +110,28 @@ MESSAGES_STREAM = (
 COUNT_REPLY = object_of(input_tokens=COUNT)
 MODEL_REPLY = object_of(id=TEXT, type={"const": "model"}, display_name=TEXT, created_at=TEXT, lifecycle=TEXT)
 MODELS_REPLY = object_of(data=list_of(MODEL_REPLY), has_more={"type": "boolean"})
+
+# ── batches ────────────────────────────────────────────────────────────────────────────────────────────
+
+BATCH_REQUEST: Schema = {
+    "type": "object",
+    "required": ["custom_id", "params"],
+    "properties": {"custom_id": {**TEXT, "pattern": f"^{CUSTOM_ID.pattern}$"}, "params": {"type": "object"}},
+}
+BATCH_BODY: Schema = {
+    "type": "object",
+    "required": ["requests"],
+    "properties": {"requests": {"type": "array", "items": BATCH_REQUEST, "minItems": 1, "maxItems": MAX_REQUESTS}},
+    "example": {"requests": [{"custom_id": "first", "params": {**EXAMPLE, "max_tokens": 64}}]},
+}
+BATCH_REPLY = object_of(
+    id=TEXT,
+    type={"const": "message_batch"},
+    processing_status={"enum": ["in_progress", "canceling", "ended"]},
+    request_counts=object_of(processing=COUNT, succeeded=COUNT, errored=COUNT, canceled=COUNT, expired=COUNT),
+    created_at=TEXT,
+    expires_at=TEXT,
+    results_url={"type": ["string", "null"]},
+)
+BATCHES_REPLY = object_of(data=list_of(BATCH_REPLY), has_more={"type": "boolean"})
+DELETED_REPLY = object_of(id=TEXT, type={"const": "message_batch_deleted"})

@@ -87,9 +87,7 @@ class Library:
     # ── looking ────────────────────────────────────────────────────────────────────────────────────────
 
     async def tags(self, request: Request) -> Response:
-        registry = self._context.registry
-        infos = [*registry.models(), *registry.created_models()]
-        return json_response({"models": [tag_card(info) for info in infos]})
+        return json_response({"models": [tag_card(info) for info in self._context.registry.listed()]})
 
     async def ps(self, request: Request) -> Response:
         return json_response({"models": [running_card(info) for info in self._context.registry.models()]})

@@ -48,7 +48,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: embedding_job(body, context))
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [model_card(info) for info in context.registry.models()]})
+        return json_response({"object": "list", "data": [model_card(info) for info in context.registry.listed()]})
 
     async def model(request: Request) -> Response:
         return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))

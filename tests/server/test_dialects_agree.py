@@ -1,0 +1,121 @@
+"""One conversation in every dialect at temperature 0: the same text, token counts that agree, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.server_process import ServerProcess, real_server
+
+SYSTEM = "You are a helpful teacher."
+TURNS = [
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": "And of Italy? Answer in one sentence."},
+]
+CHAT = [{"role": "system", "content": SYSTEM}, *TURNS]
+MAX_TOKENS = 24
+Reply = tuple[str, int, int]  # text, tokens of the prompt, tokens of the answer
+Ask = Callable[[ServerProcess], Reply]
+
+
+@pytest.fixture(scope="module")
+def process(smollm2_path: Path) -> Iterator[ServerProcess]:
+    with real_server(smollm2_path, num_blocks=512) as started:
+        started.wait_for("ready", 120)
+        yield started
+
+
+def post(process: ServerProcess, path: str, body: dict[str, Any]) -> str:
+    reply = process.http.post(path, json={"model": "tiny", **body})
+    assert reply.status_code == 200, reply.text
+    return reply.text
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def openai_whole(process: ServerProcess) -> Reply:
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": MAX_TOKENS}
+    reply = json.loads(post(process, "/v1/chat/completions", body))
+    usage = reply["usage"]
+    return reply["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def openai_stream(process: ServerProcess) -> Reply:
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": MAX_TOKENS, "stream": True}
+    chunks = events(post(process, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}))
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    usage = chunks[-1]["usage"]
+    return text, usage["prompt_tokens"], usage["completion_tokens"]
+
+
+ANTHROPIC = {"system": SYSTEM, "messages": TURNS, "temperature": 0, "max_tokens": MAX_TOKENS}
+
+
+def input_tokens(usage: dict[str, Any]) -> int:
+    return int(sum(usage.get(name) or 0 for name in usage if name.endswith("input_tokens")))
+
+
+def anthropic_whole(process: ServerProcess) -> Reply:
+    reply = json.loads(post(process, "/v1/messages", ANTHROPIC))
+    text = "".join(block.get("text", "") for block in reply["content"])
+    return text, input_tokens(reply["usage"]), reply["usage"]["output_tokens"]
+
+
+def anthropic_stream(process: ServerProcess) -> Reply:
+    seen = events(post(process, "/v1/messages", {**ANTHROPIC, "stream": True}))
+    text = "".join(event["delta"]["text"] for event in seen if event["type"] == "content_block_delta")
+    start = next(event["message"]["usage"] for event in seen if event["type"] == "message_start")
+    end = next(event["usage"] for event in seen if event["type"] == "message_delta")
+    return text, input_tokens(start), end["output_tokens"]
+
+
+OPTIONS = {"options": {"temperature": 0, "num_predict": MAX_TOKENS}}
+
+
+def ollama_chat(process: ServerProcess) -> Reply:
+    reply = json.loads(post(process, "/api/chat", {**OPTIONS, "messages": CHAT, "stream": False}))
+    return reply["message"]["content"], reply["prompt_eval_count"], reply["eval_count"]
+
+
+def ollama_stream(process: ServerProcess) -> Reply:
+    lines = [json.loads(line) for line in post(process, "/api/chat", {**OPTIONS, "messages": CHAT}).splitlines()]
+    last = lines[-1]
+    return "".join(line["message"]["content"] for line in lines), last["prompt_eval_count"], last["eval_count"]
+
+
+ASKED: dict[str, Ask] = {
+    "OpenAI, streamed": openai_stream,
+    "Anthropic": anthropic_whole,
+    "Anthropic, streamed": anthropic_stream,
+    "Ollama": ollama_chat,
+    "Ollama, streamed": ollama_stream,
+}
+
+
+@pytest.mark.parametrize("dialect", ASKED)
+def test_the_same_text_and_counts(process: ServerProcess, dialect: str) -> None:
+    expected = openai_whole(process)
+    assert len(expected[0]) > 10 and expected[2] > 4
+    assert ASKED[dialect](process) == expected
+
+
+def test_what_is_counted_beforehand_is_what_is_used(process: ServerProcess) -> None:
+    _, num_prompt, _ = openai_whole(process)
+    assert json.loads(post(process, "/tokenize", {"messages": CHAT}))["count"] == num_prompt
+    counted = {key: ANTHROPIC[key] for key in ("system", "messages")}
+    assert json.loads(post(process, "/v1/messages/count_tokens", counted))["input_tokens"] == num_prompt
+    single = {"system": SYSTEM, "prompt": "Hello", "stream": False, **OPTIONS}
+    generated = json.loads(post(process, "/api/generate", single))
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]
+    chatted = json.loads(post(process, "/api/chat", {**OPTIONS, "messages": messages, "stream": False}))
+    assert generated["prompt_eval_count"] == chatted["prompt_eval_count"]
+    assert generated["response"] == chatted["message"]["content"]
+    assert len(generated["context"]) == generated["prompt_eval_count"] + generated["eval_count"]

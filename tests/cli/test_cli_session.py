@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenmill.cli.chat import Conversation
 from tokenmill.cli.session import ServedEvents, write_answer
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.engine.stream import EventBuffer, EventStream
-from tokenmill.types import Event
+from tokenmill.types import Event, TextPart, ThoughtPart
 
 
 @pytest.fixture
@@ -57,3 +58,35 @@ def test_a_turn_stopped_before_a_word_is_not_remembered(
         conversation = Conversation(model, SamplingConfig(), None)
         conversation.answer("a very long question")
     assert conversation.messages == [] and "(stopped)" in capsys.readouterr().err
+
+
+class Screen(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+class Said(Iterator[Event]):
+    def __init__(self, *events: Event) -> None:
+        self._events = iter(events)
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_thoughts_are_dimmed_beside_the_answer_on_a_terminal_only(is_terminal: bool) -> None:
+    out, screen = io.StringIO(), Screen(is_terminal)
+    said = Said(
+        Event(request_id="r", parts=[ThoughtPart("Hm")]),
+        Event(request_id="r", text="Hi", parts=[ThoughtPart("."), TextPart("Hi")]),
+        Event(request_id="r", text="!", finish_reason="stop"),
+    )
+    assert write_answer(said, out, screen).text == "Hi!" and out.getvalue() == "Hi!\n"
+    assert screen.getvalue() == ("\x1b[2mHm.\x1b[0m\n\n" if is_terminal else "")

@@ -37,7 +37,7 @@ from tokenmill.params.sampling import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.stops import stop_patterns
 from tokenmill.text.template import ChatTemplate, messages_for_template, tools_for_template
-from tokenmill.text.token_search import TokenSearch, is_open_at_end, markers_in
+from tokenmill.text.token_search import TokenSearch, is_open_at_end
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import (
     ChatRequest,
@@ -276,14 +276,14 @@ class InputProcessor:
         return ids
 
     def _template_markers(self) -> tuple[str, str]:
-        markers = markers_in(self.tokenizer.chat_template or "")
-        if markers is None:
+        speech = self._speeches.of(None)
+        if speech is None or speech.thinking is None or not speech.thinking.opener:
             raise InvalidRequest(
                 "this model's chat template knows no think sections",
                 param="thinking_budget",
                 hint="say with thinking_markers what opens and closes one",
             )
-        return markers
+        return speech.thinking.opener.strip(), speech.thinking.closer.strip()
 
     def _require_known(self, ids: list[int], param: str) -> None:
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size):

@@ -173,7 +173,7 @@ def settle_thinking(
         budget = None  # the template has seen to it
     if budget is None or not speech.thinking.opener:
         return params
-    markers = speech.thinking.opener, speech.thinking.closer
+    markers = speech.thinking.opener.strip(), speech.thinking.closer.strip()
     return msgspec.structs.replace(params, thinking_budget=budget, thinking_markers=markers)
 
 

@@ -8,7 +8,7 @@ its beginning and the tokens of its rest follow. The rest is cut as the tokenize
 Stop strings of beams: every token that contains one, is part of one, ends with the beginning of one or begins with its
 end, with its bytes; any other token separates what stands before it from what follows.
 
-Think sections: the texts that open and close a model's reasoning, as its chat template writes them.
+Think sections: whether a prompt ends inside one.
 
 Every token is looked at once per text, so results are cached.
 """
@@ -75,23 +75,7 @@ class TokenSearch:
         }
 
 
-MARKERS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<mm:think>", "</mm:think>"),
-    ("<thinking>", "</thinking>"),
-    ("<|channel>thought", "<channel|>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-)
 _LOOK_TOKENS = 4096  # of a prompt's end: an open section begins near it
-
-
-def markers_in(template: str) -> tuple[str, str] | None:
-    """The pair that a template uses; None: it knows no think sections."""
-    return next((pair for pair in MARKERS if all(marker in template for marker in pair)), None)
 
 
 def is_open_at_end(tokenizer: Tokenizer, prompt_ids: Sequence[int], start: str, end: str) -> bool:

@@ -94,6 +94,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A text, or token ids, to continue."""
 
     prompt: str | list[int]
+    suffix: str | None = None  # the answer belongs between the prompt and this text
+    files: list[tuple[str, str]] = []  # with a suffix: other files of the project, as (name, text)
     params: SamplingParams = SamplingParams()
     add_special_tokens: bool = True
     request_id: str = ""

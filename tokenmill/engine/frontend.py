@@ -20,6 +20,7 @@ from tokenmill.engine.status import ModelInfo
 from tokenmill.engine.tool_use import SpeechFinder, answer_start, callable_tools
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import is_scripted, resolve_model
+from tokenmill.text.fim import find_fim_tokens
 from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
 from tokenmill.text.script import Script, read_script
@@ -95,6 +96,7 @@ class ModelFrontend:
             chat_template=(self.tokenizer.chat_template or "") if self.tokenizer else "",
             can_call_tools=self.speech is not None and self.speech.calls is not None and self.speech.describes_tools,
             can_think=self.speech is not None and self.speech.thinking is not None,
+            can_fill_in=self.tokenizer is not None and find_fim_tokens(self.tokenizer) is not None,
         )
 
 

@@ -35,6 +35,7 @@ from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
 from tokenmill.params.sampling import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
+from tokenmill.text.fim import FimTokens, find_fim_tokens
 from tokenmill.text.stops import stop_patterns
 from tokenmill.text.template import ChatTemplate, messages_for_template, tools_for_template
 from tokenmill.text.token_search import TokenSearch, is_open_at_end
@@ -154,7 +155,7 @@ class InputProcessor:
             request_id=asked.request_id or new_id(),
             prompt_token_ids=prompt_ids,
             params=params,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self._ends_of(asked),
             max_tokens=self._longest_answer(prompt_ids, params, shift),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             priority=asked.priority,
@@ -164,10 +165,34 @@ class InputProcessor:
             tokenized=tokenized,
         )
 
+    def _ends_of(self, asked: ChatRequest | PromptRequest) -> list[int]:
+        """All ids that end the answer: what is filled in ends where a model goes on with another file, too."""
+        if isinstance(asked, ChatRequest) or asked.suffix is None:
+            return self._eos_token_ids
+        return list(dict.fromkeys((*self._eos_token_ids, *self._fim_tokens().stop_ids)))
+
     def prompt_ids(self, asked: ChatRequest | PromptRequest) -> list[int]:
         if isinstance(asked, ChatRequest):
             return self.chat_ids(asked)
-        return self._ids_of(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        if asked.suffix is None:
+            return self._ids_of(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        if not isinstance(asked.prompt, str):
+            self._require_known(asked.prompt, "prompt")
+        fim = self._fim_tokens()
+        return fim.prompt_ids(asked.prompt, asked.suffix, asked.files, with_bos=asked.add_special_tokens)
+
+    def _fim_tokens(self) -> FimTokens:
+        if self._fim is None:
+            raise InvalidRequest(
+                "this model can't fill in the middle: its tokenizer has no tokens for that",
+                param="suffix",
+                hint="models for code have, such as Qwen2.5-Coder",
+            )
+        return self._fim
+
+    @cached_property
+    def _fim(self) -> FimTokens | None:
+        return find_fim_tokens(self.tokenizer)
 
     def chat_text(self, asked: ChatRequest) -> str:
         if not asked.messages:

@@ -27,6 +27,7 @@ class ModelInfo:
     shifts_context: bool = False  # unless a request says otherwise
     can_call_tools: bool = False
     can_think: bool = False
+    can_fill_in: bool = False  # what belongs between two texts (a completion's suffix)
     path: Path | None = None  # of the weights
     chat_template: str = ""  # the model's own; empty: it has none
     device: str = ""

@@ -78,6 +78,8 @@ def show_card(info: ModelInfo) -> dict[str, Any]:
 
 def capabilities(info: ModelInfo) -> list[str]:
     found = ["completion"]
+    if info.can_fill_in:
+        found.append("insert")
     if info.can_call_tools:
         found.append("tools")
     if info.can_think:

@@ -217,15 +217,18 @@ def parse_generate(body: dict[str, Any], name: str, engine: ServedEngine) -> Gen
     require_keeping(fields, info, unloads=not prompt)
     if is_raw and (template or system or before):
         raise InvalidRequest("raw mode does not support template, system, or context")
-    if fields.text("suffix"):
+    suffix = fields.text("suffix") or None
+    if suffix is not None and not info.can_fill_in:
         raise InvalidRequest(f'"{name}" does not support insert', param="suffix")
     if not prompt:
         return None
     params, think = parse_params(fields, info), parse_think(fields, name, info)
     is_stream = fields.boolean("stream", True)
     require_plausible_length(len(prompt), _longest_prompt(params, info), "prompt")
-    if is_raw:
-        return GenerateCall(PromptRequest(prompt=prompt, params=params), is_stream, has_context=False)
+    if is_raw or suffix is not None:
+        require_plausible_length(len(suffix or ""), _longest_prompt(params, info), "suffix")
+        between = PromptRequest(prompt=prompt, suffix=suffix, params=params)
+        return GenerateCall(between, is_stream, has_context=False)
     require_jinja(template)
     first = [Message(role="system", content=system)] if system else []
     messages = [*first, Message(role="user", content=prompt)]

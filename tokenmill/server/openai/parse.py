@@ -49,7 +49,6 @@ CHAT_UNSUPPORTED = (
 )
 SERVICE_TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1, "ultrafast": -1}
 """What a tier adds to the priority of a request: smaller runs first."""
-COMPLETION_UNSUPPORTED = ("suffix",)
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,6 @@ def _required_object(fields: BodyFields, key: str) -> BodyFields:
 
 def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> CompletionCall:
     fields = BodyFields(body)
-    fields.refuse_any(COMPLETION_UNSUPPORTED)
     _refuse_unsupported_output(fields)
     stream = _stream_options(fields)
     params = parse_completion_params(fields, info, config)
@@ -242,6 +240,10 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
         refuse("echo", "with logprobs does not combine with stream")
     prompts = parse_prompts(fields, "prompt", info, _prompt_limit(params, info), config.max_prompts)
     _require_bounded_choices(len(prompts), params, config)
+    suffix = fields.text("suffix") or ""
+    require_plausible_length(len(suffix), _prompt_limit(params, info), "suffix")
+    if suffix and not info.can_fill_in:
+        refuse("suffix", "needs a model that can fill in the middle; this one has no tokens for it")
     fields.text("user")
     return CompletionCall([_prompt_request(fields, prompt, params) for prompt in prompts], stream, echo)
 
@@ -249,6 +251,7 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
 def _prompt_request(fields: BodyFields, prompt: str | list[int], params: SamplingParams) -> PromptRequest:
     return PromptRequest(
         prompt=prompt,
+        suffix=fields.text("suffix") or None,
         params=params,
         add_special_tokens=fields.boolean("add_special_tokens", True),
         priority=_priority(fields),

@@ -101,6 +101,7 @@ COMPLETION_BODY = body_of(
         "max_tokens": whole(0, MAX_COUNT),
         "logprobs": whole(0, MAX_LEGACY_LOGPROBS),
         "echo": FLAG,
+        "suffix": maybe(TEXT),
     },
     {"model": "smollm2:135m", "prompt": "Once upon a time", "max_tokens": 16},
 )

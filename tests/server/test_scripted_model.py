@@ -6,7 +6,6 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +131,11 @@ def test_it_can_fail_and_take_its_time(scripted: ScriptedServer) -> None:
 def test_many_at_once_under_a_small_cache_say_what_they_say_alone() -> None:
     """Preemption: a row that returns knows where in its answer it was."""
     script = {**SCRIPT, "answers": [{"match": f"#{n}#", "say": f"answer {n} " * 12} for n in range(8)]}
-    with scripted_server(script, CHATML, num_blocks=40, max_running=8, max_context=400) as server:
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda n: text_of(ask(server, f"#{n}#")), range(8)))
+    body = {"model": "scripted", "prompt": [f"#{n}#" for n in range(8)], "max_tokens": 200}
+    with scripted_server(script, num_blocks=40, max_running=8, max_context=400, prefix_caching=False) as server:
+        answers = server.post("/v1/completions", body).json()["choices"]
         assert server.engine.stats().preemptions > 0
-    assert answers == [f"answer {n} " * 12 for n in range(8)]
+    assert [answer["text"] for answer in answers] == [f"answer {n} " * 12 for n in range(8)]
 
 
 # ── a script's parts ───────────────────────────────────────────────────────────────────────────────────

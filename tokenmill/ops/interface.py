@@ -209,6 +209,21 @@ class AttendInputs(NamedTuple):
     growth: torch.Tensor | None = None  # float32 [T], what each token's queries are multiplied by
 
 
+class LatentInputs(NamedTuple):
+    """What latent attention of one layer is computed from; `rank` is the width of a token's latent vector"""
+
+    queries: torch.Tensor  # [T, heads * (nope + rope)]
+    entries: torch.Tensor  # [T, rank + rope]: a latent, not yet normed, and a key, not yet rotated
+    latents: torch.Tensor  # the cache, [blocks, block_size, rank + rope]
+    slots: torch.Tensor  # int64 [T], where the tokens' entries go
+    norm: Norm  # of latents, [rank]
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None  # [T, rope / 2] each
+    absorb: torch.Tensor  # [heads, rank, nope]: a query's part without rotation as one over latents
+    expand: torch.Tensor  # [heads, value_dim, rank]: a mixture of latents as a head's value
+    plan: Any  # the backend's own, see `plan_attention`
+    scale: float
+
+
 Stream = Any
 """The residual stream between two regions, in a form that all regions of one backend share and nothing else reads."""
 
@@ -331,6 +346,9 @@ class Ops:
     """(cache, keys, values [T, kv_heads, D], slots [T]); writes into the cache."""
     attention: Callable[[torch.Tensor, LayerCache, Any, AttentionArgs], torch.Tensor]
     """queries [T, heads, D] over the paged context → [T, heads * D]"""
+    latent_attend: Callable[[LatentInputs], torch.Tensor]
+    """Entries are normed, rotated and written into the cache; all heads over the entries of the context →
+    [T, heads * value_dim]"""
     plan_short_conv: Callable[[ForwardBatch, int, int], Any]
     """(batch, group, kernel) → what `short_conv` of this group's layers reads; once a step."""
     short_conv: ShortConvolve

@@ -7,6 +7,7 @@ from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
 from tokenmill.ops.reference.elementwise import act_mul, activate, add_rms_norm, layer_norm, rms_norm, rotate, softcap
 from tokenmill.ops.reference.experts import experts, pack_experts, route
+from tokenmill.ops.reference.latent_attention import latent_attend
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
 
@@ -25,6 +26,7 @@ REFERENCE_OPS = Ops(
     rotate=rotate,
     write_kv=write_kv,
     attention=attention,
+    latent_attend=latent_attend,
     plan_short_conv=plan_short_conv,
     short_conv=short_conv,
     act_mul=act_mul,

@@ -163,7 +163,8 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
     scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
-    mixed = _mix(_softmax(scores, args.sinks).flatten(2, 3), _gather(cache.values, cache.value_scales, lines), task)
+    values = _gather(cache.values, cache.value_scales, lines)
+    mixed = mix_values(_softmax(scores, args.sinks).flatten(2, 3), values, task)
     width = mixed.shape[-1]
     return mixed.view(*grouped.shape[:4], width).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, width)
 
@@ -183,7 +184,7 @@ def _gather(cache: torch.Tensor, scales: torch.Tensor | None, lines: torch.Tenso
     return vectors * scales.view(-1, cache.shape[2])[lines.flatten()].view(*vectors.shape[:3], 1)
 
 
-def _mix(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask) -> torch.Tensor:
+def mix_values(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask) -> torch.Tensor:
     """[B, kv_heads, G * Q, S] @ [B, kv_heads, S, D]"""
     mixed = weights @ values
     if bool(mixed.isfinite().all()):

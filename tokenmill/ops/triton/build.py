@@ -9,6 +9,7 @@ from dataclasses import replace
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
+from tokenmill.ops.triton.attention.latent import deterministic_latent_attend, latent_attend
 from tokenmill.ops.triton.attention.plan import plan_attention
 from tokenmill.ops.triton.attention.step import attention
 from tokenmill.ops.triton.elementwise.activation import act_mul
@@ -39,6 +40,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         attention=attention,
+        latent_attend=latent_attend,
         plan_short_conv=plan_short_conv,
         short_conv=short_conv,
         act_mul=act_mul,
@@ -54,6 +56,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         fastest,
         linear=deterministic_linear,
         attention=deterministic_attention,
+        latent_attend=deterministic_latent_attend,
         experts=deterministic_experts,
         choose_regions=choose_deterministic,
     )

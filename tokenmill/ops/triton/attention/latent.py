@@ -1,0 +1,318 @@
+"""Latent attention (MLA) over the paged cache, in its absorbed form (see `ops/reference/latent_attention.py`).
+
+All heads attend to the same entries, so an entry is read once for a tile of heads: with 16 heads or more the memory is
+what decoding takes its time for. Three kernels a layer:
+
+    _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
+    _attend     tiles of (query, head) lines over entries; a context is cut into splits that run side by side
+    _expand     the splits merged; mixtures of latents × each head's matrix → values
+
+A tile has 16 lines where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
+Matrices are on their way before the kernel before has ended.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.interface import LatentInputs
+from tokenmill.ops.triton.attention.plan import AttentionPlan
+from tokenmill.ops.triton.attention.select import TILE, num_splits_for
+from tokenmill.ops.triton.attention.softmax import LOG2E, add_keys, attention_output, empty_state
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
+
+RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
+VALUE_BLOCK = 32  # and of `_expand`
+FEW_TOKENS = 16  # of a tile of both where the step has no more
+
+
+class LatentTiles(NamedTuple):
+    """How the lines of a step are cut into programs."""
+
+    lines: int  # (query, head) pairs of a program
+    keys: int  # entries that it looks at together
+    warps: int
+    stages: int
+
+
+def tiles_for(dtype: torch.dtype, num_heads: int, *, are_single: bool) -> LatentTiles:
+    if dtype == torch.float32:
+        return LatentTiles(16, 16, 4, 1)
+    if are_single and num_heads <= 16:
+        return LatentTiles(16, TILE, 4, 2)
+    return LatentTiles(64, TILE, 8, 2)
+
+
+@triton.jit
+def _rotated(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@kernel_unspecialized("num_tokens", "query_stride", "entry_stride")
+def _absorb(
+    queries, entries, latents, slots, norm, cos, sin, absorb, out, num_tokens, query_stride, entry_stride, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_PADDED: tl.constexpr, ROPE: tl.constexpr, HALF_PADDED: tl.constexpr,
+    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, IS_ROTATED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T, HEADS, RANK + ROPE]; the last block of programs rotates and writes entries instead of multiplying"""
+    launch_dependents(OVERLAPS)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = tokens < num_tokens
+    wide = tokens.to(tl.int64)
+    head, block = tl.program_id(1), tl.program_id(2)
+    WIDTH: tl.constexpr = RANK + ROPE
+    target = out + (wide * HEADS + head) * WIDTH
+    if block * BLOCK < RANK:
+        ranks = block * BLOCK + tl.arange(0, BLOCK)
+        offs_k = tl.arange(0, NOPE_PADDED)
+        is_there = (ranks < RANK)[:, None] & (offs_k < NOPE)[None, :]
+        matrix = tl.load(absorb + (head * RANK + ranks)[:, None] * NOPE + offs_k[None, :], mask=is_there, other=0.0)
+        wait_for_previous(OVERLAPS)
+        plain = queries + wide[:, None] * query_stride + head * (NOPE + ROPE) + offs_k[None, :]
+        query = tl.load(plain, mask=is_token[:, None] & (offs_k < NOPE)[None, :], other=0.0)
+        product = tl.dot(query, tl.trans(matrix), input_precision=PRECISION)
+        is_result = is_token[:, None] & (ranks < RANK)[None, :]
+        tl.store(target[:, None] + ranks[None, :], product.to(out.dtype.element_ty), mask=is_result)
+    else:
+        wait_for_previous(OVERLAPS)
+        half = tl.arange(0, HALF_PADDED)
+        is_pair = is_token[:, None] & (half < ROPE // 2)[None, :]
+        turn, bend = tl.full((TOKENS, HALF_PADDED), 1.0, tl.float32), tl.zeros((TOKENS, HALF_PADDED), tl.float32)
+        if IS_ROTATED:
+            turn = tl.load(cos + wide[:, None] * (ROPE // 2) + half[None, :], mask=is_pair, other=0.0)
+            bend = tl.load(sin + wide[:, None] * (ROPE // 2) + half[None, :], mask=is_pair, other=0.0)
+        source = queries + wide[:, None] * query_stride + head * (NOPE + ROPE) + NOPE + half[None, :]
+        first = tl.load(source, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(source + ROPE // 2, mask=is_pair, other=0.0).to(tl.float32)
+        first, second = _rotated(first, second, turn, bend)
+        place = target[:, None] + RANK + half[None, :]
+        tl.store(place, first.to(out.dtype.element_ty), mask=is_pair)
+        tl.store(place + ROPE // 2, second.to(out.dtype.element_ty), mask=is_pair)
+        if head == 0:
+            kept = latents + tl.load(slots + wide, mask=is_token, other=0) * WIDTH
+            entry = entries + wide * entry_stride
+            key = entry[:, None] + RANK + half[None, :]
+            low = tl.load(key, mask=is_pair, other=0.0).to(tl.float32)
+            high = tl.load(key + ROPE // 2, mask=is_pair, other=0.0).to(tl.float32)
+            low, high = _rotated(low, high, turn, bend)
+            kept_key = kept[:, None] + RANK + half[None, :]
+            tl.store(kept_key, low.to(entries.dtype.element_ty).to(latents.dtype.element_ty), mask=is_pair)
+            tl.store(kept_key + ROPE // 2, high.to(entries.dtype.element_ty).to(latents.dtype.element_ty), mask=is_pair)
+            columns = tl.arange(0, RANK_PADDED)
+            is_value = is_token[:, None] & (columns < RANK)[None, :]
+            latent = tl.load(entry[:, None] + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
+            inverse = tl.rsqrt(tl.sum(latent * latent, axis=1) / RANK + eps)
+            weight = tl.load(norm + columns, mask=columns < RANK, other=0.0)
+            normed = (latent * inverse[:, None] * weight[None, :]).to(entries.dtype.element_ty)
+            tl.store(kept[:, None] + columns[None, :], normed.to(latents.dtype.element_ty), mask=is_value)
+
+
+@kernel_unspecialized("num_rows", "table_stride", "first_row")
+def _attend(
+    queries, latents, out, parts, lse, tables, query_starts, contexts, scale, table_stride, first_row, num_rows,
+    HEADS: tl.constexpr, MEMBERS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand` to merge"""
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    QUERIES: tl.constexpr = LINES // MEMBERS  # of a tile
+    WIDTH: tl.constexpr = RANK + ROPE
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they begin first
+    first_head, split = tl.program_id(1) * MEMBERS, tl.program_id(2)
+    if ARE_SINGLE:  # one query a row
+        row, begin, length, offset = first_row + tile, first_row + tile, 1, 0
+    else:
+        origin = tl.load(query_starts + first_row)
+        low_row, high_row = first_row, num_rows
+        while high_row - low_row > 1:  # the last row whose tiles begin at or before this one
+            middle = (low_row + high_row) // 2
+            if (tl.load(query_starts + middle) - origin) // QUERIES + (middle - first_row) <= tile:
+                low_row = middle
+            else:
+                high_row = middle
+        row = low_row
+        begin = tl.load(query_starts + row)
+        length = tl.load(query_starts + row + 1) - begin
+        offset = (tile - (begin - origin) // QUERIES - (row - first_row)) * QUERIES
+    if offset < length:
+        context = tl.load(contexts + row)
+        lines = tl.arange(0, LINES)
+        local, heads = offset + lines // MEMBERS, first_head + lines % MEMBERS
+        is_line = (local < length) & (heads < HEADS)
+        q_positions = context - length + local
+        q_rows = (begin + local).to(tl.int64) * HEADS + heads
+        offs_r, offs_p = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
+        source = queries + q_rows[:, None] * WIDTH
+        is_rank, is_rope = (offs_r < RANK)[None, :], (offs_p < ROPE)[None, :]
+        query = tl.load(source + offs_r[None, :], mask=is_line[:, None] & is_rank, other=0.0)
+        turned = tl.load(source + RANK + offs_p[None, :], mask=is_line[:, None] & is_rope, other=0.0)
+        m_i, l_i, acc = empty_state(LINES, RANK_PADDED)
+        last = tl.minimum(context - length + offset + QUERIES, context)
+        each = (tl.cdiv(last, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
+        low = split * each
+        table = tables + tl.cast(row, tl.int64) * table_stride
+        for start in range(low, tl.minimum(low + each, last), TILE):
+            offs_n = start + tl.arange(0, TILE)
+            inside = offs_n < last
+            blocks = tl.load(table + offs_n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            entry = latents + (blocks * BLOCK_SIZE + offs_n % BLOCK_SIZE)[:, None] * WIDTH
+            latent = tl.load(entry + offs_r[None, :], mask=inside[:, None] & is_rank, other=0.0).to(query.dtype)
+            key = tl.load(entry + RANK + offs_p[None, :], mask=inside[:, None] & is_rope, other=0.0).to(query.dtype)
+            qk = tl.dot(turned, tl.trans(key), input_precision=PRECISION)
+            qk = tl.dot(query, tl.trans(latent), qk, input_precision=PRECISION) * (scale * LOG2E)
+            qk = tl.where(offs_n[None, :] <= q_positions[:, None], qk, float("-inf"))
+            m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, latent, inside, False, PRECISION)
+        is_result = is_line[:, None] & is_rank
+        if NUM_SPLITS == 1:
+            result = attention_output((m_i, l_i, acc), is_line, False)
+            tl.store(out + q_rows[:, None] * RANK + offs_r[None, :], result.to(out.dtype.element_ty), mask=is_result)
+        else:
+            index = q_rows * NUM_SPLITS + split
+            tl.store(parts + index[:, None] * RANK + offs_r[None, :], acc, mask=is_result)
+            tl.store(lse + index * 2, m_i, mask=is_line)
+            tl.store(lse + index * 2 + 1, l_i, mask=is_line)
+
+
+@kernel_unspecialized("num_tokens")
+def _expand(
+    mixed, parts, lse, expand, out, num_tokens,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [T, HEADS * VALUE]"""
+    launch_dependents(OVERLAPS)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = tokens < num_tokens
+    head = tl.program_id(1)
+    rows = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    ranks = tl.arange(0, RANK_PADDED)
+    is_there = (rows < VALUE)[:, None] & (ranks < RANK)[None, :]
+    matrix = tl.load(expand + (head * VALUE + rows)[:, None] * RANK + ranks[None, :], mask=is_there, other=0.0)
+    wait_for_previous(OVERLAPS)
+    q_rows = tokens.to(tl.int64) * HEADS + head
+    is_value = is_token[:, None] & (ranks < RANK)[None, :]
+    if NUM_SPLITS == 1:
+        latent = tl.load(mixed + q_rows[:, None] * RANK + ranks[None, :], mask=is_value, other=0.0)
+    else:
+        highest = tl.load(lse + q_rows * NUM_SPLITS * 2, mask=is_token, other=0.0)
+        for split in range(1, NUM_SPLITS):
+            m_i = tl.load(lse + (q_rows * NUM_SPLITS + split) * 2, mask=is_token, other=0.0)
+            highest = tl.maximum(highest, m_i)
+        total = tl.zeros((TOKENS,), tl.float32)
+        acc = tl.zeros((TOKENS, RANK_PADDED), tl.float32)
+        for split in range(NUM_SPLITS):
+            index = q_rows * NUM_SPLITS + split
+            weight = tl.exp2(tl.load(lse + index * 2, mask=is_token, other=0.0) - highest)
+            total += weight * tl.load(lse + index * 2 + 1, mask=is_token, other=0.0)
+            part = tl.load(parts + index[:, None] * RANK + ranks[None, :], mask=is_value, other=0.0)
+            acc += weight[:, None] * part
+        latent = (acc / tl.maximum(total, 1e-30)[:, None]).to(matrix.dtype)
+    product = tl.dot(latent, tl.trans(matrix), input_precision=PRECISION)
+    target = out + (q_rows * VALUE)[:, None] + rows[None, :]
+    is_result = is_token[:, None] & (rows < VALUE)[None, :]
+    tl.store(target, product.to(out.dtype.element_ty), mask=is_result)
+
+
+def latent_attend(inputs: LatentInputs) -> torch.Tensor:
+    """→ [T, heads * value_dim]"""
+    plan: AttentionPlan = inputs.plan
+    absorbed = absorb_queries(inputs)
+    num_heads, num_rows, single = absorbed.shape[1], plan.contexts.shape[0], plan.num_single
+    mixed = inputs.queries.new_empty(len(absorbed), num_heads, inputs.absorb.shape[1])
+    if single == num_rows:
+        splits = num_splits_for(num_rows, 1, plan.max_context, capabilities_of(absorbed.device))
+        return expand_mixtures(mixed, *_attend_rows(inputs, absorbed, mixed, range(num_rows), splits), inputs.expand)
+    if single:
+        _attend_rows(inputs, absorbed, mixed, range(single), 1)
+    _attend_rows(inputs, absorbed, mixed, range(single, num_rows), 1)
+    return expand_mixtures(mixed, mixed, mixed, inputs.expand)
+
+
+def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
+    """The same with sums that depend on a query and its context alone: every line is computed by one program of one
+    form, which adds up its entries in their order."""
+    absorbed = absorb_queries(inputs, are_alike=True)
+    mixed = inputs.queries.new_empty(*absorbed.shape[:2], inputs.absorb.shape[1])
+    _attend_rows(inputs, absorbed, mixed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
+    return expand_mixtures(mixed, mixed, mixed, inputs.expand, are_alike=True)
+
+
+def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Tensor:
+    """Writes the entries; → queries over entries [T, heads, rank + rope]"""
+    num_heads, rank, nope = inputs.absorb.shape
+    num_tokens, width = inputs.entries.shape
+    queries, entries, rope = inputs.queries, inputs.entries, width - rank
+    out = queries.new_empty(num_tokens, num_heads, width)
+    tokens = _tokens_of_tile(queries, are_alike=are_alike)
+    cos, sin = inputs.cos_sin or (inputs.norm.weight, inputs.norm.weight)
+    _absorb[(cdiv(num_tokens, tokens), num_heads, cdiv(rank, RANK_BLOCK) + 1)](
+        queries, entries, inputs.latents, inputs.slots, inputs.norm.weight, cos, sin, inputs.absorb, out,
+        num_tokens, queries.stride(0), entries.stride(0), inputs.norm.eps,
+        num_heads, nope, max(16, next_power_of_2(nope)), rope, next_power_of_2(rope // 2), rank,
+        max(16, next_power_of_2(rank)), tokens, RANK_BLOCK, inputs.cos_sin is not None, precision_of(queries),
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _attend_rows(
+    inputs: LatentInputs,
+    absorbed: torch.Tensor,
+    mixed: torch.Tensor,
+    rows: range,
+    splits: int,
+    *,
+    are_alike: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some rows of a step into `mixed`; or, where contexts are split, what the splits found: [T, heads, splits, rank]
+    and [T, heads, splits, 2]. `are_alike`: one form of program for rows of any length."""
+    plan: AttentionPlan = inputs.plan
+    (num_tokens, num_heads, width), rank = absorbed.shape, mixed.shape[2]
+    are_single = not are_alike and rows.stop <= plan.num_single
+    tiles = tiles_for(absorbed.dtype, num_heads, are_single=are_single)
+    members = min(next_power_of_2(num_heads), tiles.lines)
+    queries = tiles.lines // members
+    parts = lse = mixed
+    if splits > 1:
+        parts = torch.empty(num_tokens, num_heads, splits, rank, dtype=torch.float32, device=mixed.device)
+        lse = torch.empty(num_tokens, num_heads, splits, 2, dtype=torch.float32, device=mixed.device)
+    num_tiles = len(rows) if are_single else (num_tokens - rows.start) // queries + len(rows)
+    options = {"enable_fp_fusion": False} if are_alike else {}
+    _attend[(num_tiles, cdiv(num_heads, members), splits)](
+        absorbed, inputs.latents, mixed, parts, lse, plan.tables, plan.query_starts, plan.contexts,
+        inputs.scale, plan.tables.stride(0), rows.start, rows.stop,
+        num_heads, members, rank, max(16, next_power_of_2(rank)), width - rank, max(16, next_power_of_2(width - rank)),
+        inputs.latents.shape[1], tiles.lines, tiles.keys, splits, are_single, precision_of(absorbed),
+        num_warps=tiles.warps, num_stages=tiles.stages, **options, **launch_options(),
+    )  # fmt: skip
+    return parts, lse
+
+
+def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
+    """Tokens that are multiplied by a head's matrix together; `are_alike`: the same number in every step"""
+    return FEW_TOKENS if are_alike or len(x) <= FEW_TOKENS or x.dtype == torch.float32 else 64
+
+
+def expand_mixtures(
+    mixed: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor, expand: torch.Tensor, *, are_alike: bool = False
+) -> torch.Tensor:
+    """[T, heads, rank], or parts of splits → [T, heads * value_dim]"""
+    num_heads, value_dim, rank = expand.shape
+    num_tokens, splits = len(mixed), 1 if parts is mixed else parts.shape[2]
+    out = mixed.new_empty(num_tokens, num_heads * value_dim)
+    tokens = _tokens_of_tile(mixed, are_alike=are_alike)
+    _expand[(cdiv(num_tokens, tokens), num_heads, cdiv(value_dim, VALUE_BLOCK))](
+        mixed, parts, lse, expand, out, num_tokens,
+        num_heads, rank, max(16, next_power_of_2(rank)), value_dim, tokens, VALUE_BLOCK, splits, precision_of(mixed),
+        num_warps=4 if tokens == FEW_TOKENS else 8, **launch_options(),
+    )  # fmt: skip
+    return out

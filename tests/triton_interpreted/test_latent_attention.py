@@ -60,7 +60,7 @@ def test_equal_to_the_reference(lengths: list[tuple[int, int]], heads: int) -> N
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_any_number_of_splits_gives_the_same(splits: int) -> None:
     mine, plain = random_inputs(DECODE, 4)
-    with patch.object(latent, "num_splits_for", lambda *_: splits):
+    with patch.object(latent, "num_latent_splits", lambda *_: splits):
         assert_near(OPS.latent_attend(mine), PLAIN.latent_attend(plain))
 
 

@@ -1,11 +1,12 @@
 """Latent attention (MLA) over the paged cache, in its absorbed form (see `ops/reference/latent_attention.py`).
 
 All heads attend to the same entries, so an entry is read once for a tile of heads: with 16 heads or more the memory is
-what decoding takes its time for. Three kernels a layer:
+what decoding takes its time for. Three kernels a layer, and a fourth that
+merges splits:
 
     _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
     _attend     tiles of (query, head) lines over entries; a context is cut into splits that run side by side
-    _expand     the splits merged; mixtures of latents × each head's matrix → values
+    _expand     mixtures of latents × each head's matrix → values
 
 A tile has 16 lines where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
 Matrices are on their way before the kernel before has ended.
@@ -21,14 +22,16 @@ import triton.language as tl
 
 from tokenmill.ops.interface import LatentInputs
 from tokenmill.ops.triton.attention.plan import AttentionPlan
-from tokenmill.ops.triton.attention.select import TILE, num_splits_for
+from tokenmill.ops.triton.attention.select import TILE
 from tokenmill.ops.triton.attention.softmax import LOG2E, add_keys, attention_output, empty_state
-from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
+from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
 VALUE_BLOCK = 32  # and of `_expand`
+MAX_SPLITS = 64  # of a context
+MERGED = 64  # values of a line that a program of `_merge` adds up
 FEW_TOKENS = 16  # of a tile of both where the step has no more
 
 
@@ -41,11 +44,12 @@ class LatentTiles(NamedTuple):
     stages: int
 
 
-def tiles_for(dtype: torch.dtype, num_heads: int, *, are_single: bool) -> LatentTiles:
+def tiles_for(dtype: torch.dtype, num_heads: int, *, are_single: bool, keys_each: int = 0) -> LatentTiles:
+    """`keys_each`: entries that a program has to look at"""
     if dtype == torch.float32:
         return LatentTiles(16, 16, 4, 1)
     if are_single and num_heads <= 16:
-        return LatentTiles(16, TILE, 4, 2)
+        return LatentTiles(16, 2 * TILE, 4, 2) if keys_each >= 4 * TILE else LatentTiles(16, TILE, 8, 2)
     return LatentTiles(64, TILE, 8, 2)
 
 
@@ -58,8 +62,8 @@ def _rotated(first, second, cos, sin):
 def _absorb(
     queries, entries, latents, slots, norm, cos, sin, absorb, out, num_tokens, query_stride, entry_stride, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_PADDED: tl.constexpr, ROPE: tl.constexpr, HALF_PADDED: tl.constexpr,
-    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, IS_ROTATED: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    IS_ROTATED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, HEADS, RANK + ROPE]; the last block of programs rotates and writes entries instead of multiplying"""
     launch_dependents(OVERLAPS)
@@ -95,23 +99,32 @@ def _absorb(
         place = target[:, None] + RANK + half[None, :]
         tl.store(place, first.to(out.dtype.element_ty), mask=is_pair)
         tl.store(place + ROPE // 2, second.to(out.dtype.element_ty), mask=is_pair)
-        if head == 0:
-            kept = latents + tl.load(slots + wide, mask=is_token, other=0) * WIDTH
-            entry = entries + wide * entry_stride
-            key = entry[:, None] + RANK + half[None, :]
-            low = tl.load(key, mask=is_pair, other=0.0).to(tl.float32)
-            high = tl.load(key + ROPE // 2, mask=is_pair, other=0.0).to(tl.float32)
-            low, high = _rotated(low, high, turn, bend)
-            kept_key = kept[:, None] + RANK + half[None, :]
-            tl.store(kept_key, low.to(entries.dtype.element_ty).to(latents.dtype.element_ty), mask=is_pair)
-            tl.store(kept_key + ROPE // 2, high.to(entries.dtype.element_ty).to(latents.dtype.element_ty), mask=is_pair)
-            columns = tl.arange(0, RANK_PADDED)
-            is_value = is_token[:, None] & (columns < RANK)[None, :]
-            latent = tl.load(entry[:, None] + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
-            inverse = tl.rsqrt(tl.sum(latent * latent, axis=1) / RANK + eps)
-            weight = tl.load(norm + columns, mask=columns < RANK, other=0.0)
-            normed = (latent * inverse[:, None] * weight[None, :]).to(entries.dtype.element_ty)
-            tl.store(kept[:, None] + columns[None, :], normed.to(latents.dtype.element_ty), mask=is_value)
+        # Entries are spread over the heads' programs.
+        ours = head * EACH + tl.arange(0, EACH)
+        numbers = (tl.program_id(0) * TOKENS + ours).to(tl.int64)
+        is_ours = (ours < TOKENS) & (numbers < num_tokens)
+        kept = latents + tl.load(slots + numbers, mask=is_ours, other=0) * WIDTH
+        entry = entries + numbers * entry_stride
+        is_key = is_ours[:, None] & (half < ROPE // 2)[None, :]
+        key_turn = tl.full((EACH, HALF_PADDED), 1.0, tl.float32)
+        key_bend = tl.zeros((EACH, HALF_PADDED), tl.float32)
+        if IS_ROTATED:
+            key_turn = tl.load(cos + numbers[:, None] * (ROPE // 2) + half[None, :], mask=is_key, other=0.0)
+            key_bend = tl.load(sin + numbers[:, None] * (ROPE // 2) + half[None, :], mask=is_key, other=0.0)
+        key = entry[:, None] + RANK + half[None, :]
+        low = tl.load(key, mask=is_key, other=0.0).to(tl.float32)
+        high = tl.load(key + ROPE // 2, mask=is_key, other=0.0).to(tl.float32)
+        low, high = _rotated(low, high, key_turn, key_bend)
+        kept_key = kept[:, None] + RANK + half[None, :]
+        tl.store(kept_key, low.to(entries.dtype.element_ty).to(latents.dtype.element_ty), mask=is_key)
+        tl.store(kept_key + ROPE // 2, high.to(entries.dtype.element_ty).to(latents.dtype.element_ty), mask=is_key)
+        columns = tl.arange(0, RANK_PADDED)
+        is_value = is_ours[:, None] & (columns < RANK)[None, :]
+        latent = tl.load(entry[:, None] + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(latent * latent, axis=1) / RANK + eps)
+        weight = tl.load(norm + columns, mask=columns < RANK, other=0.0)
+        normed = (latent * inverse[:, None] * weight[None, :]).to(entries.dtype.element_ty)
+        tl.store(kept[:, None] + columns[None, :], normed.to(latents.dtype.element_ty), mask=is_value)
 
 
 @kernel_unspecialized("num_rows", "table_stride", "first_row")
@@ -121,7 +134,7 @@ def _attend(
     ROPE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand` to merge"""
+    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_merge`"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     QUERIES: tl.constexpr = LINES // MEMBERS  # of a tile
@@ -182,44 +195,60 @@ def _attend(
             tl.store(lse + index * 2 + 1, l_i, mask=is_line)
 
 
+@kernel
+def _merge(
+    parts, lse, mixed,
+    RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """mixed [T * HEADS, RANK] from what the splits of a line found; CHUNK values of one line a program"""
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    q_row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    splits = q_row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    m_i, l_i = tl.load(lse + splits * 2), tl.load(lse + splits * 2 + 1)
+    acc = tl.load(parts + splits[:, None] * RANK + columns[None, :], mask=(columns < RANK)[None, :], other=0.0)
+    weights = tl.exp2(m_i - tl.max(m_i, axis=0))
+    total = tl.maximum(tl.sum(weights * l_i, axis=0), 1e-30)
+    result = tl.sum(acc * weights[:, None], axis=0) / total
+    tl.store(mixed + q_row * RANK + columns, result.to(mixed.dtype.element_ty), mask=columns < RANK)
+
+
 @kernel_unspecialized("num_tokens")
 def _expand(
-    mixed, parts, lse, expand, out, num_tokens,
-    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    mixed, expand, out, num_tokens,
+    HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS * VALUE]"""
+    """out [T, HEADS * VALUE]; the latents are taken CHUNK values at a time"""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
     head = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    ranks = tl.arange(0, RANK_PADDED)
-    is_there = (rows < VALUE)[:, None] & (ranks < RANK)[None, :]
-    matrix = tl.load(expand + (head * VALUE + rows)[:, None] * RANK + ranks[None, :], mask=is_there, other=0.0)
+    offs_r = tl.arange(0, CHUNK)
+    source = expand + (head * VALUE + rows)[:, None] * RANK + offs_r[None, :]
+    matrix = tl.load(source, mask=(rows < VALUE)[:, None] & (offs_r < RANK)[None, :], other=0.0)
     wait_for_previous(OVERLAPS)
     q_rows = tokens.to(tl.int64) * HEADS + head
-    is_value = is_token[:, None] & (ranks < RANK)[None, :]
-    if NUM_SPLITS == 1:
-        latent = tl.load(mixed + q_rows[:, None] * RANK + ranks[None, :], mask=is_value, other=0.0)
-    else:
-        highest = tl.load(lse + q_rows * NUM_SPLITS * 2, mask=is_token, other=0.0)
-        for split in range(1, NUM_SPLITS):
-            m_i = tl.load(lse + (q_rows * NUM_SPLITS + split) * 2, mask=is_token, other=0.0)
-            highest = tl.maximum(highest, m_i)
-        total = tl.zeros((TOKENS,), tl.float32)
-        acc = tl.zeros((TOKENS, RANK_PADDED), tl.float32)
-        for split in range(NUM_SPLITS):
-            index = q_rows * NUM_SPLITS + split
-            weight = tl.exp2(tl.load(lse + index * 2, mask=is_token, other=0.0) - highest)
-            total += weight * tl.load(lse + index * 2 + 1, mask=is_token, other=0.0)
-            part = tl.load(parts + index[:, None] * RANK + ranks[None, :], mask=is_value, other=0.0)
-            acc += weight[:, None] * part
-        latent = (acc / tl.maximum(total, 1e-30)[:, None]).to(matrix.dtype)
-    product = tl.dot(latent, tl.trans(matrix), input_precision=PRECISION)
+    product = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for first in tl.static_range(0, RANK, CHUNK):
+        inside = (first + offs_r < RANK)[None, :]
+        if first:
+            matrix = tl.load(source + first, mask=(rows < VALUE)[:, None] & inside, other=0.0)
+        latents = mixed + q_rows[:, None] * RANK + first + offs_r[None, :]
+        latent = tl.load(latents, mask=is_token[:, None] & inside, other=0.0)
+        product = tl.dot(latent, tl.trans(matrix), product, input_precision=PRECISION)
     target = out + (q_rows * VALUE)[:, None] + rows[None, :]
-    is_result = is_token[:, None] & (rows < VALUE)[None, :]
-    tl.store(target, product.to(out.dtype.element_ty), mask=is_result)
+    tl.store(target, product.to(out.dtype.element_ty), mask=is_token[:, None] & (rows < VALUE)[None, :])
+
+
+def num_latent_splits(num_programs: int, max_context: int, gpu: Capabilities) -> int:
+    """Programs that share a context: so many that two for each multiprocessor run, each with tiles of its own. What a
+    split leaves is 2 KB a head, so there are fewer of them than in attention to keys and values."""
+    wanted = 2 * gpu.tuning.multiprocessors // max(1, num_programs)
+    splits = max(1, min(wanted, MAX_SPLITS, cdiv(max_context, TILE)))
+    return 1 << (splits.bit_length() - 1)
 
 
 def latent_attend(inputs: LatentInputs) -> torch.Tensor:
@@ -228,13 +257,13 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     absorbed = absorb_queries(inputs)
     num_heads, num_rows, single = absorbed.shape[1], plan.contexts.shape[0], plan.num_single
     mixed = inputs.queries.new_empty(len(absorbed), num_heads, inputs.absorb.shape[1])
-    if single == num_rows:
-        splits = num_splits_for(num_rows, 1, plan.max_context, capabilities_of(absorbed.device))
-        return expand_mixtures(mixed, *_attend_rows(inputs, absorbed, mixed, range(num_rows), splits), inputs.expand)
     if single:
-        _attend_rows(inputs, absorbed, mixed, range(single), 1)
-    _attend_rows(inputs, absorbed, mixed, range(single, num_rows), 1)
-    return expand_mixtures(mixed, mixed, mixed, inputs.expand)
+        num_programs = single * cdiv(num_heads, tiles_for(absorbed.dtype, num_heads, are_single=True).lines)
+        splits = num_latent_splits(num_programs, plan.max_context, capabilities_of(absorbed.device))
+        _attend_rows(inputs, absorbed, mixed, range(single), splits)
+    if single < num_rows:
+        _attend_rows(inputs, absorbed, mixed, range(single, num_rows), 1)
+    return expand_mixtures(mixed, inputs.expand)
 
 
 def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
@@ -243,7 +272,7 @@ def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
     absorbed = absorb_queries(inputs, are_alike=True)
     mixed = inputs.queries.new_empty(*absorbed.shape[:2], inputs.absorb.shape[1])
     _attend_rows(inputs, absorbed, mixed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
-    return expand_mixtures(mixed, mixed, mixed, inputs.expand, are_alike=True)
+    return expand_mixtures(mixed, inputs.expand, are_alike=True)
 
 
 def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Tensor:
@@ -258,7 +287,8 @@ def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Te
         queries, entries, inputs.latents, inputs.slots, inputs.norm.weight, cos, sin, inputs.absorb, out,
         num_tokens, queries.stride(0), entries.stride(0), inputs.norm.eps,
         num_heads, nope, max(16, next_power_of_2(nope)), rope, next_power_of_2(rope // 2), rank,
-        max(16, next_power_of_2(rank)), tokens, RANK_BLOCK, inputs.cos_sin is not None, precision_of(queries),
+        max(16, next_power_of_2(rank)), tokens, max(1, tokens // (1 << num_heads.bit_length() - 1)), RANK_BLOCK,
+        inputs.cos_sin is not None, precision_of(queries),
         num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
@@ -272,19 +302,18 @@ def _attend_rows(
     splits: int,
     *,
     are_alike: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some rows of a step into `mixed`; or, where contexts are split, what the splits found: [T, heads, splits, rank]
-    and [T, heads, splits, 2]. `are_alike`: one form of program for rows of any length."""
+) -> None:
+    """Some rows of a step into `mixed` [T, heads, rank]. `are_alike`: one form of program for rows of any length"""
     plan: AttentionPlan = inputs.plan
     (num_tokens, num_heads, width), rank = absorbed.shape, mixed.shape[2]
     are_single = not are_alike and rows.stop <= plan.num_single
-    tiles = tiles_for(absorbed.dtype, num_heads, are_single=are_single)
+    tiles = tiles_for(absorbed.dtype, num_heads, are_single=are_single, keys_each=plan.max_context // splits)
     members = min(next_power_of_2(num_heads), tiles.lines)
     queries = tiles.lines // members
     parts = lse = mixed
-    if splits > 1:
-        parts = torch.empty(num_tokens, num_heads, splits, rank, dtype=torch.float32, device=mixed.device)
-        lse = torch.empty(num_tokens, num_heads, splits, 2, dtype=torch.float32, device=mixed.device)
+    if splits > 1:  # rows with one query each come first
+        parts = torch.empty(len(rows), num_heads, splits, rank, dtype=torch.float32, device=mixed.device)
+        lse = torch.empty(len(rows), num_heads, splits, 2, dtype=torch.float32, device=mixed.device)
     num_tiles = len(rows) if are_single else (num_tokens - rows.start) // queries + len(rows)
     options = {"enable_fp_fusion": False} if are_alike else {}
     _attend[(num_tiles, cdiv(num_heads, members), splits)](
@@ -294,25 +323,27 @@ def _attend_rows(
         inputs.latents.shape[1], tiles.lines, tiles.keys, splits, are_single, precision_of(absorbed),
         num_warps=tiles.warps, num_stages=tiles.stages, **options, **launch_options(),
     )  # fmt: skip
-    return parts, lse
+    if splits > 1:
+        chunk = min(MERGED, next_power_of_2(rank))
+        _merge[(len(rows) * num_heads, cdiv(rank, chunk))](
+            parts, lse, mixed, rank, splits, chunk, num_warps=4, **launch_options()
+        )
 
 
 def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
     """Tokens that are multiplied by a head's matrix together; `are_alike`: the same number in every step"""
-    return FEW_TOKENS if are_alike or len(x) <= FEW_TOKENS or x.dtype == torch.float32 else 64
+    return FEW_TOKENS if are_alike or len(x) <= 256 or x.dtype == torch.float32 else 64
 
 
-def expand_mixtures(
-    mixed: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor, expand: torch.Tensor, *, are_alike: bool = False
-) -> torch.Tensor:
-    """[T, heads, rank], or parts of splits → [T, heads * value_dim]"""
-    num_heads, value_dim, rank = expand.shape
-    num_tokens, splits = len(mixed), 1 if parts is mixed else parts.shape[2]
+def expand_mixtures(mixed: torch.Tensor, expand: torch.Tensor, *, are_alike: bool = False) -> torch.Tensor:
+    """[T, heads, rank] → [T, heads * value_dim]"""
+    (num_heads, value_dim, rank), num_tokens = expand.shape, len(mixed)
     out = mixed.new_empty(num_tokens, num_heads * value_dim)
     tokens = _tokens_of_tile(mixed, are_alike=are_alike)
-    _expand[(cdiv(num_tokens, tokens), num_heads, cdiv(value_dim, VALUE_BLOCK))](
-        mixed, parts, lse, expand, out, num_tokens,
-        num_heads, rank, max(16, next_power_of_2(rank)), value_dim, tokens, VALUE_BLOCK, splits, precision_of(mixed),
-        num_warps=4 if tokens == FEW_TOKENS else 8, **launch_options(),
+    block = min(next_power_of_2(value_dim), VALUE_BLOCK if num_tokens <= FEW_TOKENS or are_alike else 128)
+    _expand[(cdiv(num_tokens, tokens), num_heads, cdiv(value_dim, block))](
+        mixed, expand, out, num_tokens,
+        num_heads, rank, value_dim, tokens, max(16, block), min(128, max(16, next_power_of_2(rank))),
+        precision_of(mixed), num_warps=4, **launch_options(),
     )  # fmt: skip
     return out

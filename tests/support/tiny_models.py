@@ -45,6 +45,18 @@ LONG_ROPE = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "tie_word_embeddings": True}
 MOE = {"num_experts_per_tok": 2}
+LATENT = {
+    **MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 20,
+    "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.8},
+}
 # name: (config class, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -95,6 +107,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 20, "n_group": 3, "topk_group": 2}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**LATENT, "q_lora_rank": 20, "rope_parameters": {"rope_theta": 1e6}}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {**MOE, "head_dim": 16, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True},

@@ -83,6 +83,7 @@ class Family:
     has_rope_sections: bool = False  # for pictures; positions of text turn all sections alike
     windows: Callable[[ConfigFields, int], Windows] = no_windows
     experts: Callable[[ConfigFields, int], MoeSpec | None] = no_experts
+    is_latent: bool = False  # attention is latent attention (MLA)
     convolution: Callable[[ConfigFields, int], ShortConv | None] = no_convolution  # of a layer, in attention's place
     # What a layer's attention, a layer, and the model have beside what all families have in common:
     adjust_attention: Callable[[ConfigFields, int, Gqa], Gqa] = same_attention

@@ -24,6 +24,7 @@ from tokenmill.arch.spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Mla,
     MlpSpec,
     ModelSpec,
     MoeSpec,
@@ -135,16 +136,18 @@ def _layers(fields: ConfigFields, family: Family) -> tuple[LayerSpec, ...]:
         fields.refuse(f"num_hidden_layers is {num_layers}, more than {MAX_LAYERS}")
     windows = family.windows(fields, num_layers)
     # Layers that are alike share one object: specs stay small and compare fast.
-    attention = {window: _attention(fields, family, window) for window in dict.fromkeys(windows)}
+    attention = {window: _mixer(fields, family, window) for window in dict.fromkeys(windows)}
     mlp = _mlp(fields, family)
     layers = (_layer(fields, family, index, attention[window], mlp) for index, window in enumerate(windows))
     known: dict[LayerSpec, LayerSpec] = {}
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 
-def _layer(fields: ConfigFields, family: Family, index: int, attention: Gqa, mlp: MlpSpec) -> LayerSpec:
+def _layer(fields: ConfigFields, family: Family, index: int, attention: Gqa | Mla, mlp: MlpSpec) -> LayerSpec:
+    if isinstance(attention, Gqa):
+        attention = family.adjust_attention(fields, index, attention)
     layer = LayerSpec(
-        family.convolution(fields, index) or family.adjust_attention(fields, index, attention),
+        family.convolution(fields, index) or attention,
         _with_activation(family.experts(fields, index), mlp) or mlp,
         family.norms,
         family.is_parallel,
@@ -177,6 +180,29 @@ def check_experts(experts: MoeSpec) -> None:
         )
     if routing.num_groups > 1 and count // routing.num_groups * routing.kept_groups < active:
         raise UnsupportedModel(f"{active} experts a token are not possible with {routing.kept_groups} kept groups")
+
+
+def _mixer(fields: ConfigFields, family: Family, window: int | None) -> Gqa | Mla:
+    return _latent_attention(fields, family) if family.is_latent else _attention(fields, family, window)
+
+
+def _latent_attention(fields: ConfigFields, family: Family) -> Mla:
+    if fields.get("rope_interleave") is False:
+        fields.refuse("rope_interleave false is not implemented")
+    nope, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    parameters = ConfigFields(_parameters(fields, family, False), f"{fields.source} rope")
+    stretch = parameters.number("mscale_all_dim") if parameters.has("mscale_all_dim") else 0.0
+    mscale = yarn_mscale(parameters.positive("factor"), stretch) if stretch else 1.0
+    return Mla(
+        num_heads=fields.integer("num_attention_heads"),
+        q_rank=fields.integer_or_none("q_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rope_dim,
+        value_dim=fields.integer("v_head_dim"),
+        scale=(nope + rope_dim) ** -0.5 * mscale**2,
+        rope=rope_for(fields, family, rope_dim, False),
+    )
 
 
 def _attention(fields: ConfigFields, family: Family, window: int | None) -> Gqa:

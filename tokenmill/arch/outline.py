@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv
+from tokenmill.arch.spec import Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv
 from tokenmill.arch.tensors import layer_tensors
 
 
@@ -85,7 +85,7 @@ def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutlin
     sizes = {"linear": 0, "experts": 0, "vector": 0}
     for tensor in layer_tensors(layer, hidden, norm=norm):
         sizes["experts" if "experts." in tensor.name else tensor.kind] += prod(tensor.shape)
-    mixer = _of_attention(layer.mixer) if isinstance(layer.mixer, Gqa) else _of_conv(layer.mixer)
+    mixer = _of_mixer(layer.mixer)
     moe = layer.mlp if isinstance(layer.mlp, MoeSpec) else layer.side_experts
     return replace(
         mixer,
@@ -96,6 +96,16 @@ def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutlin
         num_experts=moe.num_experts if moe else 0,
         num_active=moe.num_active if moe else 0,
     )
+
+
+def _of_mixer(mixer: MixerSpec) -> LayerOutline:
+    match mixer:
+        case Gqa():
+            return _of_attention(mixer)
+        case Mla():
+            return _of_latent_attention(mixer)
+        case ShortConv():
+            return _of_conv(mixer)
 
 
 def _of_attention(attention: Gqa) -> LayerOutline:
@@ -109,6 +119,20 @@ def _of_attention(attention: Gqa) -> LayerOutline:
         num_kv_heads=attention.num_kv_heads,
         width=attention.q_size + attention.out_size + attention.kv_size + attention.v_size + attention.gate_size,
         window=attention.window,
+    )
+
+
+def _of_latent_attention(mla: Mla) -> LayerOutline:
+    """A layer of nothing but this mixer, without its weights. All heads look at one entry a token."""
+    absorbed = mla.num_heads * (mla.entry_size + mla.kv_rank)
+    return LayerOutline(
+        linear=0,
+        vectors=0,
+        kv_values=mla.entry_size,
+        pair_values=absorbed,
+        num_heads=mla.num_heads,
+        num_kv_heads=1,
+        width=2 * mla.q_size + mla.entry_size + absorbed + mla.out_size,
     )
 
 

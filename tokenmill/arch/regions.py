@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, MlpSpec, MoeSpec
+from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, MoeSpec, ShortConv
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,16 @@ class LayerRegions:
 
 def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
     name, mixer = f"layers.{number}", spec.mixer
-    if isinstance(mixer, Gqa):
-        inputs, output = _stacked(name, _inputs(mixer), mixer.qkv_bias), _stacked(name, ("o",), mixer.out_bias)
-        cache = number if mixer.shares_kv_of is None else mixer.shares_kv_of
-    else:
-        inputs, output = _stacked(name, ("conv_in",), mixer.bias), _stacked(name, ("conv_out",), mixer.bias)
-        cache = number
+    cache = number
+    match mixer:
+        case Gqa():
+            inputs, output = _stacked(name, _inputs(mixer), mixer.qkv_bias), _stacked(name, ("o",), mixer.out_bias)
+            cache = number if mixer.shares_kv_of is None else mixer.shares_kv_of
+        case Mla():
+            inputs = _stacked(name, ("q" if mixer.q_rank is None else "q_down", "kv_down"))
+            output = _stacked(name, ("o",))
+        case ShortConv():
+            inputs, output = _stacked(name, ("conv_in",), mixer.bias), _stacked(name, ("conv_out",), mixer.bias)
     return LayerRegions(
         NormProject(f"{name}.attn_norm" if spec.has_pre_norms else None, inputs),
         Attend(mixer, name, cache),

@@ -204,7 +204,49 @@ class ShortConv:
         return (CacheField("inputs", (self.width,), "compute"),)
 
 
-MixerSpec = Gqa | ShortConv
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are projections of one short vector a token.
+
+    Only that vector is kept (normed), and beside it a key for all heads that is rotated; a head's query has a part for
+    either:  [ nope_dim | rope_dim ]. The cache is one entry a token, [ kv_rank | rope_dim ].
+    """
+
+    num_heads: int
+    q_rank: int | None  # width of the latent vector that queries are made of; None: they are projected directly
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float  # multiplies q·k
+    rope: RopeSpec | None
+    norm_eps: float = 1e-6  # of the latents, whatever the model's own is
+
+    @property
+    def window(self) -> None:
+        return None
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def out_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def entry_size(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+    def cache_fields(self) -> tuple[CacheField, ...]:
+        return (CacheField("latents", (self.entry_size,)),)
+
+
+MixerSpec = Gqa | ShortConv | Mla
 
 
 # ── the rest of a layer, and the model ─────────────────────────────────────────────────────────────────
@@ -339,7 +381,9 @@ class ModelSpec:
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotations of its layers."""
-        return tuple(dict.fromkeys(mixer.rope for mixer in self.attentions if mixer.rope is not None))
+        mixers = (layer.mixer for layer in self.layers)
+        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, Gqa | Mla))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 @dataclass(frozen=True)
@@ -353,6 +397,10 @@ class TensorSpec:
     layers.{i}.attn_gate.weight                        [heads, hidden], or as q's
     layers.{i}.sinks                                   [heads]
     layers.{i}.o.weight  (.bias)                       [hidden, heads * head_dim]
+    layers.{i}.q_down.weight, .q_norm.weight           [q_rank, hidden], [q_rank], of latent attention
+    layers.{i}.q_up.weight, or .q.weight               [heads * head_dim, q_rank], or [heads * head_dim, hidden]
+    layers.{i}.kv_down.weight, .kv_norm.weight         [kv_rank + rope_dim, hidden], [kv_rank]
+    layers.{i}.kv_up.weight                            [heads * (nope_dim + value_dim), kv_rank]
     layers.{i}.conv_in.weight  (.bias)                 [3 * hidden, hidden], rows of b, then c, then x
     layers.{i}.conv.weight  (.bias)                    [hidden, kernel], oldest tap first
     layers.{i}.conv_out.weight  (.bias)                [hidden, hidden]

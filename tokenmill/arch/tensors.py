@@ -21,7 +21,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv, TensorSpec
+from tokenmill.arch.spec import (
+    RMS_NORM,
+    Gqa,
+    LayerSpec,
+    MixerSpec,
+    Mla,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    ShortConv,
+    TensorSpec,
+)
 from tokenmill.errors import UnsupportedModel
 
 # ── the tensors of a spec ──────────────────────────────────────────────────────────────────────────
@@ -55,7 +67,7 @@ def _layer_inputs(spec: ModelSpec) -> Iterator[TensorSpec]:
 def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
     if layer.has_pre_norms:
         yield from _norm(prefix + "attn_norm", hidden, norm)
-    yield from _attention(layer.mixer, hidden, prefix) if isinstance(layer.mixer, Gqa) else _conv(layer.mixer, prefix)
+    yield from _mixer(layer.mixer, hidden, prefix)
     if layer.has_post_norms:
         yield from _norm(prefix + "attn_post_norm", hidden, norm)
     if layer.has_pre_norms and not layer.is_parallel:
@@ -73,6 +85,16 @@ def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpe
         yield from _norm(prefix + "input_norm", hidden, norm)
     if layer.has_scale:
         yield TensorSpec(prefix + "scale", (1,), "vector")
+
+
+def _mixer(mixer: MixerSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    match mixer:
+        case Gqa():
+            yield from _attention(mixer, hidden, prefix)
+        case Mla():
+            yield from _latent_attention(mixer, hidden, prefix)
+        case ShortConv():
+            yield from _conv(mixer, prefix)
 
 
 def _norm(name: str, size: int, norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
@@ -103,6 +125,19 @@ def _attention(attention: Gqa, hidden: int, prefix: str) -> Iterator[TensorSpec]
     if attention.has_sinks:
         yield TensorSpec(prefix + "sinks", (attention.num_heads,), "vector")
     yield from _linear(prefix + "o", hidden, attention.out_size, attention.out_bias)
+
+
+def _latent_attention(mla: Mla, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    if mla.q_rank is None:
+        yield from _linear(prefix + "q", mla.q_size, hidden, False)
+    else:
+        yield from _linear(prefix + "q_down", mla.q_rank, hidden, False)
+        yield from _norm(prefix + "q_norm", mla.q_rank)
+        yield from _linear(prefix + "q_up", mla.q_size, mla.q_rank, False)
+    yield from _linear(prefix + "kv_down", mla.entry_size, hidden, False)
+    yield from _norm(prefix + "kv_norm", mla.kv_rank)
+    yield from _linear(prefix + "kv_up", mla.num_heads * (mla.nope_dim + mla.value_dim), mla.kv_rank, False)
+    yield from _linear(prefix + "o", hidden, mla.out_size, False)
 
 
 def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
@@ -175,6 +210,7 @@ class TensorSource:
     unit_axis: int | None = None  # of theirs, which is dropped
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
+    rotary_start: int = 0  # the first of a head's rows that are rotated
 
 
 def sources_of(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
@@ -213,6 +249,9 @@ def _rule(rules: Rules, name: str, spec: ModelSpec) -> Rule:
 
 def _interleaved(source: TensorSource, layer: LayerSpec, part: str) -> TensorSource:
     attention = layer.mixer
+    if isinstance(attention, Mla):
+        heads, start = (1, attention.kv_rank) if part.startswith("kv") else (attention.num_heads, attention.nope_dim)
+        return replace(source, interleaved_heads=heads, rotary_dim=attention.rope_dim, rotary_start=start)
     if not isinstance(attention, Gqa) or attention.rope is None:
         return source
     heads = attention.num_heads if part.startswith("q") else attention.num_kv_heads

@@ -18,9 +18,10 @@ from typing import Protocol
 import torch
 
 from tokenmill.arch.regions import AddInput, Experts, Feed, GatedMlp, LayerRegions, SideBySide
-from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, NormSpec, ShortConv
+from tokenmill.arch.spec import Gqa, LayerSpec, Mla, NormSpec, RMS_NORM, ShortConv
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
+from tokenmill.models.latent_attention import LatentAttention
 from tokenmill.models.linear import Loader, form_of
 from tokenmill.models.short_conv import ShortConvolution
 from tokenmill.ops.interface import (
@@ -99,6 +100,8 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
     match attend.mixer:
         case Gqa() as spec:
             return Attention(spec, attend.name, attend.layer, norm_eps, load)
+        case Mla() as spec:
+            return LatentAttention(spec, attend.name, attend.layer, load)
         case ShortConv() as spec:
             return ShortConvolution(spec, attend.name, attend.layer, load)
 

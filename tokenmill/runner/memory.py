@@ -23,7 +23,7 @@ from tokenmill.arch.packed_formats import (
     Stored,
     packed_int_format,
 )
-from tokenmill.arch.spec import FeedSpec, MixerSpec, ModelSpec, MoeSpec, ShortConv, TensorSpec
+from tokenmill.arch.spec import FeedSpec, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout, blocks_in_group
@@ -115,6 +115,9 @@ def _feed_width(feed: FeedSpec, hidden: int) -> int:
 def _mixer_width(mixer: MixerSpec) -> int:
     if isinstance(mixer, ShortConv):
         return 5 * mixer.width  # b, c and x as one, the convolution's inputs and its output
+    if isinstance(mixer, Mla):  # projections, queries and their latents, absorbed ones, mixtures, the output
+        absorbed = mixer.num_heads * (mixer.entry_size + mixer.kv_rank)
+        return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size
     # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
     plain = 2 * (mixer.q_size + mixer.out_size) + 2 * (mixer.kv_size + mixer.v_size) + mixer.gate_size
     return plain if mixer.is_plain else plain + 2 * mixer.q_size + 2 * mixer.out_size + 2 * mixer.kv_size

@@ -111,7 +111,7 @@ def _interleaved(raw: RawTensor, source: TensorSource) -> RawTensor:
     if not source.interleaved_heads:
         return raw
     axis = max(0, len(raw.shape) - 2)
-    order = row_order(raw.shape[axis], source.interleaved_heads, source.rotary_dim)
+    order = row_order(raw.shape[axis], source.interleaved_heads, source.rotary_dim, source.rotary_start)
     return replace(raw, data=raw.data.index_select(axis, order.argsort()))
 
 

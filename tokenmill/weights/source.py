@@ -44,7 +44,14 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
     checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
-    return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied))
+    further = _extra_layers(spec, rules)
+    return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied, *further))
+
+
+def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
+    """Prefixes of layers behind the last one, which predict further tokens."""
+    prefix = rules["layers.{i}.mlp_norm.weight"].pattern.partition("{i}")[0] if spec.num_extra_layers else ""
+    return tuple(f"{prefix}{spec.num_layers + number}." for number in range(spec.num_extra_layers))
 
 
 def _safetensors(files: tuple[Path, ...]) -> Checkpoint:
@@ -151,7 +158,8 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         data = data.reshape(*shape[:axis], -1, count, size, *rest).select(axis + 1, index).flatten(axis, axis + 1)
         shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
     if source.interleaved_heads:
-        data = data.index_select(axis, row_order(shape[axis], source.interleaved_heads, source.rotary_dim))
+        order = row_order(shape[axis], source.interleaved_heads, source.rotary_dim, source.rotary_start)
+        data = data.index_select(axis, order)
     if source.add:
         data = _added(raw, data, source.add)
     if source.unit_axis is not None:
@@ -166,13 +174,15 @@ def _added(raw: RawTensor, data: torch.Tensor, amount: float) -> torch.Tensor:
     return data.float() + amount  # float32: 1 + w loses bits in bfloat16
 
 
-def row_order(num_rows: int, num_heads: int, rotary_dim: int) -> torch.Tensor:
+def row_order(num_rows: int, num_heads: int, rotary_dim: int, start: int = 0) -> torch.Tensor:
     """Return, for each of our rows, the index of the checkpoint's row.
 
     theirs, per head:  a0 b0 a1 b1 a2 b2 ... | rest        (a, b): the pair that is rotated together
     ours,   per head:  a0 a1 a2 ... b0 b1 b2 ... | rest
+
+    `start`: so many rows of each head come before those that are rotated.
     """
     head_dim = num_rows // num_heads
-    rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
-    head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])
+    rotated = start + torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
+    head = torch.cat([torch.arange(start), rotated, torch.arange(start + rotary_dim, head_dim)])
     return (torch.arange(num_heads).unsqueeze(1) * head_dim + head).reshape(-1)

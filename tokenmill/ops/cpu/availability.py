@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, ModelSpec, MoeSpec, RoutingSpec, ShortConv
+from tokenmill.arch.spec import Gqa, LayerSpec, Mla, ModelSpec, MoeSpec, RMS_NORM, RoutingSpec, ShortConv
 from tokenmill.ops.compute_request import ComputeRequest
 
 MAX_HEAD_DIM = 256
@@ -61,6 +61,8 @@ def _layer_reason(layer: LayerSpec) -> str | None:
     mixer, feed = layer.mixer, layer.mlp
     if isinstance(mixer, ShortConv) and mixer.kernel > MAX_CONV_KERNEL:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
+    if isinstance(mixer, Mla):
+        return "latent attention, which the native kernels don't have"
     if isinstance(mixer, Gqa) and (not mixer.is_plain or mixer.is_chunked):
         return "this kind of attention, which the native kernels don't have"
     if layer != LayerSpec(mixer, feed, "both" if layer.has_post_norms else "before"):

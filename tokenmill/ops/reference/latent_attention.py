@@ -24,7 +24,7 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     _, rank, nope = inputs.absorb.shape
     queries = inputs.queries.unflatten(1, (len(inputs.absorb), -1))
     plain, turned = queries[..., :nope], queries[..., nope:]
-    latent, key = rms_norm(inputs.entries[:, :rank], *inputs.norm), inputs.entries[:, rank:].unsqueeze(1)
+    latent, key = rms_norm(inputs.entries[:, :rank], *inputs.norm[:2]), inputs.entries[:, rank:].unsqueeze(1)
     if inputs.cos_sin is not None:
         turned, key = rotate(turned, *inputs.cos_sin), rotate(key, *inputs.cos_sin)
     kept = inputs.latents.view(-1, inputs.latents.shape[-1])

@@ -1,0 +1,163 @@
+"""DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Moonlight: latent attention, and routed experts behind a few dense
+layers, beside experts for every token.
+
+V2 weighs experts by a softmax over all; V3 by sigmoids, with a bias that counts for the choice alone and groups of
+experts of which the best are kept. Layers behind the last one, which predict further tokens, are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tokenmill.arch.families.qwen3_moe import HF_ROUTED
+from tokenmill.arch.family import Family
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.spec import MlpSpec, ModelSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
+
+HF_LATENT: Rules = {
+    **HF_LLAMA,
+    **HF_ROUTED,
+    "layers.{i}.q.weight": Rule("model.layers.{i}.self_attn.q_proj.weight", interleaved=True),
+    "layers.{i}.q_down.weight": Rule("model.layers.{i}.self_attn.q_a_proj.weight"),
+    "layers.{i}.q_norm.weight": Rule("model.layers.{i}.self_attn.q_a_layernorm.weight"),
+    "layers.{i}.q_up.weight": Rule("model.layers.{i}.self_attn.q_b_proj.weight", interleaved=True),
+    "layers.{i}.kv_down.weight": Rule("model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", interleaved=True),
+    "layers.{i}.kv_norm.weight": Rule("model.layers.{i}.self_attn.kv_a_layernorm.weight"),
+    "layers.{i}.kv_up.weight": Rule("model.layers.{i}.self_attn.kv_b_proj.weight"),
+    "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
+    **{
+        f"layers.{{i}}.shared.{part}.weight": Rule(f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight")
+        for part in ("gate", "up", "down")
+    },
+}
+
+
+def _experts(fields: ConfigFields, layer_index: int, routing: RoutingSpec) -> MoeSpec | None:
+    if fields.integer("moe_layer_freq") != 1:
+        fields.refuse("moe_layer_freq other than 1 is not implemented")
+    kinds = fields.words("mlp_layer_types", fields.integer("num_hidden_layers"))
+    first = fields.integer("first_k_dense_replace", minimum=0)
+    if layer_index < first if kinds is None else kinds[layer_index] == "dense":
+        return None
+    width = fields.integer("moe_intermediate_size")
+    num_shared = fields.integer_or_none("n_shared_experts", minimum=0) or 0
+    return MoeSpec(
+        num_experts=fields.integer("n_routed_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        expert=MlpSpec(width),
+        routing=replace(routing, scale=fields.positive("routed_scaling_factor")),
+        shared=MlpSpec(num_shared * width) if num_shared else None,
+    )
+
+
+def _experts_by_softmax(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
+    method = fields.text("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        fields.refuse(f"topk_method {method!r} is not implemented")
+    routing = RoutingSpec(renormalize=False)
+    if method == "group_limited_greedy":
+        groups, kept = fields.integer("n_group"), fields.integer("topk_group")
+        routing = replace(routing, num_groups=groups, kept_groups=kept, group_score="best")
+    return _experts(fields, layer_index, routing)
+
+
+def _experts_by_sigmoid(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
+    for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if fields.get(key) not in (None, expected):
+            fields.refuse(f"{key} {fields.get(key)!r} is not implemented")
+    routing = RoutingSpec(
+        "sigmoid",
+        renormalize=fields.flag("norm_topk_prob"),
+        epsilon=1e-20,
+        has_choice_bias=True,
+        num_groups=fields.integer("n_group"),
+        kept_groups=fields.integer("topk_group"),
+    )
+    return _experts(fields, layer_index, routing)
+
+
+def _with_extra_layers(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    return replace(model, num_extra_layers=fields.integer_or_none("num_nextn_predict_layers", minimum=0) or 0)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+}
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    model_types=("deepseek_v2",),
+    defaults={
+        **_DEFAULTS,
+        "max_position_embeddings": 2048,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "moe_intermediate_size": 1407,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    hf_rules=HF_LATENT,
+    is_latent=True,
+    experts=_experts_by_softmax,
+    refused_flags=("attention_bias", "mlp_bias", "norm_topk_prob"),
+)
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    model_types=("deepseek_v3", "kimi_k2"),
+    defaults={
+        **_DEFAULTS,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    hf_rules=HF_LATENT,
+    is_latent=True,
+    experts=_experts_by_sigmoid,
+    adjust_model=_with_extra_layers,
+    refused_flags=("attention_bias", "mlp_bias", "index_n_heads"),
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    model_types=("glm4_moe_lite",),
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 202752,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "moe_intermediate_size": 1536,
+        "rms_norm_eps": 1e-5,
+    },
+)

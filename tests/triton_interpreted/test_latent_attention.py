@@ -26,14 +26,13 @@ def random_inputs(
     """The same inputs twice, with a cache and a plan of its own for each backend."""
     rank, rope, nope, value, block = 24, 8, 12, 20, 16
     batch = paged_batch(lengths, block)
-    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-    slots = []
-    for row, context in enumerate(contexts):
-        count = starts[row + 1] - starts[row]
-        for position in range(context - count, context):
-            slots.append(int(batch.groups[0].block_tables[row, position // block]) * block + position % block)
-    batch = replace(batch, groups=(replace(batch.groups[0], slots=torch.tensor(slots)),))
-    num_tokens = starts[-1]
+    tables = batch.groups[0].block_tables.tolist()
+    slots = [
+        tables[row][position // block] * block + position % block
+        for row, (count, context) in enumerate(lengths)
+        for position in range(context - count, context)
+    ]
+    num_tokens = len(slots)
     projected = torch.randn(num_tokens, heads * (nope + rope) + rank + rope)
     queries, entries = projected.split([heads * (nope + rope), rank + rope], dim=1)  # as a layer hands them over
     angles = (torch.randn(num_tokens, rope // 2), torch.randn(num_tokens, rope // 2)) if is_rotated else None

@@ -26,7 +26,7 @@ class LatentAttention:
         self._norm = load.norm(f"{name}.kv_norm", spec.norm_eps)
         self._q_norm = load.norm(f"{name}.q_norm", spec.norm_eps) if spec.q_rank else None
         self._q_up = load.projection(Matrices((f"{name}.q_up",))) if spec.q_rank else None
-        heads = load.dense(load.source.get(f"{name}.kv_up.weight")).unflatten(0, (spec.num_heads, -1))
+        heads = load.dense(load.source.get(f"{name}.kv_up.weight")).view(spec.num_heads, -1, spec.kv_rank)
         self._absorb = heads[:, : spec.nope_dim].transpose(1, 2).contiguous()  # [heads, rank, nope]
         self._expand = heads[:, spec.nope_dim :].contiguous()  # [heads, value_dim, rank]
 
@@ -37,7 +37,7 @@ class LatentAttention:
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
         """Joint projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim] → [T, heads * value_dim]"""
         spec, group = self.spec, step.storage.group(self._layer)
-        queries, entries = projected.split([projected.shape[1] - spec.entry_size, spec.entry_size], dim=1)
+        queries, entries = projected[:, : -spec.entry_size], projected[:, -spec.entry_size :]
         if self._q_norm is not None and self._q_up is not None:
             queries = self._q_up(self._ops.rms_norm(queries.contiguous(), *self._q_norm[:2]), step.batch.mode)
         inputs = LatentInputs(

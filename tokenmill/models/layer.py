@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.arch.regions import AddInput, Experts, Feed, GatedMlp, LayerRegions, SideBySide
-from tokenmill.arch.spec import Gqa, LayerSpec, Mla, NormSpec, RMS_NORM, ShortConv
+from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, NormSpec, ShortConv
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.latent_attention import LatentAttention

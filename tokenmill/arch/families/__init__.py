@@ -16,7 +16,22 @@ from tokenmill.arch.families.qwen3 import QWEN3
 from tokenmill.arch.families.qwen3_moe import QWEN3_MOE
 from tokenmill.arch.family import Family
 
-ALL: tuple[Family, ...] = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, LFM2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
+ALL: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    LFM2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+)
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}
 BY_MODEL_TYPE: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-from tokenmill.arch.spec import Gqa, LayerSpec, Mla, ModelSpec, MoeSpec, RMS_NORM, RoutingSpec, ShortConv
+from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, ModelSpec, MoeSpec, RoutingSpec, ShortConv
 from tokenmill.ops.compute_request import ComputeRequest
 
 MAX_HEAD_DIM = 256

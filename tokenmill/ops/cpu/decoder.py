@@ -24,7 +24,7 @@ from tokenmill.arch.regions import (
     SideBySide,
     layer_regions,
 )
-from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, RopeSpec, ShortConv
+from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, RopeSpec, ShortConv
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
@@ -180,10 +180,13 @@ class NativeDecoder:
             "attn_post_norm": self._parts.norm(add.post_norm),
             **self._feed(feed),
         }
-        if isinstance(attend.mixer, Gqa):
-            self._decoder.add_layer(**common, **self._attention(project, attend.mixer, attend.name, add, ropes))
-        else:
-            self._decoder.add_conv_layer(**common, **self._convolution(project, attend.mixer, attend.name, add))
+        match attend.mixer:
+            case Gqa() as mixer:
+                self._decoder.add_layer(**common, **self._attention(project, mixer, attend.name, add, ropes))
+            case ShortConv() as mixer:
+                self._decoder.add_conv_layer(**common, **self._convolution(project, mixer, attend.name, add))
+            case Mla():
+                raise AssertionError("refused by `unsupported_reason`")
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
         assert not isinstance(feed, SideBySide), "refused by `unsupported_reason`"

@@ -22,7 +22,7 @@ from tokenmill.ops.reference.linear import multiply
 def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     """→ [T, heads * value_dim]"""
     _, rank, nope = inputs.absorb.shape
-    queries = inputs.queries.unflatten(1, (len(inputs.absorb), -1))
+    queries = inputs.queries.reshape(len(inputs.queries), len(inputs.absorb), -1)
     plain, turned = queries[..., :nope], queries[..., nope:]
     latent, key = rms_norm(inputs.entries[:, :rank], *inputs.norm[:2]), inputs.entries[:, rank:].unsqueeze(1)
     if inputs.cos_sin is not None:
@@ -50,9 +50,7 @@ def attend_entries(
     return out
 
 
-def _attend(
-    queries: torch.Tensor, latents: torch.Tensor, task: AttentionTask, scale: float, rank: int
-) -> torch.Tensor:
+def _attend(queries: torch.Tensor, latents: torch.Tensor, task: AttentionTask, scale: float, rank: int) -> torch.Tensor:
     """queries [B * Q, heads, W] → [B * Q, heads, rank]"""
     rows, (_, heads, width) = task.num_rows, queries.shape
     entries = latents[task.blocks].float().view(rows, 1, -1, width)

@@ -1,0 +1,54 @@
+"""Trained tiny models of every architecture: golden answers, and the same tokens alone and together, on a CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mixed_requests import make_asks, run_together
+from tests.support.trained_models import GREEDY, NAMES, golden_cases, num_equal_tokens
+from tokenmill import LLM
+from tokenmill.arch.read import read_spec
+from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.cpu import unsupported_reason
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small odd chunks": {"token_budget": 37, "max_running": 23},
+    "a pool that is far too small": {"num_blocks": 60, "max_running": 32},
+    "n-gram drafts": {"speculate": "ngram", "token_budget": 96},
+}
+
+
+def backends_of(folder: Path) -> list[str]:
+    request = ComputeRequest(read_spec(folder), "cpu", "float32", "float32", 16)
+    return ["reference"] if unsupported_reason(request) else ["reference", "cpu"]
+
+
+@pytest.fixture(params=NAMES)
+def trained_dir(request: pytest.FixtureRequest, shared_dir: Path) -> Path:
+    return shared_dir / "goldens" / "tiny" / str(request.param)
+
+
+def test_golden_answers(trained_dir: Path) -> None:
+    """Prompts cut into odd chunks, four at a time; logprobs of prompts too."""
+    cases = golden_cases(trained_dir)
+    for backend in backends_of(trained_dir):
+        llm = LLM(str(trained_dir), backend=backend, threads=1, kv_dtype="float32", token_budget=47, max_running=4)
+        answers = llm.generate([case["prompt_ids"] for case in cases], GREEDY, progress=False)
+        assert num_equal_tokens(cases, answers, 1e-3) >= 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_200_mixed_requests_together_and_alone(setting: str, trained_dir: Path) -> None:
+    """To the last bit of every logprob; with samples of n > 1, prefix hits, preemption and drafts."""
+    if "cpu" not in backends_of(trained_dir):
+        pytest.skip("the native kernels don't compute this model yet")
+    common: dict[str, Any] = {"backend": "cpu", "threads": 1}
+    alone = run_together(LLM(str(trained_dir), **common, prefix_caching=False, speculate="off"), make_asks(7), rng=None)
+    llm = LLM(str(trained_dir), **{**common, "speculate": "off", **SETTINGS[setting]})
+    assert run_together(llm, make_asks(7), random.Random(setting)) == alone
+    assert llm.core.stats().kv_blocks_used == 0

@@ -1,0 +1,40 @@
+"""The tiny trained models of current architectures, and the comparison with their golden answers.
+
+Golden answers are greedy tokens and logprobs of a float64 computation. A position whose two best tokens are closer than
+the tolerance may fall either way, and ends the comparison of its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import SamplingParams
+from tokenmill.engine.results import RequestOutput
+
+NAMES = ("deepseek_v2", "deepseek_v3", "lfm2", "mixtral", "qwen3_moe")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
+
+
+def golden_cases(folder: Path) -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads((folder / "golden_greedy.json").read_text())["cases"]
+    return cases
+
+
+def num_equal_tokens(cases: Sequence[dict[str, Any]], answers: Sequence[RequestOutput], tolerance: float) -> int:
+    """Require each answer to be its golden one, up to a close call; return how many tokens were compared."""
+    compared = 0
+    for case, answer in zip(cases, answers, strict=True):
+        output = answer.outputs[0]
+        assert output.logprobs is not None
+        for step, token, info in zip(case["greedy"], output.token_ids, output.logprobs, strict=True):
+            if step["margin"] < max(1e-3, tolerance):
+                break
+            assert token == step["id"]
+            assert info.logprob == pytest.approx(step["logprob"], abs=tolerance)
+            compared += 1
+    return compared

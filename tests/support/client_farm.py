@@ -1,0 +1,158 @@
+"""Clients of other makers, as their users install them: virtual environments and Node packages, made on demand.
+
+They lie in `build/clients` (or $TOKENMILL_CLIENTS), each beside a mark of what was installed, so that a changed list is
+installed anew. Without a package index the tests that need them are skipped.
+
+A client runs with a home of its own, and with a proxy for every host but this machine: the `Canary`, which answers
+nothing and remembers who came. A client that calls home fails its test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.support.server_process import free_port, running
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = ROOT / "tests" / "clients"
+FARM = Path(os.environ.get("TOKENMILL_CLIENTS", ROOT / "build" / "clients"))
+INSTALL_TIMEOUT_S = 900
+INSTALL_SCRIPTS = (
+    "@anthropic-ai/claude-code/install.cjs",
+    "opencode-ai/postinstall.mjs",
+)  # put programs in their place
+
+
+def python_with(name: str) -> Path:
+    """The Python of an environment with the packages of `tests/clients/requirements-NAME.txt`."""
+    requirements = CLIENTS / f"requirements-{name}.txt"
+    place = FARM / name
+    python = place / "bin" / "python"
+
+    def install() -> None:
+        _run([sys.executable, "-m", "venv", "--clear", str(place)])
+        _run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(requirements)])
+
+    _once(place, requirements, install)
+    return python
+
+
+def node_program(name: str) -> list[str]:
+    """The command that starts a program of `tests/clients/package.json`, with a Node that is new enough for it."""
+    node = python_with("node").parent / "node"
+    place = FARM / "node-modules"
+    package = CLIENTS / "package.json"
+
+    def install() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        shutil.copy(package, place)
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(place)]
+        environment = {**os.environ, "PATH": f"{node.parent}:{os.environ['PATH']}"}
+        _run(npm, environment)
+        for script in INSTALL_SCRIPTS:
+            _run([str(node), str(place / "node_modules" / script)], environment)
+
+    _once(place, package, install)
+    return [str(place / "node_modules" / ".bin" / name)]
+
+
+def _once(place: Path, wanted: Path, install: object) -> None:
+    """Install unless what is wanted is there; one test process at a time."""
+    assert callable(install)
+    FARM.mkdir(parents=True, exist_ok=True)
+    mark = place / ".installed"
+    digest = hashlib.sha256(wanted.read_bytes()).hexdigest()
+    with FileLock(FARM / f"{place.name}.lock"):
+        if mark.is_file() and mark.read_text() == digest:
+            return
+        try:
+            install()
+        except (subprocess.SubprocessError, OSError) as problem:
+            said = getattr(problem, "stderr", None) or str(problem)
+            pytest.skip(f"no package index that has {wanted.name}: {str(said)[-300:]}")
+        mark.write_text(digest)
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
+    subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+
+
+# ── clients that stay at home ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Canary:
+    """A proxy that must not be used."""
+
+    url: str
+    callers: list[bytes] = field(default_factory=list)
+
+
+@contextmanager
+def listening_canary() -> Iterator[Canary]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    canary = Canary(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+    def listen() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed: the test is over
+                return
+            with connection:
+                connection.settimeout(1)
+                try:
+                    canary.callers.append(connection.recv(200))
+                except OSError:
+                    canary.callers.append(b"")
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield canary
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+def environment_of(home: Path, canary: Canary, **extra: str) -> dict[str, str]:
+    """The environment of a client: its own home, and the canary between it and the world."""
+    home.mkdir(parents=True, exist_ok=True)
+    proxies = {name: canary.url for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")}
+    here = {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "TERM", "TMPDIR") if name in os.environ}
+    return {**kept, **proxies, **here, "HOME": str(home), **extra}
+
+
+# ── the server that they meet ──────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def serving_script(folder: Path, script: dict[str, Any], template: Path) -> Iterator[str]:
+    """The URL of `tokenmill serve scripted:FILE`, a process like any user's; the model's name is `scripted`."""
+    file = folder / "scripted.json"
+    file.write_text(json.dumps(script))
+    port = free_port()
+    arguments = ["serve", f"scripted:{file}", "--chat-template", str(template), "--port", str(port)]
+    with running(["-m", "tokenmill", *arguments], port) as server:
+        server.wait_for("ready")
+        yield server.url
+        server.terminate()
+        assert server.wait() == 0, server.output()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from random import Random
 from typing import Any
 
+from tokenizers import AddedToken
+
+from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.speech import SpeechReader
+from tokenmill.text.speech.call_format import CallFormat
+from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, ThoughtPart, Tool, ToolCall
 
 WORDS = (
@@ -125,3 +131,34 @@ def expected_parts(calls: Iterable[ToolCall], before: str = "", after: str = "",
 def parsed(parts: Iterable[Part]) -> list[Any]:
     """Return the parts with arguments as values, to compare formats that do not keep the spacing of JSON."""
     return [json.loads(part.fragment) if isinstance(part, CallArguments) else part for part in parts]
+
+
+MARKER = re.compile(r"｜DSML｜|<[|｜](?!DSML)[^<>]*>|<[^<>｜]*[|｜]>|</?[a-z:_]+>|\[/?[A-Z_]+\]")
+
+
+def marker_vocabulary(texts: Iterable[str], is_special: bool = True) -> Tokenizer:
+    """Return a vocabulary of bytes that has each marker in these texts as one token."""
+    plain = byte_tokenizer()
+    markers = sorted({found for text in texts for found in MARKER.findall(text)})
+    added = [AddedToken(marker, normalized=False, special=is_special) for marker in markers]
+    plain.backend.add_special_tokens(added) if is_special else plain.backend.add_tokens(added)
+    return Tokenizer(plain.backend, plain.spelling, plain.traits)
+
+
+def texts_of(row: CallFormat) -> list[str]:
+    """Return all fixed texts of a row."""
+    quote = '<|"|>' if row.values == "gemma" else ""
+    return [row.call, row.arg or "", row.header, row.join, *row.section, *row.also_opens, *row.ignored, quote]
+
+
+def read_ids(reader: SpeechReader, tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
+    """Return all parts of an answer given as token ids, as an engine reads it."""
+    parts: list[Part] = []
+    text = IncrementalDetokenizer(tokenizer, (0,), skip_special_tokens=False)
+    for token_id in ids:
+        if token_id in reader.control_ids:
+            parts += reader.push(text.finish())
+            parts += reader.push_control(token_id)
+        else:
+            parts += reader.push(text.push([token_id]))
+    return folded(parts + reader.push(text.finish()) + reader.finish())

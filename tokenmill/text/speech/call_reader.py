@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tokenmill.text.speech.call_format import Slot
 from tokenmill.text.speech.markers import opening_marker, squeezed
 from tokenmill.text.speech.reading import Entry, Reading
-from tokenmill.text.speech.schema_kinds import ValueKind, value_kind
+from tokenmill.text.speech.schema_kinds import ALL_TYPES, allowed_types, type_of
 from tokenmill.text.speech.tape import End, Mismatch, Steps, Tape
 from tokenmill.text.speech.transcode import JSON, Notation, Transcoder, escaped, overlap
 from tokenmill.types import Tool
@@ -25,6 +25,7 @@ _NAME_KEYS = frozenset(("name", "tool_name"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 _ID_KEYS = frozenset(("id", "tool_call_id"))
 _MAX_SLOT = 256
+_STRING = frozenset(("string",))
 _MAX_SPACE_AFTER_CLOSER = 64
 _CONTROL = re.compile("[\ud800-\udfff]")
 _SPACES = re.compile(r"[ \t\r\n]*")
@@ -271,11 +272,14 @@ class CallReader:
     def _read_tagged_argument(self, parameters: Mapping[str, Any], before: str) -> Steps:
         pieces, tape = self._reading.arg_pieces, self._tape
         key = ""
-        kind: ValueKind | None = None
+        kind: str | None = None
         for place, piece in enumerate(pieces[1:], 1):
             following = pieces[place + 1] if place + 1 < len(pieces) else ""
             if isinstance(piece, Slot) and piece.name == "value":
-                yield from self._read_value(key, kind or _kind_of(key, parameters), before, str(following))
+                types = allowed_types(_schema_of(key, parameters), parameters)
+                if kind is not None:
+                    types = _STRING if kind == "string" else ALL_TYPES - _STRING
+                yield from self._read_value(key, types, before, str(following))
                 return
             if isinstance(piece, Slot):
                 stop = _key_end(squeezed(str(following))[:1])
@@ -289,16 +293,16 @@ class CallReader:
                 if piece.endswith("\n") and (yield from tape.peek()) == "\n":
                     tape.take_to(tape.position + 1)
 
-    def _read_value(self, key: str, kind: ValueKind, before: str, closer: str) -> Steps:
+    def _read_value(self, key: str, types: frozenset[str], before: str, closer: str) -> Steps:
         emit = self._sink.add_arguments
-        if kind == "string":
+        if types == _STRING:
             emit(f'{before}"{escaped(key)}": "')
             try:
                 yield from self._read_raw(closer, lambda text: emit(escaped(text)))
             finally:
                 emit('"')
             return
-        if kind == "json" and (yield from self._tape.skip_space()) in "[{":
+        if not types & _STRING and (yield from self._tape.skip_space()) in "[{":
             emit(f'{before}"{escaped(key)}": ')
             transcoder = Transcoder(self._reading.notation)
             try:
@@ -312,7 +316,7 @@ class CallReader:
         try:
             yield from self._read_raw(closer, collected.append)
         finally:
-            emit(f'{before}"{escaped(key)}": {_as_json("".join(collected), self._reading.notation)}')
+            emit(f'{before}"{escaped(key)}": {_as_json("".join(collected), types, self._reading.notation)}')
 
     def _read_raw(self, closer: str, emit: Callable[[str], None]) -> Steps:
         """Pass on a value as it stands, up to its closing tag.
@@ -373,22 +377,23 @@ def _key_end(following: str) -> re.Pattern[str]:
     return re.compile(f"[\\n\ud800-\udfff{re.escape(following)}]")
 
 
-def _kind_of(key: str, parameters: Mapping[str, Any]) -> ValueKind:
+def _schema_of(key: str, parameters: Mapping[str, Any]) -> Any:
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    if schema is None:
-        schema = parameters.get("additionalProperties")
-    return value_kind(schema, parameters)
+    return parameters.get("additionalProperties") if schema is None else schema
 
 
-def _as_json(text: str, notation: Notation) -> str:
-    """Return a value that need not be a string as JSON: as it stands where it is JSON, else as a string."""
+def _as_json(text: str, types: frozenset[str], notation: Notation) -> str:
+    """Return a value that need not be a string as JSON: as it stands where it is JSON of an allowed type, else as a
+    string."""
     stripped = text.strip()
     for one in (JSON, notation):
         transcoder = Transcoder(one)
         end = transcoder.feed(stripped + " ", 0)
-        if transcoder.is_done and end >= len(stripped) and stripped[:1] != '"':
-            return transcoder.take_output()
+        if transcoder.is_done and end >= len(stripped) and stripped[:1] not in "\"'":
+            written = transcoder.take_output()
+            if not types & _STRING or type_of(json.loads(written)) in types:
+                return written
     return f'"{escaped(text)}"'
 
 

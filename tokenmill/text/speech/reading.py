@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tokenmill.text.speech.call_format import CallFormat
+from tokenmill.text.speech.call_format import CallFormat, ObjectKeys
 from tokenmill.text.speech.markers import ControlAlphabet, MarkerSearch, opening_marker, squeezed
 from tokenmill.text.speech.thinking import ChannelFormat, ThinkingFormat
 from tokenmill.text.speech.transcode import GEMMA, JSON, PYTHON, Notation
@@ -40,9 +40,11 @@ class Reading:
         lead: str = "",
     ) -> None:
         """`lead`: what the template writes between an answer's text and its calls."""
+        self.control = control
         self.alphabet = ControlAlphabet(control)
         self.calls = calls
         self.channels = channels
+        self.object_keys: ObjectKeys | None = None
         encode = self.alphabet.encode
         self.think_opener = encode(thinking.opener.strip()) if thinking else ""
         self.think_closer = encode(thinking.closer.strip()) if thinking else ""

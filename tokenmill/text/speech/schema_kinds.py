@@ -6,38 +6,33 @@ In `<parameter=zip>\\n01234\\n</parameter>` only the tool's schema says whether 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-ValueKind = Literal["string", "json", "either"]
-
-_ALL = frozenset(("string", "number", "boolean", "null", "array", "object"))
-_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", type(None): "null"}
+ALL_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", type(None): "null"}
 _MAX_DEPTH = 16
 
 
-def value_kind(schema: Any, root: Any) -> ValueKind:
-    """Return whether a value of this schema is always a string, never one, or may be either."""
-    types = allowed_types(schema, root)
-    if types == {"string"}:
-        return "string"
-    return "either" if "string" in types else "json"
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    return _NAMES.get(type(value), "object")
 
 
 def allowed_types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that a schema allows; "integer" counts as "number"."""
+    """Return the JSON types that a schema allows. A schema that allows numbers allows integers."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return _ALL
-    types = _ALL
+        return ALL_TYPES
+    types = ALL_TYPES
     if isinstance(schema.get("$ref"), str):
         types &= allowed_types(resolve(schema["$ref"], root), root, depth + 1)
     given = schema.get("type")
     if given is not None:
         names = given if isinstance(given, list) else [given]
-        types &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+        types &= {name for name in names if isinstance(name, str)} | ({"integer"} if "number" in names else set())
     if "const" in schema:
-        types &= {_NAMES.get(type(schema["const"]), "object")}
+        types &= {type_of(schema["const"])}
     if isinstance(schema.get("enum"), list):
-        types &= {_NAMES.get(type(value), "object") for value in schema["enum"]}
+        types &= {type_of(value) for value in schema["enum"]}
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             types &= frozenset().union(*(allowed_types(one, root, depth + 1) for one in schema[key]))

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Literal
 
 from tokenmill.text.speech.call_format import CallFormat, to_json
+from tokenmill.text.speech.grammar import AnswerGrammar
 from tokenmill.text.speech.reader import SpeechReader
 from tokenmill.text.speech.reading import Reading
 from tokenmill.text.speech.thinking import CHANNEL_FORMATS, ChannelFormat, ThinkingFormat
-from tokenmill.types import Tool, ToolCall
+from tokenmill.types import Tool, ToolCall, ToolChoice
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ class Speech:
         reading = self.reading if tools and reads_calls and self.calls else self.reading_without_calls
         known = tools if reads_calls and self.calls else ()
         return SpeechReader(reading, known, starts_thinking=start.is_thinking, primer=start.primer)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        start: SpeechStart = START,
+        *,
+        may_think: bool = True,
+        answer: str | None = None,
+    ) -> str:
+        """Return the grammar of an answer that calls only these tools, as Lark text for llguidance.
+
+        `answer`: the right-hand side of a rule for an answer without calls; None: any text. Raises InvalidRequest for
+        a schema that can't be enforced in this model's format.
+        """
+        reading = self.reading if tools and self.calls else self.reading_without_calls
+        built = AnswerGrammar(reading, self.thinking, tools if self.calls else (), choice)
+        return built.text(is_thinking=start.is_thinking, may_think=may_think, primer=start.primer, answer=answer)
 
     def system_text(self, tools: Sequence[Tool]) -> str:
         """Return what a system message must say about the tools where the chat template says nothing of them."""

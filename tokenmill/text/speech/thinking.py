@@ -38,7 +38,11 @@ class ChannelFormat:
     ends: tuple[str, ...]
     thought: str  # regex on the header
     call: str  # regex on the header; group 1 is the tool's name; "": calls are marked in the message itself
-    prompt: str  # what the prompt ends with: the beginning of the first header
+    prompt: str  # what the prompt ends with: the beginning of a header
+    # For the grammar, the rest of each kind of header; of those of text, the first ends the answer.
+    thought_header: str
+    text_headers: tuple[str, ...]
+    call_headers: tuple[str, ...]
 
     def is_thought(self, header: str) -> bool:
         return re.search(self.thought, header) is not None
@@ -91,6 +95,12 @@ CHANNEL_FORMATS = {
         thought=r"<\|channel\|>\s*analysis",
         call=r"\bto=(?:functions\.)?([^\s<]+)",
         prompt="<|start|>assistant",
+        thought_header="<|channel|>analysis",
+        text_headers=("<|channel|>final", "<|channel|>commentary"),
+        call_headers=(
+            " to=functions.§name<|channel|>commentary json",
+            "<|channel|>commentary to=functions.§name <|constrain|>json",
+        ),
     ),
     "muse": ChannelFormat(
         "muse",
@@ -100,5 +110,8 @@ CHANNEL_FORMATS = {
         thought=r"\bto=self\b",
         call="",
         prompt="<|start|>assistant",
+        thought_header=" to=self",
+        text_headers=(" to=user",),
+        call_headers=(" to=§name",),
     ),
 }

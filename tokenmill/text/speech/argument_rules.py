@@ -1,0 +1,225 @@
+"""Grammar of a call's arguments in every notation: each parameter at most once, in any order, the required ones always.
+
+    JSON      {"city": "Paris", "days": 3}
+    tagged    <parameter=city>\\nParis\\n</parameter>\\n<parameter=days>\\n3\\n</parameter>\\n
+    fields    city='Paris', days=3
+
+A JSON object with keywords beyond its properties (`anyOf`, `patternProperties` …) is left to llguidance, which keeps
+the order of the schema. Parameters that a tool does not declare are refused unless its schema allows them by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from tokenmill.text.speech.call_format import CallFormat, Slot, to_json, write_value
+from tokenmill.text.speech.lark_rules import LAYOUT, LarkRules, json_value, quoted, refuse, regex_of, slashed
+from tokenmill.text.speech.markers import opening_marker
+from tokenmill.text.speech.schema_kinds import allowed_types, resolve
+from tokenmill.text.speech.value_rules import NotationRules, is_plain_object, string_body
+from tokenmill.types import Tool
+
+_STRING = frozenset(("string",))
+_LABELS = {"integer": "number", "number": "number", "boolean": "boolean", "null": "null", "array": "array"}
+_FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+_FREE_KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+
+
+class ArgumentRules:
+    """Rules for the arguments of one format's calls."""
+
+    def __init__(self, rules: LarkRules, row: CallFormat) -> None:
+        self._rules = rules
+        self._row = row
+
+    def of(self, tool: Tool) -> str:
+        """Return the right-hand side for the arguments of a call of this tool."""
+        schema = _resolved(tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}})
+        if self._row.arg is None:
+            return self._json(tool, schema)
+        if not is_plain_object(schema):
+            refuse(f"the schema of the tool {tool.name!r} can't be enforced in this model's tool calls")
+        properties, required = _properties(schema)
+        members = [partial(self._argument, tool, name, value, schema) for name, value in properties.items()]
+        extra = None
+        beyond = schema.get("additionalProperties", not schema.get("properties") and "properties" not in schema)
+        if beyond is not False:
+            extra = partial(self._free_argument, list(properties), beyond, schema)
+        return self._rules.members(members, len(required), self._row.arg_join, extra)
+
+    # ── JSON ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _json(self, tool: Tool, schema: Mapping[str, Any]) -> str:
+        properties, required = _properties(schema)
+        is_free = "properties" not in schema or schema.get("additionalProperties", False) is not False
+        if self._row.args_indent is not None:
+            return json_value({**schema, "x-guidance": {**LAYOUT, **_FLEXIBLE}})
+        if is_free or not is_plain_object(schema):
+            return json_value(schema)
+        members = [partial(self._json_argument, tool, name, value, schema) for name, value in properties.items()]
+        inner = self._rules.members(members, len(required), ", ", None)
+        return f'"{{" {inner} "}}"'
+
+    def _json_argument(self, tool: Tool, name: str, value: Any, root: Mapping[str, Any], before: str) -> str:
+        grammar = _input_grammar(tool, name)
+        said = f'"\\"" {grammar} "\\""' if grammar else json_value(value, root)
+        return f"{quoted(before + to_json(name) + ': ')} {said}"
+
+    # ── one argument of a tagged call, or one field ──────────────────────────────────────────────────────
+
+    def _argument(self, tool: Tool, name: str, value: Any, root: Mapping[str, Any], before: str) -> str:
+        self._require_writable(name)
+        grammar = _input_grammar(tool, name)
+        if self._row.values in ("python", "gemma"):
+            return self._filled(before, name, "", self._field_value(value, root, grammar))
+        if grammar:
+            closer = self._after_value()
+            is_regex = grammar.startswith("/")
+            said = self._rules.until(grammar, closer) if is_regex else f"{grammar} {self._rules.fixed(closer)}"
+            return self._filled(before, name, "string", said)
+        return " | ".join(self._filled(before, name, label, said) for label, said in self._options(value, root))
+
+    def _field_value(self, value: Any, root: Mapping[str, Any], grammar: str) -> str:
+        if not grammar:
+            return NotationRules(self._rules, self._row.values, root).value(value)
+        quote = self._rules.fixed('<|"|>') if self._row.values == "gemma" else '"\\""'
+        return f"{quote} {grammar} {quote}"
+
+    def _free_argument(self, names: list[str], value: Any, root: Mapping[str, Any], before: str) -> str:
+        """Return an argument of any name beyond the given ones."""
+        taken = "|".join(map(regex_of, names))
+        key = self._rules.add("KEY", f"/{_FREE_KEY}/ & ~/({taken})/" if taken else f"/{_FREE_KEY}/")
+        if self._row.values in ("python", "gemma"):
+            said = NotationRules(self._rules, self._row.values, root).value(value)
+            return self._filled(before, None, "", said, key)
+        return " | ".join(self._filled(before, None, label, said, key) for label, said in self._options(value, root))
+
+    def _filled(self, before: str, name: str | None, label: str, value: str, key: str = "") -> str:
+        """Return an argument with its slots filled; `value` includes the text after the value."""
+        parts, text = [], before
+        for piece in self._row.arg_pieces:
+            if isinstance(piece, str):
+                text += piece
+            elif piece.name == "key" and name is None:
+                parts += [self._rules.fixed(text), key]
+                text = ""
+            elif piece.name == "value":
+                break
+            else:
+                text += {"key": name or "", "type": label, "is_string": to_json(label == "string")}[piece.name]
+        return " ".join(part for part in (*parts, self._rules.fixed(text), value) if part)
+
+    def _after_value(self) -> str:
+        last = self._row.arg_pieces[-1]
+        return last if isinstance(last, str) else ""
+
+    def _options(self, schema: Any, root: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the ways to write a value: its JSON type as the format names it, and the value with its end."""
+        closer = self._after_value()
+        for option in _branches(schema, root):
+            types = allowed_types(option, root)
+            if types == _STRING:
+                yield "string", self._raw_string(option, closer)
+                continue
+            labels = sorted({_LABELS.get(name, "object") for name in types})
+            if not self._names_types() or len(labels) == 1:
+                yield labels[0] if len(labels) == 1 else "object", self._other(option, root, closer)
+                continue
+            for label in labels:
+                narrowed = {"allOf": [option, {"type": label}]}
+                yield label, self._other(narrowed, root, closer)
+
+    def _names_types(self) -> bool:
+        return any(isinstance(piece, Slot) and piece.name == "type" for piece in self._row.arg_pieces)
+
+    def _other(self, schema: Any, root: Mapping[str, Any], closer: str) -> str:
+        if self._row.values == "raw_python" and allowed_types(schema, root) & {"array", "object"}:
+            value = NotationRules(self._rules, "python", root).value(schema)
+        else:
+            value = json_value(schema, root)
+        return f"{value} {self._rules.fixed(closer)}"
+
+    def _raw_string(self, schema: Mapping[str, Any], closer: str) -> str:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return "(" + " | ".join(self._rules.fixed(write_value("raw", one) + closer) for one in values) + ")"
+        parts = self._rules.split(closer)
+        if any(self._rules.is_control(part) for part in parts):
+            return self._rules.until(string_body(schema), closer)
+        # The reader takes a closing tag for the end where another argument or the end of the call follows it.
+        return self._rules.until(f"{string_body(schema)} & ~/(?s:.*){self._value_end}(?s:.*)/", closer)
+
+    @property
+    def _value_end(self) -> str:
+        row = self._row
+        following = (str(row.arg_pieces[0]).strip(), opening_marker(row.call.rpartition("§args")[2]))
+        options = "|".join(regex_of(text) for text in following if text)
+        return rf"{regex_of(self._after_value().strip())}\s*({options})"
+
+    def _require_writable(self, name: str) -> None:
+        pieces = self._row.arg_pieces
+        place = next(place for place, piece in enumerate(pieces) if isinstance(piece, Slot) and piece.name == "key")
+        following = str(pieces[place + 1]).strip()[:1]
+        is_bare = self._row.values in ("python", "gemma")
+        if not re.fullmatch(r"[^\s:=,{}\[\]()\"'<>]+" if is_bare else r"[^\n]+", name) or following in name:
+            refuse(f"the property {name!r} can't be written in this model's tool calls")
+
+
+def _input_grammar(tool: Tool, name: str) -> str:
+    """Return the right-hand side for the input of a custom tool with a grammar of its own."""
+    grammar = tool.input_grammar
+    if tool.kind != "custom" or grammar is None or name != "input":
+        return ""
+    if grammar.kind == "regex":
+        return f"/{slashed(grammar.text)}/"
+    return f"%lark {{\n{grammar.text}\n}}"
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return parameters that are only a reference to a definition as that definition."""
+    if isinstance(schema.get("$ref"), str):
+        found = resolve(schema["$ref"], schema)
+        if isinstance(found, Mapping):
+            kept = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+            return {**found, **kept}
+    return schema
+
+
+def _properties(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return all properties, the required ones first, and the names of those."""
+    declared = schema.get("properties") or {}
+    required = list(dict.fromkeys(name for name in schema.get("required") or [] if isinstance(name, str)))
+    names = [*required, *(name for name in declared if name not in required)]
+    return {name: declared.get(name, True) for name in names}, required
+
+
+def _branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield alternatives of a schema, each of which is always a string or never one."""
+    types = allowed_types(schema, root)
+    if not types & _STRING:
+        yield schema
+    elif not isinstance(schema, Mapping):
+        yield from ({"type": "string"}, {"type": sorted(types - _STRING)})
+    elif isinstance(schema.get("$ref"), str):
+        yield from _branches(resolve(schema["$ref"], root), root)
+    elif options := next(
+        (schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None
+    ):
+        if isinstance(schema.get("allOf"), list) and len(options) != 1:
+            refuse("'allOf' of strings can't be enforced in this model's tool calls")
+        for option in options:
+            yield from _branches(option, root)
+    elif isinstance(schema.get("enum"), list):
+        texts = [value for value in schema["enum"] if isinstance(value, str)]
+        others = [value for value in schema["enum"] if not isinstance(value, str)]
+        yield {"enum": texts}
+        if others:
+            yield {"enum": others}
+    elif types == _STRING:
+        yield schema
+    else:
+        yield {**schema, "type": "string"}
+        yield {**schema, "type": sorted(types - _STRING)}

@@ -1,0 +1,155 @@
+"""Pieces of Lark text for llguidance: named rules, fixed texts with control tokens, regexes, JSON schemas.
+
+A control token is written by its id (`<[151657]>`), since no text matches it. Rules with the same right-hand side get
+the same name, so that shared parts are compiled once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tokenmill.errors import InvalidRequest
+
+ANY_TEXT = "/(?s:.*)/"
+LAYOUT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+_MAX_BITS = 64
+_WHITE = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def refuse(problem: str) -> NoReturn:
+    """Raise for what a tool asks and its model's format can't be held to."""
+    raise InvalidRequest(problem, param="tools")
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex_of(text: str) -> str:
+    """Return a regex, without its slashes, that matches exactly this text."""
+    escaped = _REGEX_SPECIAL.sub(lambda found: "\\" + found.group(), text)
+    return "".join(_WHITE.get(char, char) for char in escaped)
+
+
+def slashed(regex: str) -> str:
+    """Return a regex as it stands between slashes."""
+    return re.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), regex, flags=re.DOTALL)
+
+
+def without(texts: Iterable[str]) -> str:
+    """Return a terminal for any text that contains none of these regexes."""
+    inner = "|".join(texts)
+    return f"{ANY_TEXT} & ~/(?s:.*)({inner})(?s:.*)/" if inner else ANY_TEXT
+
+
+def json_value(schema: Any, root: Any = None) -> str:
+    """Return the right-hand side for a JSON value of a schema; `root` holds the definitions that it refers to."""
+    found: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {} if schema is not False else {"not": {}}
+    for key in ("$defs", "definitions"):
+        if isinstance(root, Mapping) and key in root and key not in found:
+            found[key] = root[key]
+    given = root.get("x-guidance") if isinstance(root, Mapping) else None
+    found["x-guidance"] = found.get("x-guidance") or given or LAYOUT
+    return f"%json {json.dumps(found, ensure_ascii=False)}"
+
+
+Member = Callable[[str], str]  # the text before a member → its right-hand side
+
+
+class LarkRules:
+    """Collects rules. `control`: texts of control tokens and their ids."""
+
+    def __init__(self, control: Mapping[str, int]) -> None:
+        self._control = control
+        texts = sorted(control, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
+        self._names: dict[str, str] = {}
+        self._lines: list[str] = []
+
+    def fixed(self, text: str) -> str:
+        """Return the right-hand side of a fixed text; empty for an empty one."""
+        return " ".join(
+            f"<[{self._control[part]}]>" if part in self._control else quoted(part) for part in self.split(text)
+        )
+
+    def split(self, text: str) -> list[str]:
+        """Return the control tokens and the texts between them."""
+        return [part for part in (self._split.split(text) if self._split else [text]) if part]
+
+    def is_control(self, part: str) -> bool:
+        return part in self._control
+
+    def add(self, prefix: str, body: str, option: str = "") -> str:
+        """Return the name of a rule (of a terminal where the prefix is in capitals) with this right-hand side."""
+        key = f"{prefix}{option}: {body}"
+        if key not in self._names:
+            self._names[key] = name = f"{prefix}{len(self._names)}"
+            self._lines.append(f"{name}{option}: {body}")
+        return self._names[key]
+
+    def reserve(self, prefix: str) -> str:
+        """Return a name for a rule that is defined later, since it refers to itself."""
+        name = f"{prefix}{len(self._names)}"
+        self._names[f"{name} reserved"] = name
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        self._lines.append(f"{name}: {body}")
+
+    def until(self, body: str, closer: str) -> str:
+        """Return the right-hand side of any text of a terminal up to the first closer, and the closer."""
+        parts = self.split(closer)
+        before = "" if self.is_control(parts[0]) else parts[0]
+        if len(parts) == 1 and before:
+            return self.add("until", f"{self.add('BODY', body)} {quoted(before)}", "[lazy]")
+        text = self.add("BODY", body)
+        if before:
+            text = self.add("ENDED", f"{text} {quoted(before)}")
+        return f"{text} {self.fixed(closer[len(before) :])}"
+
+    def members(self, members: Sequence[Member], num_required: int, separator: str, extra: Member | None) -> str:
+        """Return the right-hand side of members in any order, each at most once, the first `num_required` always.
+
+        A member is a function of the text before it, for two fixed texts of which one begins the other can't follow
+        the same place: the separator is part of the member's own text. One bit of a rule's parameter says of each
+        member that it was written. `extra`: a member that may come any number of times. More than 64 members come in
+        the given order.
+        """
+        if not members:
+            some = f"({self.add('member', extra(''))} {self.add('member', extra(separator))}*)?" if extra else ""
+            return some or '""'
+        if len(members) > _MAX_BITS:
+            return self._ordered(members, num_required, separator)
+        first, rest = self.reserve("members"), self.reserve("members")
+        end = f'"" %if is_ones([0:{num_required}])' if num_required else '""'
+        for name, before in ((first, ""), (rest, separator)):
+            options = [end]
+            for bit, member in enumerate(members):
+                options.append(f"{self.add('member', member(before))} {rest}::set_bit({bit}) %if bit_clear({bit})")
+            if extra is not None:
+                options.append(f"{self.add('member', extra(before))} {rest}::_")
+            self._lines.append(f"{name}::_ : " + "\n  | ".join(options))
+        return f"{first}::0x0"
+
+    def _ordered(self, members: Sequence[Member], num_required: int, separator: str) -> str:
+        """Return members in the given order: the required ones, then any of the others."""
+        firsts = [self.add("member", member("")) for member in members]
+        rest = [self.add("member", member(separator)) for member in members]
+        optional = [f"{name}?" for name in rest[num_required:]]
+        if num_required:
+            return " ".join([firsts[0], *rest[1:num_required], *optional])
+        options = [" ".join([first, *optional[place + 1 :]]) for place, first in enumerate(firsts)]
+        return "(" + " | ".join(self.add("ordered", option) for option in options) + ")?"
+
+    def text(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines]) + "\n"

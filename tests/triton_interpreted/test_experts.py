@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -48,6 +49,20 @@ def test_routing_and_grouped_products(tokens: int, renormalize: bool) -> None:
     assert_near(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
     assert_near(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize(("num_groups", "kept", "group_score"), [(1, 1, "best"), (3, 2, "two_best"), (4, 1, "best")])
+def test_every_kind_of_routing(score: Any, num_groups: int, kept: int, group_score: Any) -> None:
+    spec = RoutingSpec(
+        score, renormalize=score != "softmax", epsilon=1e-20, has_choice_bias=True, num_groups=num_groups,
+        kept_groups=kept, group_score=group_score, scale=2.5, has_expert_scales=True,
+    )  # fmt: skip
+    routing = Routing(3, spec, torch.randn(12), torch.rand(12) + 0.5)
+    logits = torch.randn(7, 12) * 3
+    (weights, ids), (expected, expected_ids) = OPS.route(logits, routing), PLAIN.route(logits, routing)
+    assert torch.equal(ids, expected_ids)
+    assert_near(weights, expected)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "renormalize"), [(1, 9, True), (3, 4, False)])

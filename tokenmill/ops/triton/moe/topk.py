@@ -1,4 +1,4 @@
-"""The router's choice of experts: the k best of a token's logits.
+"""The router's choice of experts: the k best of a token's logits, in any of the ways of `RoutingSpec`.
 
 `route` writes weights and ids of all tokens, one program a token. The GEMV kernels of a few tokens need neither: a
 program finds the expert that it works for in its token's logits (`choice_of`), in a few dozen steps of a warp.
@@ -12,50 +12,102 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.interface import Routing
-from tokenmill.ops.reference.experts import route as reference_route
 from tokenmill.ops.triton.launch.kernel import kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 
+@triton.jit
+def _scores(logits, SCORE: tl.constexpr):
+    """What experts are weighted by, from float32 logits [BLOCK]; -inf where there is no expert"""
+    if SCORE == "softmax":
+        shares = tl.exp(logits - tl.max(logits, axis=0))
+        scores = shares / tl.sum(shares, axis=0)
+    elif SCORE == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:  # the square root of softplus, which for large numbers is the number itself
+        scores = tl.sqrt(tl.where(logits > 20.0, logits, tl.log(1.0 + tl.exp(tl.minimum(logits, 20.0)))))
+    return scores
+
+
+@triton.jit
+def _best_of(wanted, experts, BLOCK: tl.constexpr):
+    """The highest, and which one it is: the first among equals"""
+    best = tl.max(wanted, axis=0)
+    return best, tl.min(tl.where(wanted == best, experts, BLOCK - 1), axis=0)
+
+
+@triton.jit
+def _best_groups(
+    wanted, experts, group_size, BLOCK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO_BEST: tl.constexpr
+):  # fmt: skip
+    """`wanted` with -inf for the experts of groups that are not among the best"""
+    numbers = experts // group_size
+    group_scores = tl.full((BLOCK,), float("-inf"), tl.float32)  # at the place of each group's number
+    for group in tl.static_range(GROUPS):
+        members = tl.where(numbers == group, wanted, float("-inf"))
+        score, first = _best_of(members, experts, BLOCK)
+        if TWO_BEST:
+            score += tl.max(tl.where(experts == first, float("-inf"), members), axis=0)
+        group_scores = tl.where(experts == group, score, group_scores)
+    kept = experts < 0
+    for _ in tl.static_range(KEPT):
+        _, group = _best_of(group_scores, experts, BLOCK)
+        kept = kept | (numbers == group)
+        group_scores = tl.where(experts == group, float("-inf"), group_scores)
+    return tl.where(kept, wanted, float("-inf"))
+
+
 @kernel
 def _route(
-    logits, weights, ids, num_experts,
-    K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, RENORMALIZE: tl.constexpr, OVERLAPS: tl.constexpr,
+    logits, choice_bias, expert_scales, weights, ids, num_experts, scale, epsilon, group_size,
+    K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    TWO_BEST: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     places = tl.arange(0, K_PADDED)
-    values = tl.load(logits + token * num_experts + experts, mask=experts < num_experts, other=float("-inf"))
-    values = values.to(tl.float32)
-    shares = tl.exp(values - tl.max(values, axis=0))
-    shares = shares / tl.sum(shares, axis=0)
+    is_expert = experts < num_experts
+    values = tl.load(logits + token * num_experts + experts, mask=is_expert, other=float("-inf"))
+    scores = _scores(values.to(tl.float32), SCORE)
+    wanted = scores
+    if HAS_BIAS:
+        wanted += tl.load(choice_bias + experts, mask=is_expert, other=0.0)
+    wanted = tl.where(is_expert, wanted, float("-inf"))
+    if GROUPS > 1:
+        wanted = _best_groups(wanted, experts, group_size, BLOCK, GROUPS, KEPT, TWO_BEST)
     chosen = tl.zeros((K_PADDED,), tl.float32)
     chosen_ids = tl.zeros((K_PADDED,), tl.int64)
     for place in tl.static_range(K):
-        best = tl.max(shares, axis=0)
-        expert = tl.min(tl.where(shares == best, experts, BLOCK - 1), axis=0)  # the first among equals
-        chosen = tl.where(places == place, best, chosen)
+        _, expert = _best_of(wanted, experts, BLOCK)
+        score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
+        chosen = tl.where(places == place, score, chosen)
         chosen_ids = tl.where(places == place, expert.to(tl.int64), chosen_ids)
-        shares = tl.where(experts == expert, -1.0, shares)
+        wanted = tl.where(experts == expert, float("-inf"), wanted)
     if RENORMALIZE:
-        chosen = chosen / tl.sum(chosen, axis=0)
+        chosen = chosen / (tl.sum(chosen, axis=0) + epsilon)
+    chosen *= scale
+    if HAS_SCALES:
+        chosen *= tl.load(expert_scales + chosen_ids, mask=places < K, other=0.0)
     tl.store(weights + token * K + places, chosen, mask=places < K)
     tl.store(ids + token * K + places, chosen_ids, mask=places < K)
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    if not routing.is_plain:
-        return reference_route(logits, routing)
-    num_active, renormalize = routing.num_active, routing.spec.renormalize
+    spec, num_active = routing.spec, routing.num_active
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, num_active, dtype=torch.int64, device=logits.device)
+    bias, scales = routing.choice_bias, routing.expert_scales
     if num_tokens:
         _route[(num_tokens,)](
-            logits.contiguous(), weights, ids, num_experts, num_active, next_power_of_2(num_active),
-            next_power_of_2(num_experts), renormalize, num_warps=1, **launch_options(),
+            logits.contiguous(), weights if bias is None else bias, weights if scales is None else scales, weights, ids,
+            num_experts, spec.scale, spec.epsilon, num_experts // spec.num_groups,
+            num_active, next_power_of_2(num_active), next_power_of_2(num_experts), spec.score, spec.renormalize,
+            bias is not None, scales is not None, spec.num_groups, spec.kept_groups, spec.group_score == "two_best",
+            num_warps=1, **launch_options(),
         )  # fmt: skip
     return weights, ids
 

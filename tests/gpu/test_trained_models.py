@@ -1,0 +1,55 @@
+"""Trained tiny models of every architecture on a real GPU: golden answers through graphs and chunks, and with
+deterministic kernels the same tokens alone and together."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.mixed_requests import make_asks, run_together
+from tests.support.trained_models import GREEDY, NAMES, golden_cases, num_equal_tokens
+from tokenmill import LLM
+from tokenmill.arch.read import read_spec
+from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.triton import unsupported_reason
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+@pytest.fixture(params=[name for name in NAMES if name != "lfm2"])  # which has tests of its own
+def trained_dir(request: pytest.FixtureRequest, shared_dir: Path) -> Path:
+    return shared_dir / "goldens" / "tiny" / str(request.param)
+
+
+def settings_of(folder: Path, *, deterministic: bool) -> dict[str, Any]:
+    reason = unsupported_reason(
+        ComputeRequest(read_spec(folder), "cuda", "float32", "float32", deterministic=deterministic)
+    )
+    if reason:
+        pytest.skip(f"not computed by the GPU's kernels yet: {reason}")
+    return {"device": "cuda", "dtype": "float32", "deterministic": deterministic}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_golden_answers(deterministic: bool, trained_dir: Path) -> None:
+    cases = golden_cases(trained_dir)
+    settings = settings_of(trained_dir, deterministic=deterministic)
+    llm = LLM(str(trained_dir), **settings, token_budget=48, max_running=6, num_blocks=400)
+    answers = llm.generate([case["prompt_ids"] for case in cases], GREEDY, progress=False)
+    assert num_equal_tokens(cases, answers, 4e-3) >= 400
+
+
+def test_the_same_tokens_alone_and_together(trained_dir: Path) -> None:
+    """60 mixed requests, with samples of n > 1, prefix hits and preemption."""
+    settings = settings_of(trained_dir, deterministic=True)
+    alone = run_together(LLM(str(trained_dir), **settings, prefix_caching=False), make_asks(7, 60), rng=None)
+    llm = LLM(str(trained_dir), **settings, token_budget=64, max_running=24, num_blocks=90)
+    assert run_together(llm, make_asks(7, 60), random.Random(1)) == alone

@@ -143,7 +143,7 @@ def test_global_layers_alone_are_scaled_in_gemma3() -> None:
         ({"model_type": "mixtral", "num_key_value_heads": 2, "num_experts_per_tok": 99}, "99 experts a token"),
         ({"rope_theta": 1.0}, "rope_theta"),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 5, "high_freq_factor": 4}},
             "high_freq_factor",
         ),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),

@@ -127,10 +127,90 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# The same, of families that came later: compared in one go each (`tests/models/test_current_families.py`).
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF_ROPE = {**ROPE, "partial_rotary_factor": 0.5}
+CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "ministral3": (
+        "Ministral3Config",
+        {"head_dim": 12, "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 16,
+         "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 9, "num_hidden_layers": 4}),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "exaone4_no_windows": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 5, "moe_layer_end_index": 2},
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 11}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "rope_parameters": HALF_ROPE}),
+    "stablelm_parallel": ("StableLmConfig", {"use_parallel_residual": True, "rope_parameters": HALF_ROPE}),
+    "cohere2": (
+        "Cohere2Config",
+        {"sliding_window": 9, "logit_scale": 3.0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "num_hidden_layers": 4, "head_dim": 12},
+    ),
+    "phi": ("PhiConfig", {"rope_parameters": HALF_ROPE}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 12, "rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"head_dim": 12, "num_experts": 4, "moe_topk": 2}),
+    "hy_v3": (
+        "HYV3Config",
+        {**MOE, "head_dim": 12, "num_experts": 5, "moe_intermediate_size": 24, "router_scaling_factor": 1.7},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**MOE, "head_dim": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
+         "routed_scaling_factor": 1.4, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF_ROPE},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config", {**MOE, "head_dim": 12, "num_local_experts": 5, "rope_parameters": HALF_ROPE}
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**MOE, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5, "num_dense_layers": 1,
+         "moe_intermediate_size": 24},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {"head_dim": 12, "num_hidden_layers": 4, "intermediate_size_mlp": 56, "num_local_experts": 4,
+         "interleave_moe_layer_step": 2, "attention_chunk_size": 8, "floor_scale": 8,
+         "no_rope_layers": [1, 1, 1, 0]},
+    ),
+    "gpt_oss": ("GptOssConfig", {**MOE, "head_dim": 12, "num_local_experts": 5, "sliding_window": 9,
+         "rope_parameters": {**YARN_ROPE, "truncate": False}}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {"head_dim": 16, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + ["sliding_attention",
+         "full_attention"], "tie_word_embeddings": True, "final_logit_softcapping": 8.0,
+         "per_layer_config": {"2": {"head_dim": 24}, "4": {"head_dim": 24}}},
+    ),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        {"head_dim": 16, "hidden_size_per_layer_input": 0, "sliding_window": 9, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "attention_k_eq_v": True,
+         "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24,
+         "per_layer_config": {"2": {"head_dim": 24, "num_key_value_heads": 1}}},
+    ),
+}  # fmt: skip
+
 
 def make_reference(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     """A float32 model whose every tensor, norms included, is far from trivial."""
-    kind, changes = FAMILIES[name]
+    kind, changes = {**FAMILIES, **CURRENT}[name]
     config = getattr(transformers, kind)(**{**SIZES, **changes})
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -142,6 +222,9 @@ def make_reference(name: str, seed: int = 0) -> transformers.PreTrainedModel:
             # A large tied embedding would make every token predict itself.
             scale = 0.03 if "embed" in parameter_name and config.tie_word_embeddings else 0.2
             parameter.copy_(parameter * is_norm + scale * noise)
+        for buffer_name, buffer in model.named_buffers():  # biases of the choice of experts, scalars of layers
+            if buffer_name.endswith(("_bias", "layer_scalar")):
+                buffer.copy_(buffer + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

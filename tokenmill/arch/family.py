@@ -17,6 +17,18 @@ from tokenmill.arch.tensors import Rules
 from tokenmill.errors import UnsupportedModel
 
 Windows = tuple[int | None, ...]  # one entry per layer
+# Models that see pictures: what stands before "layers.", and what text generation leaves out.
+TEXT_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+VISION_PREFIXES = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.vision_model.",
+    "visual.",
+    "model.visual.",
+    "model.multi_modal_projector.",
+)
 
 
 def no_windows(fields: ConfigFields, num_layers: int) -> Windows:
@@ -144,7 +156,7 @@ def named_layers(fields: ConfigFields, num_layers: int) -> Windows:
 
 
 def alternating(fields: ConfigFields, num_layers: int) -> Windows:
-    """All but every n-th layer, n being `sliding_window_pattern`."""
+    """All but every n-th layer, n being `sliding_window_pattern`, unless the layers are named."""
     key = "_sliding_window_pattern" if fields.has("_sliding_window_pattern") else "sliding_window_pattern"
-    pattern = fields.integer(key)
+    pattern = 1 if fields.has("layer_types") else fields.integer(key)
     return _windows(fields, num_layers, lambda index: (index + 1) % pattern != 0)

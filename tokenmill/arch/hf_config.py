@@ -65,9 +65,11 @@ def spec_from_hf(config: Mapping[str, Any], *, generation: Mapping[str, Any] | N
 
 
 def _family(config: Mapping[str, Any]) -> Family:
-    model_type = config.get("model_type")
+    model_type, text = config.get("model_type"), config.get("text_config")
     if not isinstance(model_type, str):
         raise UnsupportedModel("config.json has no model_type", hint="is this a model's config.json?")
+    if model_type not in BY_MODEL_TYPE and isinstance(text, dict) and text.get("model_type") in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[text["model_type"]]  # a model of several parts, of which this is the one for text
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(sorted(BY_MODEL_TYPE))
         raise UnsupportedModel(f"model_type {model_type!r} is not implemented", hint=f"these are: {known}")
@@ -313,8 +315,8 @@ def _linear(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> Linear
 
 def _llama3(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> Llama3Scaling:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
-    if high <= low:
-        fields.refuse(f"a high_freq_factor of {high:g} must be above the low_freq_factor, {low:g}")
+    if high < low:
+        fields.refuse(f"a high_freq_factor of {high:g} must not be below the low_freq_factor, {low:g}")
     return Llama3Scaling(
         factor=rope.positive("factor"),
         low_freq_factor=low,

@@ -336,6 +336,25 @@ HF_LLAMA: Rules = {
     "head.weight": Rule("lm_head.weight"),
 }
 
+HF_SHARED_EXPERTS: Rules = {
+    f"layers.{{i}}.shared.{part}.{kind}": Rule(f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.{kind}")
+    for part in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+}
+
+HF_UNGATED_MLP: Rules = {
+    f"layers.{{i}}.{ours}.{kind}": Rule(f"model.layers.{{i}}.mlp.{theirs}.{kind}")
+    for ours, theirs in (("up", "c_fc"), ("down", "c_proj"))
+    for kind in ("weight", "bias")
+}
+
+
+def interleaved_pairs(rules: Rules) -> Rules:
+    """The rules of a model that rotates neighbouring dimensions."""
+    turned = [f"layers.{{i}}.{part}.{kind}" for part in ("q", "k") for kind in ("weight", "bias")]
+    return {**rules, **{name: replace(rules[name], interleaved=True) for name in turned}}
+
+
 # Norms after attention and MLP only, under the names that others have for those before.
 HF_POST_NORMS: Rules = {
     "layers.{i}.attn_post_norm.weight": Rule("model.layers.{i}.post_attention_layernorm.weight"),
@@ -401,14 +420,7 @@ GGUF: Rules = {
 }
 
 # llama.cpp rotates neighbouring pairs for this architecture, so its converter reorders the rows of q and k.
-GGUF_LLAMA: Rules = {
-    **GGUF,
-    **{
-        f"layers.{{i}}.{part}.{kind}": replace(GGUF[f"layers.{{i}}.{part}.{kind}"], interleaved=True)
-        for part in ("q", "k")
-        for kind in ("weight", "bias")
-    },
-}
+GGUF_LLAMA: Rules = interleaved_pairs(GGUF)
 
 # Tensors that carry facts of the architecture, read into the spec rather than as weights.
 GGUF_FACTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

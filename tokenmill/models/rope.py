@@ -91,7 +91,8 @@ def _magnitude(spec: RopeSpec) -> float:
 
 def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     turns = scaling.original_context * plain / (2 * math.pi)  # full turns within the original context
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = (turns - scaling.low_freq_factor) / width if width else turns.gt(scaling.low_freq_factor).float()
     blend = smooth.clamp(0.0, 1.0)
     return (1 - blend) * plain / scaling.factor + blend * plain
 

@@ -84,7 +84,9 @@ def _with_prefix(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Rules
 
 
 def _prefixed(pattern: str, prefix: str) -> str:
-    return prefix + pattern.removeprefix("model.") if pattern.startswith("model.") else pattern
+    if pattern.startswith("model."):
+        return prefix + pattern.removeprefix("model.")
+    return "language_model." + pattern if prefix.startswith("language_model.") else pattern  # the head
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from tokenmill.arch.families.cohere2 import COHERE2
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
+from tokenmill.arch.families.exaone4 import EXAONE4
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.families.gemma3 import GEMMA3
+from tokenmill.arch.families.gemma4 import GEMMA4
+from tokenmill.arch.families.glm4_moe import GLM4_MOE
+from tokenmill.arch.families.gpt_oss import GPT_OSS
+from tokenmill.arch.families.granite import GRANITE
+from tokenmill.arch.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from tokenmill.arch.families.lfm2 import LFM2
+from tokenmill.arch.families.lfm2_moe import LFM2_MOE
 from tokenmill.arch.families.llama import LLAMA
+from tokenmill.arch.families.llama4 import LLAMA4
+from tokenmill.arch.families.minimax_m2 import MINIMAX_M2
+from tokenmill.arch.families.ministral3 import MINISTRAL3
 from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.families.mixtral import MIXTRAL
+from tokenmill.arch.families.olmo import OLMO2, OLMO3
+from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3
 from tokenmill.arch.families.qwen2 import QWEN2
 from tokenmill.arch.families.qwen2_moe import QWEN2_MOE
 from tokenmill.arch.families.qwen3 import QWEN3
-from tokenmill.arch.families.qwen3_moe import QWEN3_MOE
+from tokenmill.arch.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
+from tokenmill.arch.families.seed_oss import SEED_OSS
+from tokenmill.arch.families.smollm3 import SMOLLM3
+from tokenmill.arch.families.stablelm import STABLELM
+from tokenmill.arch.families.starcoder2 import STARCODER2
 from tokenmill.arch.family import Family
 
 ALL: tuple[Family, ...] = (
@@ -24,6 +42,7 @@ ALL: tuple[Family, ...] = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_VL_MOE,
     GEMMA2,
     GEMMA3,
     PHI3,
@@ -31,6 +50,28 @@ ALL: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    COHERE2,
+    ERNIE4_5,
+    ERNIE4_5_MOE,
+    EXAONE4,
+    GEMMA4,
+    GLM4_MOE,
+    GPT_OSS,
+    GRANITE,
+    HUNYUAN_DENSE,
+    HUNYUAN_MOE,
+    HY3,
+    LFM2_MOE,
+    LLAMA4,
+    MINIMAX_M2,
+    MINISTRAL3,
+    OLMO2,
+    OLMO3,
+    PHI,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

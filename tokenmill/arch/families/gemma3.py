@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.gemma2 import GEMMA2
-from tokenmill.arch.family import GGUFTraits
+from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, GGUFTraits
 from tokenmill.arch.tensors import GGUF
 
 GEMMA3 = replace(
@@ -28,11 +28,6 @@ GEMMA3 = replace(
     gguf=GGUFTraits("gemma3", GGUF, window_pattern=6, query_scale_from_width_at=62),
     qk_norm="head",
     has_local_rope=True,
-    hf_prefixes=("model.", "model.language_model.", "language_model.model."),
-    ignored_prefixes=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    hf_prefixes=TEXT_PREFIXES,
+    ignored_prefixes=VISION_PREFIXES,
 )

@@ -1,12 +1,13 @@
 """Mistral 7B and its successors: Llama with a sliding window on every layer (null from v0.2 on).
 
-GGUF files call it llama, so its GGUF traits are Llama's.
+Mistral Small 3 has a picture part beside it, which is left out. GGUF files call it llama, so its GGUF traits are
+Llama's.
 """
 
 from __future__ import annotations
 
 from tokenmill.arch.families.llama import LLAMA
-from tokenmill.arch.family import Family, every_layer
+from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, every_layer
 from tokenmill.arch.tensors import HF_LLAMA
 
 MISTRAL = Family(
@@ -27,4 +28,6 @@ MISTRAL = Family(
     gguf=LLAMA.gguf,
     windows=every_layer,
     refused_flags=("attention_bias", "mlp_bias"),
+    hf_prefixes=TEXT_PREFIXES,
+    ignored_prefixes=VISION_PREFIXES,
 )

@@ -1,19 +1,22 @@
-"""Qwen3: RMS norms on q and k instead of Qwen2's biases; head_dim stands on its own."""
+"""Qwen3, and the text part of Qwen3-VL: RMS norms on q and k instead of Qwen2's biases; head_dim stands on its own."""
 
 from __future__ import annotations
 
 from tokenmill.arch.families.qwen2 import QWEN2
-from tokenmill.arch.family import Family, GGUFTraits, upper_layers
+from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, upper_layers
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM
 
 QWEN3 = Family(
     name="qwen3",
-    model_types=("qwen3",),
+    model_types=("qwen3", "qwen3_vl_text"),
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     hf_rules={**HF_LLAMA, **HF_QK_NORM},
     gguf=GGUFTraits("qwen3", GGUF),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm="head",
+    has_rope_sections=True,
     windows=upper_layers,
+    hf_prefixes=TEXT_PREFIXES,
+    ignored_prefixes=VISION_PREFIXES,
 )

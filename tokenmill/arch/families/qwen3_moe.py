@@ -1,8 +1,11 @@
-"""Qwen3-MoE: Qwen3 with routed experts on most layers (`decoder_sparse_step`, `mlp_only_layers` say which)."""
+"""Qwen3-MoE, and the text part of Qwen3-VL-MoE: Qwen3 with routed experts on most layers (`decoder_sparse_step`,
+`mlp_only_layers` say which)."""
 
 from __future__ import annotations
 
-from tokenmill.arch.family import Family, GGUFTraits, when_used
+from dataclasses import replace
+
+from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, when_used
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM, Rule, Rules
@@ -60,4 +63,26 @@ QWEN3_MOE = Family(
     qk_norm="head",
     windows=when_used,
     experts=routed_experts,
+)
+
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="qwen3_vl_moe",
+    model_types=("qwen3_vl_moe_text",),
+    hf_rules={
+        **HF_LLAMA,
+        **HF_QK_NORM,
+        "layers.{i}.router.weight": HF_ROUTED["layers.{i}.router.weight"],
+        **{
+            f"layers.{{i}}.experts.{part}.weight": Rule(
+                "model.layers.{i}.mlp.experts.gate_up_proj", fused=("gate", "up"), transposed=True
+            )
+            for part in ("gate", "up")
+        },
+        "layers.{i}.experts.down.weight": Rule("model.layers.{i}.mlp.experts.down_proj", transposed=True),
+    },
+    gguf=None,
+    has_rope_sections=True,
+    hf_prefixes=TEXT_PREFIXES,
+    ignored_prefixes=VISION_PREFIXES,
 )

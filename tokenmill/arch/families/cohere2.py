@@ -1,0 +1,49 @@
+"""Cohere 2 (Command R7B, Command A): attention and MLP read the same LayerNorm, logits are scaled; windows with
+rotation of neighbouring pairs in three of four layers, neither in the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.family import Family, alternating
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.spec import Gqa, ModelSpec, NormSpec
+from tokenmill.arch.tensors import HF_LLAMA, interleaved_pairs
+
+
+def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
+    is_global = alternating(fields, fields.integer("num_hidden_layers"))[layer] is None
+    return replace(attention, rope=None) if is_global else attention
+
+
+def _adjust_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    return replace(model, logit_scale=fields.positive("logit_scale"))
+
+
+COHERE2 = Family(
+    name="cohere2",
+    model_types=("cohere2",),
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+    },
+    hf_rules=interleaved_pairs(HF_LLAMA),
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    norm=NormSpec("layer"),
+    norm_eps_key="layer_norm_eps",
+    is_parallel=True,
+    windows=alternating,
+    adjust_attention=_adjust_attention,
+    adjust_model=_adjust_model,
+    refused_flags=("use_qk_norm",),
+)

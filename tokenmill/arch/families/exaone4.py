@@ -1,0 +1,56 @@
+"""EXAONE 4: norms behind attention and MLP only, and on each head of q and k; windows in three of four layers, and in
+models with windows no rotation in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokenmill.arch.family import Family, alternating
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.spec import Gqa
+from tokenmill.arch.tensors import HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
+
+
+def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A pattern may be letters, "LLLG": three local layers and a global one; the last layer of all is global."""
+    pattern = config.get("sliding_window_pattern")
+    if not isinstance(pattern, str):
+        return config
+    count = config.get("num_hidden_layers")
+    if not pattern or set(pattern) - set("LG") or not isinstance(count, int):
+        return config  # refused as what it is, where it is read
+    kinds = {"L": "sliding_attention", "G": "full_attention"}
+    named = [kinds[pattern[index % len(pattern)]] for index in range(count - 1)]
+    return {**config, "layer_types": config.get("layer_types") or [*named, "full_attention"]}
+
+
+def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
+    has_windows = fields.integer_or_none("sliding_window") is not None
+    is_global = alternating(fields, fields.integer("num_hidden_layers"))[layer] is None
+    return replace(attention, rope=None) if has_windows and is_global else attention
+
+
+EXAONE4 = Family(
+    name="exaone4",
+    model_types=("exaone4",),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    hf_rules={**HF_LLAMA, **HF_QK_NORM, **HF_POST_NORMS},
+    qk_norm="head",
+    norms="after",
+    windows=alternating,
+    common_keys=_common_keys,
+    adjust_attention=_adjust_attention,
+)

@@ -1,0 +1,80 @@
+"""GLM-4.5, 4.6 and 4.7: dense layers first, then experts chosen by a sigmoid with a bias beside it, and one for every
+token; rotation of half of each head. The layers that predict a second token are left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.qwen3_moe import HF_ROUTED
+from tokenmill.arch.family import Family
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, HF_SHARED_EXPERTS, Rule
+
+
+def sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
+    """Experts in DeepSeek V3's words: behind `first_k_dense_replace` layers, in groups, with shared ones."""
+    if layer < fields.integer("first_k_dense_replace", minimum=0):
+        return None
+    inner, shared = fields.integer("moe_intermediate_size"), fields.integer_or_none("n_shared_experts", minimum=0) or 0
+    return MoeSpec(
+        num_experts=fields.integer("n_routed_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        expert=MlpSpec(inner),
+        routing=RoutingSpec(
+            score="sigmoid",
+            renormalize=fields.flag("norm_topk_prob"),
+            epsilon=1e-20,
+            has_choice_bias=True,
+            num_groups=fields.integer("n_group"),
+            kept_groups=fields.integer("topk_group"),
+            scale=fields.positive("routed_scaling_factor"),
+        ),
+        shared=MlpSpec(inner * shared) if shared else None,
+    )
+
+
+def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
+    return replace(attention, qk_norm="head") if fields.flag("use_qk_norm") else attention
+
+
+def without_further_heads(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    return replace(model, num_extra_layers=fields.integer_or_none("num_nextn_predict_layers", minimum=0) or 0)
+
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    model_types=("glm4_moe",),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    hf_rules={
+        **HF_LLAMA,
+        **HF_QK_NORM,
+        **HF_ROUTED,
+        **HF_SHARED_EXPERTS,
+        "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
+    },
+    qkv_bias="attention_bias",
+    has_partial_rotary=True,
+    experts=sigmoid_experts,
+    adjust_attention=_adjust_attention,
+    adjust_model=without_further_heads,
+)

@@ -1,0 +1,42 @@
+"""Granite 3 and dense Granite 4: Llama with numbers that multiply the embedding, what is added to the stream, the
+scores of attention, and (as a divisor) the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.llama import LLAMA
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.spec import Gqa, LayerSpec, ModelSpec
+
+
+def adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
+    return replace(attention, scale=fields.positive("attention_multiplier"))
+
+
+def adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSpec:
+    return replace(layer, residual_scale=fields.positive("residual_multiplier"))
+
+
+def adjust_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    embedding, logits = fields.positive("embedding_multiplier"), fields.positive("logits_scaling")
+    return replace(model, embedding_scale=embedding, logit_scale=1.0 / logits)
+
+
+GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+
+GRANITE = replace(
+    LLAMA,
+    name="granite",
+    model_types=("granite",),
+    defaults={**LLAMA.defaults, **GRANITE_MULTIPLIERS},
+    gguf=None,
+    adjust_attention=adjust_attention,
+    adjust_layer=adjust_layer,
+    adjust_model=adjust_model,
+)

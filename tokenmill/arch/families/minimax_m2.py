@@ -1,0 +1,59 @@
+"""MiniMax-M2: norms over all heads of q and of k, rotation of half of each head, experts chosen by a sigmoid with a
+bias beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmill.arch.families.mixtral import MIXTRAL
+from tokenmill.arch.family import Family
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.tensors import HF_QK_NORM, Rule
+
+
+def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Published files say how many dimensions rotate, instead of the share."""
+    rotary, dim = config.get("rotary_dim"), config.get("head_dim", 128)
+    if config.get("rope_parameters") or not isinstance(rotary, int) or not isinstance(dim, int) or dim < 1:
+        return config
+    return {**config, "partial_rotary_factor": rotary / dim}
+
+
+def _experts(fields: ConfigFields, layer: int) -> MoeSpec:
+    return MoeSpec(
+        num_experts=fields.integer("num_local_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        expert=MlpSpec(fields.integer("intermediate_size")),
+        routing=RoutingSpec(score="sigmoid", has_choice_bias=True),
+    )
+
+
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    model_types=("minimax_m2",),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 196608,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e6,
+        "tie_word_embeddings": False,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "bos_token_id": 200034,
+        "eos_token_id": 200020,
+    },
+    hf_rules={
+        **MIXTRAL.hf_rules,
+        **HF_QK_NORM,
+        "layers.{i}.choice_bias": Rule("model.layers.{i}.block_sparse_moe.e_score_correction_bias"),
+    },
+    qk_norm="all",
+    has_partial_rotary=True,
+    experts=_experts,
+    common_keys=_common_keys,
+    ignored_prefixes=("mtp.", "model.mtp."),
+)

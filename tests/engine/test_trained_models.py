@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.mixed_requests import make_asks, run_together
-from tests.support.trained_models import GREEDY, NAMES, golden_cases, num_equal_tokens
+from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
 from tokenmill.ops.compute_request import ComputeRequest
@@ -27,7 +27,7 @@ def backends_of(folder: Path) -> list[str]:
     return ["reference"] if unsupported_reason(request) else ["reference", "cpu"]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def trained_dir(request: pytest.FixtureRequest, shared_dir: Path) -> Path:
     return shared_dir / "goldens" / "tiny" / str(request.param)
 

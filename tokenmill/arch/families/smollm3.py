@@ -12,7 +12,7 @@ from tokenmill.arch.tensors import HF_LLAMA
 
 
 def has_rope(fields: ConfigFields, layer: int) -> bool:
-    """Whether a layer rotates: said layer by layer, or all but every n-th do."""
+    """Return whether a layer rotates: said layer by layer, or all but every n-th do."""
     listed = fields.integers("no_rope_layers")
     if listed:
         if layer >= len(listed):

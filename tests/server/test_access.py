@@ -50,7 +50,8 @@ def test_every_route_and_method_needs_the_key(keyed: RunningServer, form: str) -
                 where = f"{method} {url} {reply.status_code}"
                 assert (reply.status_code != 401) == is_public or (path == "/" and form == "/{}"), where
                 if reply.status_code == 401 and method != "HEAD":
-                    dialect = DIALECTS.of(RequestHead(method, httpx.URL(url).path, Headers()))
+                    asked = httpx.URL(url).path.rstrip("/") or "/"  # as the server reads it
+                    dialect = DIALECTS.of(RequestHead(method, asked, Headers()))
                     Draft202012Validator(dialect.error_schema).validate(reply.json())
                     assert "a valid API key is required" in reply.text, where
                     assert reply.headers["www-authenticate"].startswith("Bearer"), where

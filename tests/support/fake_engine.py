@@ -92,14 +92,17 @@ class FakeEngine:
             return self.tokenize_chat(request)
         return self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
         return self.tokenize("".join(f"<{m.role}>{m.content}" for m in request.messages))
 
-    def token_texts(self, ids: list[int]) -> list[str]:
-        return [self.detokenize([token_id]) for token_id in ids]
+    def chat_text(self, request: ChatRequest) -> str:
+        return "".join(f"<{m.role}>{m.content}" for m in request.messages)
+
+    def token_bytes(self, ids: list[int]) -> list[bytes]:
+        return [bytes([token_id]) if token_id < BOS else b"" for token_id in ids]
 
     def detokenize(self, ids: list[int]) -> str:
         return bytes(token_id for token_id in ids if token_id < BOS).decode(errors="replace")

@@ -187,9 +187,10 @@ class AsyncEngine:
 
     # ── text ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-        return self._loaded_input_processor().tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """The token ids of a text; `parse_special`: control tokens in it are those tokens, not their characters."""
+        tokenizer = self._loaded_input_processor().tokenizer
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
         """The token ids of a conversation in the model's chat template."""
@@ -199,10 +200,14 @@ class AsyncEngine:
         """The text of token ids, special ones included."""
         return self._loaded_input_processor().tokenizer.decode(ids, skip_special_tokens=False)
 
-    def token_texts(self, ids: list[int]) -> list[str]:
-        """The text of each token on its own, with its leading space."""
+    def chat_text(self, request: ChatRequest) -> str:
+        """A conversation in the model's chat template."""
+        return self._loaded_input_processor().chat_text(request)
+
+    def token_bytes(self, ids: list[int]) -> list[bytes]:
+        """The bytes of each token on its own, with its leading space."""
         tokenizer = self._loaded_input_processor().tokenizer
-        return [tokenizer.token_text(token_id) for token_id in ids]
+        return [tokenizer.token_bytes(token_id) for token_id in ids]
 
     def _loaded_input_processor(self) -> InputProcessor:
         if self._input_processor is None:

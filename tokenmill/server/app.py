@@ -33,14 +33,19 @@ from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
 from tokenmill.server.routing import Endpoint, RouteContext, routes_of
+from tokenmill.server.tgi.render import TGI
+from tokenmill.server.tgi.routes import tgi_endpoints
+from tokenmill.server.tokens import token_endpoints
 
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
-DIALECTS = Dialects(ANTHROPIC, OLLAMA, OPENAI)
+DIALECTS = Dialects(ANTHROPIC, OLLAMA, TGI, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     anthropic_endpoints,
     ollama_endpoints,
     openai_endpoints,
+    tgi_endpoints,
+    token_endpoints,
 )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -26,7 +27,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.text_workers import Result, TextWorkers
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.body import BodyReader, parse_object
-from tokenmill.server.dialect import Dialects, Recognises, head_of, json_bytes, path_only
+from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
 from tokenmill.server.registry import ModelRegistry
 
@@ -157,8 +158,8 @@ def openapi_document(endpoints: Sequence[Endpoint], dialects: Dialects) -> Schem
     """The OpenAPI 3.1 description of a server."""
     paths: dict[str, Schema] = {}
     for endpoint in sorted(endpoints, key=lambda endpoint: endpoint.when is None):  # the one for all others counts
-        error_schema = dialects.of(path_only(endpoint.path)).error_schema
-        operation, methods = _operation(endpoint, error_schema), paths.setdefault(endpoint.documented_path, {})
+        dialect = dialects.of(RequestHead(endpoint.method, endpoint.path, Headers()))
+        operation, methods = _operation(endpoint, dialect), paths.setdefault(endpoint.documented_path, {})
         if (other := methods.get(endpoint.method.lower())) is not None:  # replies of other media types
             content = operation["responses"]["200"]["content"]
             operation["responses"]["200"]["content"] = {**other["responses"]["200"]["content"], **content}
@@ -167,13 +168,13 @@ def openapi_document(endpoints: Sequence[Endpoint], dialects: Dialects) -> Schem
     return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
-def _operation(endpoint: Endpoint, error_schema: Schema) -> Schema:
+def _operation(endpoint: Endpoint, dialect: Dialect) -> Schema:
     name = endpoint.handler.__name__
     operation: Schema = {
         "tags": [endpoint.tag],
         "summary": name.replace("_", " ").capitalize(),
         "operationId": name,
-        "responses": _responses(endpoint, {"application/json": {"schema": error_schema}}),
+        "responses": _responses(endpoint, dialect),
     }
     if endpoint.description:
         operation["description"] = endpoint.description
@@ -185,12 +186,14 @@ def _operation(endpoint: Endpoint, error_schema: Schema) -> Schema:
     return operation
 
 
-def _responses(endpoint: Endpoint, error_content: Schema) -> Schema:
+def _responses(endpoint: Endpoint, dialect: Dialect) -> Schema:
+    error_content = {"application/json": {"schema": dialect.error_schema}}
     content: Schema = {endpoint.media_type: {"schema": endpoint.reply}}
     if endpoint.stream is not None:
         content[endpoint.stream_media_type] = {}  # OpenAPI 3.1 has no schemas for events
     failures = {
-        str(status): {"description": FAILURES[status], "content": error_content} for status in endpoint.failures
+        str(dialect.statuses.get(status, status)): {"description": FAILURES[status], "content": error_content}
+        for status in endpoint.failures
     }
     return {
         "200": {"description": endpoint.stream or "Done.", "content": content},

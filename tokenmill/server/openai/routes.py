@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, and vLLM's /tokenize and /detokenize, which take the same bodies.
+"""OpenAI's endpoints.
 
 A generation goes from body to job to reply: the parser makes engine requests, `generation.py` runs them, a rendering
 writes what comes.
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill.engine.status import ModelInfo
-from tokenmill.engine.text_workers import text_size
 from tokenmill.server.body import BodyFields
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.openai import schemas
@@ -20,14 +19,11 @@ from tokenmill.server.openai.parse import (
     CompletionCall,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_embedding,
-    parse_tokenize,
 )
 from tokenmill.server.openai.render import ChatRendering, CompletionRendering, EmbeddingRendering
 from tokenmill.server.registry import EngineGate, ServedEngine
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
-from tokenmill.types import ChatRequest
 
 REASONING_OUT = {
     "reasoning_content": ("reasoning_content",),
@@ -52,12 +48,6 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
 
     async def model(request: Request) -> Response:
         return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))
-
-    async def tokenize(request: Request) -> Response:
-        return json_response(await tokenized(request, context))
-
-    async def detokenize(request: Request) -> Response:
-        return json_response(await detokenized(request, context))
 
     return [
         Endpoint(
@@ -85,10 +75,6 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         ),
         Endpoint("GET", "/v1/models", models, "OpenAI", schemas.MODELS_REPLY, (503,)),
         Endpoint("GET", "/v1/models/{model_id:path}", model, "OpenAI", schemas.MODEL_REPLY, (404, 503)),
-        Endpoint("POST", "/tokenize", tokenize, "Tokens", schemas.TOKENIZE_REPLY, READING, schemas.TOKENIZE_BODY),
-        Endpoint(
-            "POST", "/detokenize", detokenize, "Tokens", schemas.DETOKENIZE_REPLY, READING, schemas.DETOKENIZE_BODY
-        ),
     ]
 
 
@@ -143,7 +129,7 @@ def embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
     )
 
 
-# ── models and tokens ──────────────────────────────────────────────────────────────────────────────────
+# ── models ──────────────────────────────────────────────────────────────────────────────────
 
 
 def model_card(info: ModelInfo) -> dict[str, Any]:
@@ -154,37 +140,3 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
         "owned_by": "tokenmill",
         "max_model_len": info.max_context,
     }
-
-
-async def tokenized(request: Request, context: RouteContext) -> dict[str, Any]:
-    """The reply of /tokenize; a long text is tokenised in a thread."""
-
-    def parse(body: dict[str, Any]) -> tuple[EngineGate, BodyFields, ChatRequest | str]:
-        model, fields = named_model(body, context, is_required=False), BodyFields(body)
-        return model, fields, parse_tokenize(fields, model.info)
-
-    model, fields, asked = await context.parsed(request, parse)
-    engine = model.engine
-    adds_special_tokens = fields.boolean("add_special_tokens", True)
-    wants_texts = fields.boolean("return_token_strs")
-
-    def tokenize() -> dict[str, Any]:
-        ids = engine.tokenize(asked, adds_special_tokens) if isinstance(asked, str) else engine.tokenize_chat(asked)
-        reply: dict[str, Any] = {"count": len(ids), "max_model_len": model.info.max_context, "tokens": ids}
-        if wants_texts:
-            reply["token_strs"] = engine.token_texts(ids)
-        return reply
-
-    size = len(asked) if isinstance(asked, str) else text_size(asked)
-    return await context.workers.run(size, tokenize)
-
-
-async def detokenized(request: Request, context: RouteContext) -> dict[str, Any]:
-    """The reply of /detokenize."""
-
-    def parse(body: dict[str, Any]) -> tuple[EngineGate, list[int]]:
-        model = named_model(body, context, is_required=False)
-        return model, parse_detokenize(BodyFields(body), model.info)
-
-    model, ids = await context.parsed(request, parse)
-    return {"prompt": await context.workers.run(len(ids), lambda: model.engine.detokenize(ids))}

@@ -122,6 +122,8 @@ TOKENIZE_BODY = body_of(
         "model": maybe(MODEL),
         "prompt": maybe(TEXT),
         "messages": maybe(MESSAGES),
+        "content": {**maybe(TEXT), "description": "as llama.cpp has it"},
+        "inputs": {**maybe(TEXT), "description": "as TGI has it"},
         "add_special_tokens": FLAG,
         "return_token_strs": FLAG,
     },
@@ -158,5 +160,12 @@ EMBEDDING_REPLY = object_of(
 )
 MODEL_REPLY = object_of(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
 MODELS_REPLY = object_of(object={"const": "list"}, data=list_of(MODEL_REPLY))
-TOKENIZE_REPLY = object_of(count=COUNT, max_model_len=COUNT, tokens=list_of(COUNT))
-DETOKENIZE_REPLY = object_of(prompt=TEXT)
+PIECE: Schema = {"anyOf": [TEXT, list_of(COUNT)]}
+TOKENIZE_REPLY: Schema = {
+    "anyOf": [
+        object_of(count=COUNT, max_model_len=COUNT, tokens=list_of(COUNT)),
+        object_of(tokens={"anyOf": [list_of(COUNT), list_of(object_of(id=COUNT, piece=PIECE))]}),
+        list_of(object_of(id=COUNT, text=TEXT, start=COUNT, stop=COUNT)),
+    ]
+}
+DETOKENIZE_REPLY = object_of(prompt=TEXT, content=TEXT)

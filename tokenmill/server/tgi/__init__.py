@@ -1,0 +1,1 @@
+"""The dialect of Text Generation Inference (TGI), as `huggingface_hub` speaks it."""

@@ -1,0 +1,157 @@
+"""/tokenize and /detokenize, which three dialects have: the field that holds the text says which is spoken.
+
+| field | spoken by | reply |
+|---|---|---|
+| prompt, messages | vLLM | `{count, max_model_len, tokens, token_strs?}` |
+| content | llama.cpp | `{tokens: [id]}`, or `[{id, piece}]` `with_pieces` |
+| inputs | TGI | `[{id, text, start, stop}]`, positions counted in characters |
+
+A long text is tokenised in a thread. The reply of /detokenize has the text under both of its names.
+"""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.engine.input_processor import require_plausible_length
+from tokenmill.engine.text_workers import text_size
+from tokenmill.server.body import BodyFields, refuse
+from tokenmill.server.openai import schemas
+from tokenmill.server.openai.parse import parse_detokenize, parse_tokenize
+from tokenmill.server.registry import EngineGate, ServedEngine
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+
+TAG = "Tokens"
+
+
+@dataclass(frozen=True)
+class TokenizeCall:
+    """A text to tokenise: how long it is, and the work itself."""
+
+    num_characters: int
+    reply: Callable[[], Any]
+
+
+def token_endpoints(context: RouteContext) -> list[Endpoint]:
+    async def tokenize(request: Request) -> Response:
+        call = await context.parsed(request, lambda body: tokenize_call(body, context))
+        return json_response(await context.workers.run(call.num_characters, call.reply))
+
+    async def detokenize(request: Request) -> Response:
+        def parse(body: dict[str, Any]) -> tuple[EngineGate, list[int]]:
+            model = context.registry.find(BodyFields(body).text("model"), is_required=False)
+            return model, parse_detokenize(BodyFields(body), model.info)
+
+        model, ids = await context.parsed(request, parse)
+        text = await context.workers.run(len(ids), lambda: model.engine.detokenize(ids))
+        return json_response({"prompt": text, "content": text})
+
+    return [
+        Endpoint("POST", "/tokenize", tokenize, TAG, schemas.TOKENIZE_REPLY, READING, schemas.TOKENIZE_BODY),
+        Endpoint("POST", "/detokenize", detokenize, TAG, schemas.DETOKENIZE_REPLY, READING, schemas.DETOKENIZE_BODY),
+    ]
+
+
+def tokenize_call(body: dict[str, Any], context: RouteContext) -> TokenizeCall:
+    fields = BodyFields(body)
+    model = context.registry.find(fields.text("model"), is_required=False)
+    given = [name for name in ("prompt", "messages", "content", "inputs") if fields.get(name) is not None]
+    if len(given) != 1:
+        refuse("prompt", "or messages, content or inputs is required, and only one of them")
+    if given[0] == "content":
+        return _llamacpp_call(fields, model)
+    return _tgi_call(fields, model) if given[0] == "inputs" else _vllm_call(fields, model)
+
+
+def _text(fields: BodyFields, name: str, model: EngineGate) -> str:
+    text = fields.required_text(name)
+    require_plausible_length(len(text), model.info.max_context, name)
+    return text
+
+
+# ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _vllm_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
+    asked, engine, info = parse_tokenize(fields, model.info), model.engine, model.info
+    adds_special_tokens = fields.boolean("add_special_tokens", True)
+    wants_texts = fields.boolean("return_token_strs")
+
+    def reply() -> dict[str, Any]:
+        ids = engine.tokenize(asked, adds_special_tokens) if isinstance(asked, str) else engine.tokenize_chat(asked)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
+        if wants_texts:
+            found["token_strs"] = [raw.decode("utf-8", "replace") for raw in engine.token_bytes(ids)]
+        return found
+
+    return TokenizeCall(len(asked) if isinstance(asked, str) else text_size(asked), reply)
+
+
+# ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _llamacpp_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
+    text, engine = _text(fields, "content", model), model.engine
+    adds_special_tokens, parses_special = fields.boolean("add_special"), fields.boolean("parse_special", True)
+    wants_pieces = fields.boolean("with_pieces")
+
+    def reply() -> dict[str, Any]:
+        ids = engine.tokenize(text, adds_special_tokens, parses_special)
+        if not wants_pieces:
+            return {"tokens": ids}
+        pieces = zip(ids, engine.token_bytes(ids), strict=True)
+        return {"tokens": [{"id": token_id, "piece": _piece(raw)} for token_id, raw in pieces]}
+
+    return TokenizeCall(len(text), reply)
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """The text of a token; one that is only part of a character is shown as its bytes."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+# ── TGI ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tgi_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
+    text, engine = _text(fields, "inputs", model), model.engine
+    return TokenizeCall(len(text), lambda: placed_tokens(text, engine, fields.boolean("add_special_tokens", True)))
+
+
+def placed_tokens(text: str, engine: ServedEngine, adds_special_tokens: bool) -> list[dict[str, Any]]:
+    """The tokens of a text with the characters that each is made of; special tokens around it have none.
+
+    text    " caf" "é" (two tokens)   →   start, stop: 0 4, 4 4, 4 5: a character belongs to its last token
+    """
+    plain = engine.tokenize(text, False)
+    ids = engine.tokenize(text, True) if adds_special_tokens else plain
+    first = next((at for at in range(len(ids)) if ids[at : at + len(plain)] == plain), 0)
+    bounds = _bounds(text, engine.token_bytes(plain))
+    around = (0, 0), (len(text), len(text))
+    placed = [around[0]] * first + bounds + [around[1]] * (len(ids) - first - len(plain))
+    return [
+        {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
+        for token_id, (start, stop) in zip(ids, placed, strict=True)
+    ]
+
+
+def _bounds(text: str, pieces: list[bytes]) -> list[tuple[int, int]]:
+    """Where each token's characters begin and end. Tokenizers that put a space before a text have one more than it."""
+    num_added = max(0, len(b"".join(pieces).decode("utf-8", "replace")) - len(text))
+    decoder = getincrementaldecoder("utf-8")("replace")
+    bounds, num_read, last = [], 0, 0
+    for piece in pieces:
+        num_read += len(decoder.decode(piece))
+        stop = min(len(text), max(last, num_read - num_added))
+        bounds.append((last, stop))
+        last = stop
+    return bounds

@@ -3,8 +3,8 @@
     python tools/write_docs.py
 
 `docs/reference.md` comes from the command line's own parser, the settings' dataclasses, the error tree and the metric
-series; `docs/models.md` from the model families, the planner's outlines, the catalog and the backends' formats. A test
-compares both pages with what this program would write.
+series, the tool-call formats; `docs/models.md` from the model families, the planner's outlines, the catalog and the
+backends' formats. A test compares both pages with what this program would write.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tokenmill.cli.flags import flag_name
 from tokenmill.observe import metrics
 from tokenmill.ops.cpu.packing import PACKED_QUANTS
 from tokenmill.store.catalog import load_catalog
+from tokenmill.text.speech.formats import CALL_FORMATS
+from tokenmill.types import ToolCall
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(tokenmill.__file__).parent
@@ -112,8 +114,23 @@ def reference() -> str:
         table(["code", "HTTP", "exit", "class"], error_rows()),
         METRICS_HEAD,
         metric_table(),
+        TOOL_FORMATS_HEAD,
+        table(["`--tool-format`", "one call"], call_format_rows()),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def call_format_rows() -> Iterator[list[str]]:
+    call = ToolCall(id="abcd12345", name="weather", arguments='{"city": "Paris"}')
+    for row in CALL_FORMATS:
+        written = row.write([call]).replace("\n", "⏎").replace("|", "\\|")
+        yield [f"`{row.name}`", f"`` {written} ``"]
+
+
+TOOL_FORMATS_HEAD = """## Tool-call formats
+
+How families write calls; which one a model has is found out from its chat template ([tools.md](tools.md)). ⏎ is a line
+break."""
 
 
 def command_apps() -> Iterator[tuple[str, App]]:

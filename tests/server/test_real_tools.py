@@ -59,3 +59,9 @@ def test_the_result_is_told(client: openai.OpenAI) -> None:
     told: Any = [*QUESTION, call.to_dict(), result]
     reply = client.chat.completions.create(messages=told, tool_choice="none", **GREEDY).choices[0]
     assert reply.message.tool_calls is None and "-7" in reply.message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
+    reply = client.chat.completions.create(messages=QUESTION, tool_choice=choice, **GREEDY).choices[0]
+    assert city_of(reply.message) == "Paris" and reply.finish_reason == "tool_calls"

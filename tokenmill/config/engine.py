@@ -47,7 +47,7 @@ class ModelConfig:
     """Seed of random weights (`--load-format dummy`)."""
     tool_format: str = "auto"
     """How the model writes tool calls: `auto` finds out from its chat template; `none`: it shall call none; or the name
-    of a format (docs/TOOLS.md)."""
+    of a format (docs/tools.md)."""
     packed_cache: bool = True
     """Keep large models' weights on disk in the order that native kernels read them in, for quick starts."""
 

@@ -19,10 +19,12 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import InvalidRequest, ModelError
-from tokenmill.params import SamplingParams
+from tokenmill.guided.grammar import lark_rule, schema_problem
+from tokenmill.guided.json_escape import json_escaped_lark
+from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 from tokenmill.text.effort import KEEP_HISTORY
 from tokenmill.text.speech import Speech, SpeechStart, detect_speech
-from tokenmill.text.template import CHATML, ChatTemplate
+from tokenmill.text.template import CHATML, CUSTOM_INPUT, CUSTOM_PARAMETERS, ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, Effort, Message, Reasoning, Tool
 
@@ -180,11 +182,32 @@ def settle_thinking(
 def settle_grammar(
     asked: ChatRequest, params: SamplingParams, speech: Speech | None, start: SpeechStart | None
 ) -> SamplingParams:
-    """Refuse what only a grammar over calls can promise."""
+    """Add the grammar that tools, choice and thinking ask for."""
     tools = callable_tools(asked)
-    if tools and _needs_grammar(asked, tools):
-        raise InvalidRequest("only tool_choice none and auto, without strict, are supported", param="tool_choice")
-    return params
+    needs_calls = bool(tools) and _needs_grammar(asked, tools)
+    thinks = speech is not None and speech.thinking is not None
+    if not needs_calls and (params.guided is None or not (thinks or tools)):
+        return params
+    if speech is None or start is None or (needs_calls and speech.calls is None):
+        raise InvalidRequest("this model has no format for tool calls", param="tool_choice")
+    may_think, answer = not is_off(asked.reasoning), None if params.guided is None else lark_rule(params.guided)
+
+    def grammar(some: Sequence[Tool]) -> str:
+        return speech.grammar(some, asked.tool_choice, start, may_think=may_think, answer=answer)
+
+    tools = [_enforceable(tool, speech) for tool in tools]
+    try:
+        text = grammar(tools)
+    except InvalidRequest:  # a keyword that can't be enforced in this family's style of arguments
+        loose = [tool if tool.strict else _loosened(tool) for tool in tools]
+        if loose == tools:
+            raise
+        text = grammar(loose)
+    if len(text.encode()) > MAX_GUIDED_BYTES:
+        raise InvalidRequest(
+            f"the grammar of the tools has more than {MAX_GUIDED_BYTES >> 10} KiB", param="tools", hint="fewer tools"
+        )
+    return msgspec.structs.replace(params, guided=Guided("lark", text))
 
 
 def _needs_grammar(asked: ChatRequest, tools: Sequence[Tool]) -> bool:
@@ -192,3 +215,35 @@ def _needs_grammar(asked: ChatRequest, tools: Sequence[Tool]) -> bool:
     if choice.mode == "required" or choice.names is not None or not choice.parallel:
         return True
     return any(tool.strict or tool.input_grammar is not None for tool in tools)
+
+
+def _enforceable(tool: Tool, speech: Speech) -> Tool:
+    """A tool with parameters that a grammar can hold to; strict ones that can't be are refused."""
+    if tool.kind == "custom":
+        return _custom(tool, speech)
+    if tool.parameters is None or tool.strict is False:
+        return _loosened(tool)
+    problem = schema_problem(tool.parameters)
+    if problem is None:
+        return tool
+    if tool.strict:
+        raise InvalidRequest(f"the parameters of {tool.name!r} can't be enforced: {problem}", param="tools")
+    return _loosened(tool)
+
+
+def _loosened(tool: Tool) -> Tool:
+    """A tool whose arguments are any object; one without parameters keeps none, and a custom one its input."""
+    is_kept = tool.parameters is None or tool.kind == "custom"
+    return tool if is_kept else msgspec.structs.replace(tool, parameters=ANY_OBJECT)
+
+
+def _custom(tool: Tool, speech: Speech) -> Tool:
+    """A custom tool as the function that the model sees. Where it writes JSON, its grammar gets JSON's escapes."""
+    grammar, parameters = tool.input_grammar, CUSTOM_PARAMETERS
+    is_raw = speech.calls is not None and speech.calls.strings_are_raw
+    if grammar is not None and grammar.kind == "regex" and not is_raw:
+        text = {"type": "string", "pattern": f"^(?:{grammar.text})$"}
+        parameters, grammar = {**CUSTOM_PARAMETERS, "properties": {CUSTOM_INPUT: text}}, None
+    elif grammar is not None and not is_raw:
+        grammar = Guided("lark", json_escaped_lark(grammar.text))
+    return msgspec.structs.replace(tool, parameters=parameters, input_grammar=grammar)

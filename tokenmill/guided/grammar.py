@@ -7,6 +7,7 @@ text between values is known beforehand and need not be sampled, and an answer c
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import msgspec
@@ -42,6 +43,47 @@ def grammar_text(guided: Guided) -> str:
             return _lark_grammar(guided.text)
         case "gbnf":
             return _lark_grammar(_lark_of_gbnf(guided.text))
+
+
+def lark_rule(guided: Guided) -> str:
+    """Return a constraint as the right-hand side of a Lark rule, to be part of a larger grammar."""
+    match guided.kind:
+        case "json_schema" | "json_object":
+            schema = read_schema(guided.text) if guided.kind == "json_schema" else ANY_OBJECT
+            json_schema.check(schema)
+            return "%json " + msgspec.json.encode({"x-guidance": {**LAYOUT, **STRICT}, **schema}).decode()
+        case "regex":
+            _require_small_regex(guided.text)
+            return f"%lark {{\nstart: TEXT\nTEXT: /{_with_escaped_slashes(guided.text)}/\n}}"
+        case "choice":
+            return f"%lark {{\n{_choice_lark(guided.text)}\n}}"
+        case "lark":
+            return f"%lark {{\n{guided.text}\n}}"
+        case "gbnf":
+            return f"%lark {{\n{_lark_of_gbnf(guided.text)}\n}}"
+
+
+def _with_escaped_slashes(regex: str) -> str:
+    return re.sub(r"\\.|/", lambda found: "\\/" if found.group() == "/" else found.group(), regex, flags=re.DOTALL)
+
+
+def schema_problem(schema: dict[str, Any]) -> str | None:
+    """Return why a JSON schema can't be enforced; None: it can."""
+    try:
+        return _schema_problem(msgspec.json.encode(schema).decode())
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"it is no JSON: {error}"
+
+
+@lru_cache(maxsize=1024)
+def _schema_problem(text: str) -> str | None:
+    try:
+        grammar = _schema_grammar(read_schema(text))
+        if message := LLMatcher.validate_grammar(grammar):
+            json_schema.explain(read_schema(text), message)
+    except InvalidRequest as problem:
+        return problem.message.removeprefix("the schema can't be enforced: ")
+    return None
 
 
 def explain(guided: Guided, message: str) -> NoReturn:

@@ -1,0 +1,188 @@
+"""A stubborn model is held to valid calls by a grammar: required, named, allowed, strict; JSON after thinking."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.engine.test_tool_calls import FAMILIES, HELLO, NOW, WEATHER, called, family, written
+from tests.support.speaker import Speaker
+from tokenmill import SamplingParams
+from tokenmill.engine.results import reasoning_of, tool_calls_of
+from tokenmill.errors import InvalidRequest
+from tokenmill.params import Guided
+from tokenmill.types import ChatRequest, Reasoning, Tool, ToolCall, ToolChoice
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
+ARGUMENTS = Tool(
+    name="book",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Paris", "Rome"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "kind": {"const": "train"},
+        },
+        "required": ["city", "days", "kind"],
+        "additionalProperties": False,
+    },
+)
+STUBBORN = "No, I will not call anything, I say <b>no</b>."
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def speaker(request: pytest.FixtureRequest, shared_dir: Path) -> Speaker:
+    return family(shared_dir, request.param)
+
+
+@pytest.fixture(scope="module")
+def hermes(shared_dir: Path) -> Speaker:
+    return family(shared_dir, "Qwen-Qwen2.5-7B-Instruct")
+
+
+@pytest.fixture(scope="module")
+def qwen3(shared_dir: Path) -> Speaker:
+    return family(shared_dir, "Qwen-Qwen3-0.6B")
+
+
+@pytest.fixture(scope="module")
+def stepfun(shared_dir: Path) -> Speaker:
+    markers = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    return Speaker((shared_dir / "templates" / "StepFun3.5-Flash.jinja").read_text(), special=markers)
+
+
+def chat(tools: list[Tool] | None = None, params: SamplingParams = GREEDY, **fields: Any) -> ChatRequest:
+    return ChatRequest(messages=HELLO, params=params, tools=tools or [], **fields)
+
+
+REQUIRED = ToolChoice(mode="required")
+OFF = Reasoning(effort="none")  # else a stubborn model may think for ever
+
+
+def test_required(speaker: Speaker) -> None:
+    answer = speaker.answer(chat([ARGUMENTS], tool_choice=REQUIRED, reasoning=OFF), STUBBORN, is_stubborn=True)
+    calls = tool_calls_of(answer)
+    assert calls and answer.finish_reason in ("tool_calls", "length")
+    complete = calls if answer.finish_reason == "tool_calls" else calls[:-1]
+    assert ARGUMENTS.parameters is not None and complete
+    for call in complete:
+        jsonschema.validate(json.loads(call.arguments), ARGUMENTS.parameters)
+
+
+def test_named(speaker: Speaker) -> None:
+    choice = ToolChoice(mode="required", names=["now"], parallel=False)
+    answer = speaker.answer(chat([ARGUMENTS, NOW], tool_choice=choice, reasoning=OFF), STUBBORN, is_stubborn=True)
+    assert called(tool_calls_of(answer)) == [("now", {})] and answer.finish_reason == "tool_calls"
+
+
+def test_one_call(speaker: Speaker) -> None:
+    said = written(speaker, [ToolCall(id="abcd12345", name="now"), ToolCall(id="abcd12346", name="now")])
+    answer = speaker.answer(chat([NOW], tool_choice=ToolChoice(parallel=False)), said)
+    assert called(tool_calls_of(answer)) == [("now", {})]
+
+
+def test_a_willing_model_is_not_disturbed(speaker: Speaker) -> None:
+    calls = [ToolCall(id="abcd12345", name="get_weather", arguments='{"city": "Paris", "days": 3}')]
+    answer = speaker.answer(chat([WEATHER, NOW], tool_choice=REQUIRED), written(speaker, calls))
+    assert called(tool_calls_of(answer)) == called(calls) and answer.finish_reason == "tool_calls"
+
+
+def test_allowed_tools(hermes: Speaker) -> None:
+    """Text is free, but a call that begins can only be of an allowed tool."""
+    choice = ToolChoice(mode="auto", names=["now"])
+    assert hermes.answer(chat([WEATHER, NOW], tool_choice=choice), "Hello there").text == "Hello there"
+    said = written(hermes, [ToolCall(id="a", name="get_weather", arguments='{"city": "Paris"}')])
+    answer = hermes.answer(chat([WEATHER, NOW], tool_choice=choice), said)
+    assert {call.name for call in tool_calls_of(answer)} <= {"now"}
+
+
+def test_strict(hermes: Speaker) -> None:
+    strict = Tool(name="book", parameters=ARGUMENTS.parameters, strict=True)
+    said = written(hermes, [ToolCall(id="a", name="book", arguments='{"city": "Oslo", "days": 77, "kind": "x"}')])
+    (call, *_) = tool_calls_of(hermes.answer(chat([strict]), said, is_stubborn=True))
+    jsonschema.validate(json.loads(call.arguments), ARGUMENTS.parameters or {})
+
+
+def test_a_schema_that_cannot_be_enforced(hermes: Speaker) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "format": "no-such-format"}}}
+    with pytest.raises(InvalidRequest, match="can't be enforced: the format") as refused:
+        hermes.input_processor.process(chat([Tool(name="f", parameters=parameters, strict=True)]))
+    assert refused.value.param == "tools"
+    loose = chat([Tool(name="f", parameters=parameters)], tool_choice=REQUIRED)
+    calls = [ToolCall(id="a", name="f", arguments='{"x": "anything"}')]
+    assert called(tool_calls_of(hermes.answer(loose, written(hermes, calls)))) == called(calls)
+
+
+def test_forced_after_thinking(qwen3: Speaker, stepfun: Speaker) -> None:
+    call = [ToolCall(id="a", name="now")]
+    answer = qwen3.answer(chat([NOW], tool_choice=REQUIRED), f"<think>\nHm\n</think>\n\n{written(qwen3, call)}")
+    assert reasoning_of(answer) == "Hm" and called(tool_calls_of(answer)) == [("now", {})]
+    answer = stepfun.answer(chat([NOW], tool_choice=REQUIRED), f"Hm\n</think>\n{written(stepfun, call)}")
+    assert reasoning_of(answer) == "Hm" and called(tool_calls_of(answer)) == [("now", {})]
+
+
+SCHEMA = Guided.schema({"type": "object", "properties": {"a": {"const": 42}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize("said", ['Hm, {"b": 1}?\n</think>\n\n{"a": 42}', "Hm</think>No JSON!"])
+def test_json_only_after_the_thinking(stepfun: Speaker, said: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=300, guided=SCHEMA)
+    answer = stepfun.answer(chat(params=params), said, is_stubborn=True)
+    assert reasoning_of(answer) == said.split("</think>", maxsplit=1)[0].strip()
+    assert json.loads(answer.text) == {"a": 42}
+
+
+def test_json_where_the_model_opens_or_does_not_think(qwen3: Speaker) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=300, guided=SCHEMA)
+    answer = qwen3.answer(chat(params=params), '<think>\nHm\n</think>\n\n{"a": 42}')
+    assert (reasoning_of(answer), json.loads(answer.text)) == ("Hm", {"a": 42})
+    answer = qwen3.answer(chat(params=params), '{"a": 42}')
+    assert (reasoning_of(answer), json.loads(answer.text)) == (None, {"a": 42})
+    off = chat(params=params, reasoning=Reasoning(effort="none"))
+    answer = qwen3.answer(off, "<think>I want to think", is_stubborn=True)
+    assert (reasoning_of(answer), json.loads(answer.text)) == (None, {"a": 42})
+
+
+def test_a_thinking_budget_and_a_schema(stepfun: Speaker) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=300, guided=SCHEMA)
+    asked = chat(params=params, reasoning=Reasoning(budget=6))
+    answer = stepfun.answer(asked, "I think and think and think and think", is_stubborn=True)
+    assert reasoning_of(answer) == "I thin" and json.loads(answer.text) == {"a": 42}
+
+
+def test_calls_or_json(hermes: Speaker) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=300, guided=SCHEMA)
+    calls = [ToolCall(id="a", name="now")]
+    assert called(tool_calls_of(hermes.answer(chat([NOW], params), written(hermes, calls)))) == [("now", {})]
+    answer = hermes.answer(chat([NOW], params), '{"a": 42}')
+    assert json.loads(answer.text) == {"a": 42} and not tool_calls_of(answer)
+
+
+LINES = "start: LINE+\nLINE: /x.+\\n/"
+
+
+@pytest.mark.parametrize(
+    ("name", "grammar", "said", "expected"),
+    [
+        ("Qwen-Qwen2.5-7B-Instruct", Guided("regex", "[a-c]{3}"), "zzz", None),
+        ("Qwen3-Coder", Guided("regex", "[a-c]{3}"), "zzz", None),
+        ("Qwen3-Coder", Guided("lark", LINES), 'x"1\n', 'x"1\n'),
+        ("Qwen-Qwen2.5-7B-Instruct", Guided("lark", LINES), 'x"1\n', 'x"1\n'),
+        ("meta-llama-Llama-3.1-8B-Instruct", Guided("lark", LINES), 'x"1\n', 'x"1\n'),
+    ],
+)
+def test_custom_tools_follow_their_grammar(
+    shared_dir: Path, name: str, grammar: Guided, said: str, expected: str | None
+) -> None:
+    speaker = family(shared_dir, name)
+    tool = Tool(name="patch", kind="custom", input_grammar=grammar)
+    call = [ToolCall(id="a", name="patch", arguments=json.dumps({"input": said}))]
+    choice = ToolChoice(mode="required", parallel=False)
+    answer = speaker.answer(chat([tool], tool_choice=choice), written(speaker, call), is_stubborn=True)
+    (made,) = tool_calls_of(answer)
+    assert made.kind == "custom"
+    assert made.arguments == expected if expected else len(made.arguments) == 3 and set(made.arguments) <= set("abc")

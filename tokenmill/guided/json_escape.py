@@ -1,0 +1,186 @@
+"""A Lark grammar rewritten so that it describes the same texts inside a JSON string.
+
+A model that writes tool calls as JSON writes the input of a custom tool as {"input": "…"}, where quotes, backslashes
+and line breaks are escaped. So every character is rewritten, and the structure stays:
+
+    "a\\n"          "a\\\\n"                                            the escape instead of the character
+    /[^x]+/        (/[[^x]&&[^"\\\\\\x00-\\x1f]]/ | "\\\\n" | …)+           a class, and escapes of its other characters
+    LF: /\\n/       t_lf: "\\\\n"                                       a terminal becomes a rule
+
+Terminals become rules of single characters because an escape has two: the lexer of the grammar engine looks one
+character ahead, and after a backslash could not tell which of two terminals goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tokenmill.errors import InvalidRequest
+
+ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+MAX_CHARACTERS = 20_000
+_PLAIN = r'[^"\\\x00-\x1f]'  # what JSON holds as it is
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*)
+      | (?P<range>"(?:\\.|[^"\\\n])"\s*\.\.\s*"(?:\\.|[^"\\\n])")
+      | (?P<string>"(?:\\.|[^"\\\n])*"i?)
+      | (?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[a-z]*)
+      | (?P<directive>%\w+|@\w*|\[[^\]]*\]\s*:)
+      | (?P<alias>->\s*\w+)
+      | (?P<terminal>\b_?[A-Z][A-Z0-9_]*\b(?:\.-?\d+)?)""",
+    re.VERBOSE,
+)
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
+_GROUP = re.compile(r"\((?:\?(?:[a-z]*:|P?<\w+>))?")
+_ATOM = re.compile(r"\\(?:x\{[0-9A-Fa-f]+\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{[^}]*\}|.)|.", re.DOTALL)
+_CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "0": "\0", "a": "\a", "v": "\v"}
+
+
+def json_escaped_lark(grammar: str) -> str:
+    """Return a grammar of the same texts with JSON's escapes; raise InvalidRequest for what can't be rewritten."""
+    if len(grammar) > MAX_CHARACTERS:
+        raise _unfit(f"more than {MAX_CHARACTERS} characters")
+    return _TOKEN.sub(_rewritten, grammar)
+
+
+def _rewritten(found: re.Match[str]) -> str:
+    text = found.group()
+    match found.lastgroup:
+        case "string":
+            return text if text.endswith("i") and not set(text[1:-2]) & set(ESCAPED) else _string(text)
+        case "range":
+            first, last = re.findall(r'"((?:\\.|[^"\\]))"', text)
+            return _character(f"[{first}-{last}]", dot_takes_all=False)
+        case "regex":
+            return "(" + RegexRules(text[1 : text.rindex("/")], text[text.rindex("/") + 1 :]).expression() + ")"
+        case "terminal":
+            return "t_" + text.partition(".")[0].lower()
+        case "directive":
+            raise _unfit(text)
+        case "alias":
+            return ""
+        case _:
+            return text
+
+
+def _string(text: str) -> str:
+    try:
+        value = str(json.loads(text))
+    except ValueError:
+        raise _unfit(f"the string {text}") from None
+    return _literal(value)
+
+
+def _literal(value: str) -> str:
+    return json.dumps("".join(ESCAPED.get(char, char) for char in value), ensure_ascii=False)
+
+
+class RegexRules:
+    """A regular expression as an expression of Lark, over characters with JSON's escapes."""
+
+    def __init__(self, pattern: str, flags: str) -> None:
+        self._pattern = pattern
+        self._place = 0
+        self._dot_takes_all = "s" in flags
+        if set(flags) - {"s"}:
+            raise _unfit(f"the flag {flags}")
+
+    def expression(self) -> str:
+        text = self._alternatives()
+        if self._place < len(self._pattern):
+            raise _unfit(f"the regex {self._pattern}")
+        return text
+
+    def _alternatives(self) -> str:
+        parts = [self._sequence()]
+        while self._pattern.startswith("|", self._place):
+            self._place += 1
+            parts.append(self._sequence())
+        return " | ".join(parts)
+
+    def _sequence(self) -> str:
+        parts: list[str] = []
+        while self._place < len(self._pattern) and self._pattern[self._place] not in "|)":
+            part = self._atom()
+            quantifier = _QUANTIFIER.match(self._pattern, self._place)
+            if quantifier:
+                self._place = quantifier.end()
+                part = f"({part}){quantifier.group().rstrip('?') or '?'}"
+            parts.append(part)
+        return " ".join(parts) or '""'
+
+    def _atom(self) -> str:
+        group = _GROUP.match(self._pattern, self._place)
+        if group:
+            return self._group(group)
+        if self._pattern[self._place] in "^$":  # a terminal is the whole of its text anyway
+            self._place += 1
+            return '""'
+        if self._pattern[self._place] == "[":
+            text = _class(self._pattern, self._place)
+        else:
+            text = _ATOM.match(self._pattern, self._place).group()  # type: ignore[union-attr]  # any character
+        self._place += len(text)
+        return _character(text, dot_takes_all=self._dot_takes_all)
+
+    def _group(self, opening: re.Match[str]) -> str:
+        if self._pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), self._place):
+            raise _unfit("a look around")
+        flags = re.match(r"\(\?([a-z]*):", opening.group())
+        before = self._dot_takes_all
+        if flags:
+            self._dot_takes_all = before or "s" in flags.group(1)
+            if set(flags.group(1)) - {"s"}:
+                raise _unfit(f"the flag {flags.group(1)}")
+        self._place = opening.end()
+        inner = self._alternatives()
+        if not self._pattern.startswith(")", self._place):
+            raise _unfit(f"the regex {self._pattern}")
+        self._place += 1
+        self._dot_takes_all = before
+        return f"({inner})"
+
+
+def _class(pattern: str, start: int) -> str:
+    """The class that begins here, with its brackets; classes may be nested."""
+    depth, position = 0, start
+    while position < len(pattern):
+        char = pattern[position]
+        if char == "[":
+            depth += 1
+            position += 1 + (pattern[position + 1 : position + 2] == "^")
+            position += pattern[position : position + 1] == "]"  # a bracket in the first position is a literal
+            continue
+        position += 2 if char == "\\" else 1
+        if char == "]":
+            depth -= 1
+            if depth == 0:
+                return pattern[start:position]
+    raise _unfit(f"the class {pattern[start:]}")
+
+
+def _character(atom: str, *, dot_takes_all: bool) -> str:
+    """One character of a regex: a literal, or a class with escapes for those of its characters that JSON escapes."""
+    if re.fullmatch(r"\\[bBAzZG]", atom):
+        raise _unfit(f"the boundary {atom}")
+    if len(atom) == 1 and atom != ".":
+        return _literal(atom)
+    if re.fullmatch(r"\\[^\w\s]", atom):
+        return _literal(atom[1])
+    if len(atom) == 2 and atom[1] in _CONTROLS:
+        return _literal(_CONTROLS[atom[1]])
+    if atom == ".":
+        atom = r"[\s\S]" if dot_takes_all else r"[^\n]"
+    try:
+        escapes = [json.dumps(escape) for char, escape in ESCAPED.items() if re.fullmatch(atom, char)]
+    except re.error:
+        raise _unfit(f"the class {atom}") from None
+    inner = atom if atom.startswith("[") else f"[{atom}]"
+    return f"({' | '.join([f'/[{inner}&&{_PLAIN}]/', *escapes])})"
+
+
+def _unfit(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"a Lark grammar can't be followed inside JSON, as this model writes calls: {what[:80]}", param="tools"
+    )

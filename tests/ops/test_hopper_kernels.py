@@ -42,7 +42,7 @@ def test_products_are_cut_into_about_as_many_programs_as_run_at_once() -> None:
     gate_up, down, small = (28672, 4096), (4096, 14336), (64, 256)
     for num_rows, at_once in ((64, 396), (128, 264), (200, 264)):
         cut = config(num_rows, down)
-        assert at_once * 3 // 4 < 4096 // cut.strip * cut.splits * -(-num_rows // cut.rows) <= at_once
+        assert at_once * 3 // 4 < 4096 // cut.tile_n * cut.splits * -(-num_rows // cut.rows) <= at_once
     assert [config(rows, gate_up).rows for rows in (33, 64, 65, 129, 256)] == [64, 64, 128, 256, 256]
     assert config(200, down).rows == 128
     assert config(64, gate_up, 8).splits == config(33, small).splits == 1
@@ -56,4 +56,4 @@ def test_matrices_are_split_where_they_have_many_columns_and_few_rows() -> None:
     for rows in (64, 128):
         for epilogue in ("gated", "none"):
             made = pick_hopper_config(product(rows, 28672, 4096, bf16, epilogue))
-            assert made.rows == rows and (made.lines + rows) * 128 * made.ring <= 200 * 1024
+            assert made.rows == rows and (made.tile_n + rows) * 128 * made.ring <= 200 * 1024

@@ -49,7 +49,7 @@ def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
     inputs = f"tensordesc<bf16[{cut.rows},64],{STRIP_TILES!r}>"
     types = {"x": inputs, "weight": "*i32", **POINTERS, "scales": scales} | dict.fromkeys(NUMBERS, "i32")
     constants = {
-        "ROWS": cut.rows, "STRIP": cut.strip, "RING": cut.ring, "WARPS": cut.warps,
+        "ROWS": cut.rows, "TILE_N": cut.tile_n, "RING": cut.ring, "WARPS": cut.warps,
         "AHEAD": cut.ahead, "HAS_BIAS": True, "GROUP": group, "BITS": bits, "OVERLAPS": True,
     }  # fmt: skip
     factors = left_factors(made(_hopper_gemm_int, types, constants, cut.warps), f"m64n{cut.rows}k16")
@@ -59,7 +59,7 @@ def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
 def check_products(num_rows: int, element: str, columns: int, activation: str) -> None:
     form = (PLAIN if columns == 64 else FP8)[torch.bfloat16]
     cut = pick_hopper_config(Product(num_rows, 4096, 4096, form, H200, "captured", "gated" if activation else "none"))
-    own = cut.lines // 2 if activation else cut.lines
+    own = cut.tile_n // 2 if activation else cut.tile_n
     tiles = TILES[128 // columns]
     descriptors = {
         "x": f"tensordesc<{element}[{cut.rows},{columns}],{tiles!r}>",
@@ -67,15 +67,15 @@ def check_products(num_rows: int, element: str, columns: int, activation: str) -
     }
     scales = {"row_scales": "*fp32", "scales": "*fp32"}
     constants = {
-        "ROWS": cut.rows, "LINES": cut.lines, "COLUMNS": columns, "RING": cut.ring, "WARPS": cut.warps,
+        "ROWS": cut.rows, "TILE_N": cut.tile_n, "COLUMNS": columns, "RING": cut.ring, "WARPS": cut.warps,
         "KIND": activation, "HAS_SCALES": columns == 128, "HAS_BIAS": True, "OVERLAPS": True,
     }  # fmt: skip
     types = descriptors | scales | POINTERS | dict.fromkeys(NUMBERS, "i32")
     compiled = made(_hopper_gemm, types, constants, cut.warps)
     factors = left_factors(compiled, f"m64n{cut.rows}k{columns // 4}")
-    assert len(factors) == cut.lines // 64 * 4 and "{" not in factors, "the matrix does not come from its tiles"
+    assert len(factors) == cut.tile_n // 64 * 4 and "{" not in factors, "the matrix does not come from its tiles"
     asked_before = compiled.asm["ptx"].split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor")
-    assert asked_before == (cut.ring - 1) * cut.lines // own, "the matrix is not asked for early"
+    assert asked_before == (cut.ring - 1) * cut.tile_n // own, "the matrix is not asked for early"
 
 
 if __name__ == "__main__":

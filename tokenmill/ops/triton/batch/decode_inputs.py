@@ -25,18 +25,18 @@ from tokenmill.ops.triton.launch.pdl import launch_options, wait_for_previous
 
 NO_ROW = -1
 RING_SIZE = 16  # twice what a runner can launch before it reads: four graphs in each of two steps
-ROW, POSITION, TOKEN, INDEX, UNIFORM = range(5)  # words of a line; the last is a float64
+ROW, POSITION, TOKEN, INDEX, UNIFORM = range(5)  # words of a row; the last is a float64
 NUM_WORDS = tl.constexpr(8)  # 32 bytes: one read over the bus
 CHANGES = 256  # of a program
 
 
 class StepMailbox(NamedTuple):
-    """Between host and device; the first two in pinned memory where there is a device. A line that is sent: row,
+    """Between host and device; the first two in pinned memory where there is a device. What is sent of a row: row,
     position, token (-1: the row's newest), index, uniform."""
 
-    sent: torch.Tensor  # int32 [PLACES, max_rows, NUM_WORDS]
-    drawn: torch.Tensor  # int64 [PLACES, max_rows]
-    turn: torch.Tensor  # int32 [1]: the place of the step that begins next; on the device
+    sent: torch.Tensor  # int32 [RING_SIZE, max_rows, NUM_WORDS]
+    drawn: torch.Tensor  # int64 [RING_SIZE, max_rows]
+    turn: torch.Tensor  # int32 [1]: the slot of the step that begins next; on the device
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GatheredInputs:
     contexts: torch.Tensor  # int32 [R], 0 where there is no row
     slots: torch.Tensor  # int64 [groups, R], in the null block where there is no row
     tables: torch.Tensor  # int32 [groups, R, max_blocks], filled as far as the context reaches
-    place: torch.Tensor  # int32 [1]
+    slot: torch.Tensor  # int32 [1]
 
 
 @triton.jit
@@ -59,31 +59,31 @@ def _word(words, number: tl.constexpr):
 
 @kernel_unspecialized("num_rows")
 def _gather_inputs(
-    sent, turn, tables, newest, rows, indices, uniforms, token_ids, positions, contexts, slots, step_tables, own_place,
+    sent, turn, tables, newest, rows, indices, uniforms, token_ids, positions, contexts, slots, step_tables, own_slot,
     num_rows, max_rows, max_blocks, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    line = tl.program_id(0)
-    place = tl.load(turn)
+    number = tl.program_id(0)
+    slot = tl.load(turn)
     # Volatile: the host writes there from time to time.
-    words = tl.load(sent + (place * max_rows + line) * NUM_WORDS + tl.arange(0, NUM_WORDS), volatile=True)
+    words = tl.load(sent + (slot * max_rows + number) * NUM_WORDS + tl.arange(0, NUM_WORDS), volatile=True)
     row, position, token = _word(words, 0), _word(words, 1), _word(words, 2)
     is_row = row >= 0
-    seat = tl.maximum(row, 0).to(tl.int64)
-    token = tl.where(token >= 0, token.to(tl.int64), tl.load(newest + seat))
+    row_index = tl.maximum(row, 0).to(tl.int64)
+    token = tl.where(token >= 0, token.to(tl.int64), tl.load(newest + row_index))
     bits = (_word(words, 5).to(tl.int64) << 32) | (_word(words, 4).to(tl.int64) & 0xFFFFFFFF)
-    tl.store(own_place, place)
-    tl.store(rows + line, row)
-    tl.store(indices + line, _word(words, 3))
-    tl.store(uniforms + line, bits.to(tl.float64, bitcast=True))
-    tl.store(token_ids + line, tl.where(is_row, tl.maximum(token, 0), 0))
-    tl.store(positions + line, position.to(tl.int64))
-    tl.store(contexts + line, tl.where(is_row, position + 1, 0))
+    tl.store(own_slot, slot)
+    tl.store(rows + number, row)
+    tl.store(indices + number, _word(words, 3))
+    tl.store(uniforms + number, bits.to(tl.float64, bitcast=True))
+    tl.store(token_ids + number, tl.where(is_row, tl.maximum(token, 0), 0))
+    tl.store(positions + number, position.to(tl.int64))
+    tl.store(contexts + number, tl.where(is_row, position + 1, 0))
     for group in range(NUM_GROUPS):
-        source = tables + (group * max_rows + seat) * max_blocks
+        source = tables + (group * max_rows + row_index) * max_blocks
         block = tl.load(source + position // BLOCK_SIZE).to(tl.int64)
-        slot = tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
-        tl.store(slots + group * num_rows + line, slot)
-        target = step_tables + (group * num_rows + line).to(tl.int64) * max_blocks
+        kv_slot = tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(slots + group * num_rows + number, kv_slot)
+        target = step_tables + (group * num_rows + number).to(tl.int64) * max_blocks
         held = tl.where(is_row, position // BLOCK_SIZE + 1, 0)
         for start in range(0, held, CHUNK):
             entries = start + tl.arange(0, CHUNK)
@@ -93,17 +93,17 @@ def _gather_inputs(
 
 @kernel
 def _publish_tokens(
-    rows, drawn, place, newest, arrived, turn, max_rows, HAS_DRAWN: tl.constexpr, RING_SIZE: tl.constexpr,
+    rows, drawn, slot, newest, arrived, turn, max_rows, HAS_DRAWN: tl.constexpr, RING_SIZE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_previous(OVERLAPS)
-    line = tl.program_id(0)
-    own = tl.load(place)
+    number = tl.program_id(0)
+    own = tl.load(slot)
     if HAS_DRAWN:
-        row, token = tl.load(rows + line), tl.load(drawn + line)
+        row, token = tl.load(rows + number), tl.load(drawn + number)
         tl.store(newest + row, token, mask=row >= 0)
-        tl.store(arrived + own * max_rows + line, token)
-    if line == 0:
+        tl.store(arrived + own * max_rows + number, token)
+    if number == 0:
         tl.store(turn, (own + 1) % RING_SIZE)
 
 
@@ -131,11 +131,11 @@ def gather_inputs(
         contexts=torch.empty(size, dtype=torch.int32, device=device),
         slots=torch.empty(groups, size, dtype=torch.int64, device=device),
         tables=torch.empty(groups, size, max_blocks, dtype=torch.int32, device=device),
-        place=torch.empty(1, dtype=torch.int32, device=device),
+        slot=torch.empty(1, dtype=torch.int32, device=device),
     )
     _gather_inputs[(size,)](
         exchange.sent, exchange.turn, tables, newest, found.rows, found.indices, found.uniforms, found.token_ids,
-        found.positions, found.contexts, found.slots, found.tables, found.place, size, max_rows, max_blocks,
+        found.positions, found.contexts, found.slots, found.tables, found.slot, size, max_rows, max_blocks,
         groups, block_size, 256, num_warps=1,
     )  # fmt: skip
     return found
@@ -146,7 +146,7 @@ def publish_tokens(
 ) -> None:
     """Ends a step: drawn int64 [R], if it draws, becomes the newest token of each row, and goes to the host."""
     _publish_tokens[found.rows.shape](
-        found.rows, found.token_ids if drawn is None else drawn, found.place, newest, exchange.drawn, exchange.turn,
+        found.rows, found.token_ids if drawn is None else drawn, found.slot, newest, exchange.drawn, exchange.turn,
         exchange.drawn.shape[1], drawn is not None, RING_SIZE, num_warps=1, **launch_options(),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ segment the matrix units add up in column order; then the segments' sums are add
     columns   [ segment 0 | segment 1 ]      out = sum 0 + sum 1
 
 With few rows each segment has programs of its own and a second kernel adds their sums; with many one program takes the
-segments in turn. Strips of the matrix are always the left factor, so that it is the same instruction of the matrix
+segments in turn. Tiles of the matrix are always the left factor, so that it is the same instruction of the matrix
 units, however many rows there are: a row is a column of the right factor, and columns do not meet.
 """
 
@@ -24,10 +24,10 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialize
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 TILE_N = 64  # matrix rows a program owns where there are few rows
-MIN_STRIPS = 88  # a matrix with fewer does not keep the device busy, and is cut into two segments
+MIN_MATRIX_TILES = 88  # a matrix with fewer does not keep the device busy, and is cut into two segments
 MIN_COLUMNS = 2048
 PROGRAMS_WANTED = 192
-LANES = 8  # tiles of rows that take the same strip one after another, while it is in the cache
+LANES = 8  # tiles of rows that take the same tile one after another, while it is in the cache
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _segment_sum(
     matrix, inputs, is_row, begin, end, num_in,
     TILE_N: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[STRIP, ROWS] over columns [begin, end)"""
+    """[TILE_N, ROWS] over columns [begin, end)"""
     columns = tl.arange(0, STRIDE)
     sums = tl.zeros((TILE_N, ROWS), tl.float32)
     for start in range(begin, end, STRIDE):
@@ -58,19 +58,19 @@ def _deterministic_gemm(
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
-    num_strips, num_tiles = tl.cdiv(num_out, TILE_N), tl.cdiv(num_rows, ROWS)
+    num_matrix_tiles, num_tiles = tl.cdiv(num_out, TILE_N), tl.cdiv(num_rows, ROWS)
     number = tl.program_id(0)
-    lane = number // (LANES * num_strips) * LANES
+    lane = number // (LANES * num_matrix_tiles) * LANES
     lanes = tl.minimum(num_tiles - lane, LANES)
-    tile = lane + number % (LANES * num_strips) % lanes
-    strip = number % (LANES * num_strips) // lanes
+    tile = lane + number % (LANES * num_matrix_tiles) % lanes
+    matrix_tile = number % (LANES * num_matrix_tiles) // lanes
 
-    lines = strip * TILE_N + tl.arange(0, TILE_N)
+    matrix_rows = matrix_tile * TILE_N + tl.arange(0, TILE_N)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, STRIDE)
-    is_line, is_row = lines < num_out, rows < num_rows
-    # Lines beyond the last are read as others, so that no load of the matrix is masked by them.
-    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
+    is_matrix_row, is_row = matrix_rows < num_out, rows < num_rows
+    # Matrix rows beyond the last are read as others, so that no load of the matrix is masked by them.
+    matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
     wait_for_previous(OVERLAPS)
     if HAS_TWO and not IN_TURN:
@@ -82,15 +82,15 @@ def _deterministic_gemm(
         total += _segment_sum(matrix, inputs, is_row, border, num_in, num_in, TILE_N, ROWS, STRIDE, IS_EVEN, PRECISION)
     else:
         total = _segment_sum(matrix, inputs, is_row, 0, num_in, num_in, TILE_N, ROWS, STRIDE, IS_EVEN, PRECISION)
-    both = is_row[:, None] & is_line[None, :]
-    places = rows.to(tl.int64)[:, None] * num_out + lines[None, :]
+    both = is_row[:, None] & is_matrix_row[None, :]
+    targets = rows.to(tl.int64)[:, None] * num_out + matrix_rows[None, :]
     result = tl.trans(total)
     if HAS_TWO and not IN_TURN:
-        tl.store(kept + tl.program_id(1).to(tl.int64) * num_rows * num_out + places, result, mask=both)
+        tl.store(kept + tl.program_id(1).to(tl.int64) * num_rows * num_out + targets, result, mask=both)
     else:
         if HAS_BIAS:
-            result += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=both)
+            result += tl.load(bias + matrix_rows, mask=is_matrix_row, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + targets, result.to(out.dtype.element_ty), mask=both)
 
 
 @kernel
@@ -100,19 +100,19 @@ def _add_segments(
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    result = tl.load(kept + places, mask=inside, other=0.0) + tl.load(kept + size + places, mask=inside, other=0.0)
+    targets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = targets < size
+    result = tl.load(kept + targets, mask=inside, other=0.0) + tl.load(kept + size + targets, mask=inside, other=0.0)
     if HAS_BIAS:
-        result += tl.load(bias + places % num_out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+        result += tl.load(bias + targets % num_out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + targets, result.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
 class DeterministicConfig:
     """How a product is cut into programs; none of it changes a sum."""
 
-    strip: int
+    tile_n: int
     rows: int
     stride: int
     warps: int
@@ -121,7 +121,7 @@ class DeterministicConfig:
 
 def border_of(num_out: int, num_in: int) -> int:
     """Where the second segment begins; num_in where there is none. From the matrix alone."""
-    if -(-num_out // TILE_N) >= MIN_STRIPS or num_in < MIN_COLUMNS:
+    if -(-num_out // TILE_N) >= MIN_MATRIX_TILES or num_in < MIN_COLUMNS:
         return num_in
     return -(-num_in // 256) * 128
 
@@ -159,7 +159,7 @@ def deterministic_linear(
     border = border or border_of(num_out, num_in)
     has_two = border < num_in
     config = config or pick_deterministic_config(num_rows, num_out, x.dtype, has_two=has_two)
-    programs = cdiv(num_out, config.strip) * cdiv(num_rows, config.rows)
+    programs = cdiv(num_out, config.tile_n) * cdiv(num_rows, config.rows)
     in_turn = programs >= PROGRAMS_WANTED
     kept = out
     if has_two and not in_turn:
@@ -167,7 +167,7 @@ def deterministic_linear(
     bias, has_bias = weight.bias if weight.bias is not None else x, weight.bias is not None
     _deterministic_gemm[(programs, 2 if has_two and not in_turn else 1)](
         x, matrix, bias, out, kept, num_rows, num_out, num_in, border,
-        config.strip, config.rows, config.stride, LANES, has_two, in_turn, has_bias,
+        config.tile_n, config.rows, config.stride, LANES, has_two, in_turn, has_bias,
         num_in % config.stride == 0, precision_of(x),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False, **launch_options(),
     )  # fmt: skip

@@ -2,11 +2,11 @@
 bytes that are not moved make the arithmetic faster: cuBLAS itself adds the residual stream, and gates are applied by a
 kernel of our own, which multiplies with as few joules as cuBLAS does.
 
-    matrix [gate | up], 2 * inter lines, seen as [2, inter, H]: one tile is the same lines of both, one after the other,
-    so that the thread that holds a line's gate holds its up too
+    matrix [gate | up], 2 * inter rows, seen as [2, inter, H]: one tile is the same rows of both, one after the other,
+    so that the thread that holds a gate holds its up too
 
-A program for each multiprocessor takes tile after tile, TALL tiles of rows for the same lines before the next lines, so
-that inputs and matrix are found in the L2 cache.
+A program for each multiprocessor takes tile after tile, TALL tiles of inputs for the same rows of the matrix before the
+next ones, so that inputs and matrix are found in the L2 cache.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.gemm.product import GemmKernel
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 
-ROWS, LINES, STRIDE = 128, 128, 64  # a tile: rows, lines of gate and as many of up; columns at a time
+ROWS, TILE_N, STRIDE = 128, 128, 64  # a tile: inputs, matrix rows of gate and as many of up; columns at a time
 TALL = 8
 
 
 @kernel_unspecialized("num_rows")
 def _gated(
     x, matrix, out, num_rows, inter, num_in,
-    KIND: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, STRIDE: tl.constexpr, TALL: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, TILE_N: tl.constexpr, STRIDE: tl.constexpr, TALL: tl.constexpr,
 ) -> None:  # fmt: skip
-    num_high, num_wide = tl.cdiv(num_rows, ROWS), tl.cdiv(inter, LINES)
+    num_high, num_wide = tl.cdiv(num_rows, ROWS), tl.cdiv(inter, TILE_N)
     for tile in tl.range(tl.program_id(0), num_high * num_wide, tl.num_programs(0), flatten=True):
         first = tile // (TALL * num_wide) * TALL
         tall = tl.minimum(num_high - first, TALL)
         within = tile % (TALL * num_wide)
-        row, line = (first + within % tall) * ROWS, within // tall * LINES
-        sums = tl.zeros((ROWS, 2 * LINES), tl.float32)
+        row, matrix_row = (first + within % tall) * ROWS, within // tall * TILE_N
+        sums = tl.zeros((ROWS, 2 * TILE_N), tl.float32)
         for column in range(0, num_in, STRIDE):
-            lines = matrix.load([0, line, column]).reshape(2 * LINES, STRIDE)
-            sums = tl.dot(x.load([row, column]), lines.T, sums)
-        gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, LINES)), (0, 2, 1)))
-        out.store([row, line], (activate(gate, KIND) * up).to(out.dtype))
+            factors = matrix.load([0, matrix_row, column]).reshape(2 * TILE_N, STRIDE)
+            sums = tl.dot(x.load([row, column]), factors.T, sums)
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, TILE_N)), (0, 2, 1)))
+        out.store([row, matrix_row], (activate(gate, KIND) * up).to(out.dtype))
 
 
 def gated_product(x: torch.Tensor, matrix: torch.Tensor, activation: Activation) -> torch.Tensor:
     """x [T, H], matrix [2 * inter, H] → act(gate) * up [T, inter]; rows of either are multiples of 16 bytes"""
     (num_rows, num_in), inter = x.shape, len(matrix) // 2
     out = x.new_empty(num_rows, inter)
-    tiles = cdiv(num_rows, ROWS) * cdiv(inter, LINES)
+    tiles = cdiv(num_rows, ROWS) * cdiv(inter, TILE_N)
     _gated[(min(tiles, _num_multiprocessors(x.device)),)](
         TensorDescriptor.from_tensor(x, [ROWS, STRIDE]),
-        TensorDescriptor.from_tensor(matrix.view(2, inter, num_in), [2, LINES, STRIDE]),
-        TensorDescriptor.from_tensor(out, [ROWS, LINES]),
-        num_rows, inter, num_in, activation, ROWS, LINES, STRIDE, TALL, num_warps=8, num_stages=3,
+        TensorDescriptor.from_tensor(matrix.view(2, inter, num_in), [2, TILE_N, STRIDE]),
+        TensorDescriptor.from_tensor(out, [ROWS, TILE_N]),
+        num_rows, inter, num_in, activation, ROWS, TILE_N, STRIDE, TALL, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
 

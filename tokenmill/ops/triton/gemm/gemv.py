@@ -1,7 +1,7 @@
 """A single row times a big matrix: the time is what reading the matrix once takes.
 
-One program owns a strip of matrix rows and streams along them; the products are plain multiply-adds. The first part of
-the strip is fetched before the kernel that computes the input has ended.
+One program owns a tile of matrix rows and streams along them; the products are plain multiply-adds. The first part of
+the tile is fetched before the kernel that computes the input has ended.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 @kernel
 def _gemv_kernel(
     x, weight, bias, out, num_out, num_in,
-    STRIP: tl.constexpr, STRIDE: tl.constexpr, NEAR: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    TILE_N: tl.constexpr, STRIDE: tl.constexpr, NEAR: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
-    rows = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     is_row = rows < num_out
     columns = tl.arange(0, STRIDE)
-    lines = weight + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
-    part = tl.load(lines, mask=is_row[:, None] & (columns < num_in)[None, :], other=0.0)
+    matrix = weight + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
+    part = tl.load(matrix, mask=is_row[:, None] & (columns < num_in)[None, :], other=0.0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros(
-        (STRIP, STRIDE // NEAR), tl.float32
+        (TILE_N, STRIDE // NEAR), tl.float32
     )  # NEAR columns, which a thread loads together, it adds up itself
     for start in range(0, num_in, STRIDE):
         factors = tl.load(x + start + columns, mask=start + columns < num_in, other=0.0)
         products = part.to(tl.float32) * factors.to(tl.float32)[None, :]
-        sums += tl.sum(tl.reshape(products, (STRIP, STRIDE // NEAR, NEAR)), axis=2)
+        sums += tl.sum(tl.reshape(products, (TILE_N, STRIDE // NEAR, NEAR)), axis=2)
         following = start + STRIDE + columns
-        part = tl.load(lines + start + STRIDE, mask=is_row[:, None] & (following < num_in)[None, :], other=0.0)
+        part = tl.load(matrix + start + STRIDE, mask=is_row[:, None] & (following < num_in)[None, :], other=0.0)
     result = tl.sum(sums, axis=1)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
@@ -45,9 +45,9 @@ def _gemv_kernel(
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """How a strip is cut: matrix rows a program owns, columns it takes at a time."""
+    """How a tile is cut: matrix rows a program owns, columns it takes at a time."""
 
-    strip: int
+    tile_n: int
     stride: int
     warps: int
     near: int = 1  # columns, of those that a thread loads together, whose products it adds up at once
@@ -69,8 +69,8 @@ def gemv_linear(
     x = x.contiguous()
     num_out, num_in = weight.shape
     out = x.new_empty(1, num_out)
-    _gemv_kernel[(cdiv(num_out, config.strip),)](
-        x, weight, bias if bias is not None else x, out, num_out, num_in, config.strip, config.stride, config.near,
+    _gemv_kernel[(cdiv(num_out, config.tile_n),)](
+        x, weight, bias if bias is not None else x, out, num_out, num_in, config.tile_n, config.stride, config.near,
         bias is not None,
         num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip

@@ -1,13 +1,13 @@
 """Products of dozens of rows with plain or fp8 matrices, on Hopper: few enough rows that the time is what reading the
 matrix takes, too many for split-K, whose programs would read the inputs more often than the matrix.
 
-A program owns a strip of the matrix, which is the left factor, and a range of its columns:
+A program owns a tile of the matrix, which is the left factor, and a range of its columns:
 
-    strip [LINES, columns] · inputs [columns, ROWS] → sums [LINES, ROWS]
+    tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
 Both factors come into a ring of tiles in shared memory by the unit that copies tiles (TMA), and the matrix units take
 them from there. The matrix depends on no kernel before: a ring full of it is asked for before the kernel that computes
-the inputs has ended. With gates, a strip is half gates and half the ups that belong to them, so that the thread that
+the inputs has ended. With gates, a tile is half gates and half the ups that belong to them, so that the thread that
 holds a row's gate holds its up too.
 
 Written in Gluon, Triton's lower language, in which layouts, copies and waits are spelled out. Gluon can't call Triton's
@@ -67,37 +67,37 @@ def new_barriers(NUM: gl.constexpr):
 
 
 @gluon.jit
-def join_splits(sums, parts, arrived, splits, STRIP: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
+def join_splits(sums, parts, arrived, splits, TILE_N: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
     """All splits' sums for the program that comes last, which `is_last` tells; its own for the others"""
-    lines = gl.expand_dims(gl.arange(0, STRIP, layout=gl.SliceLayout(1, SUMS)), 1)
-    tile = lines * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), 0)
-    place = gl.program_id(0) + gl.program_id(2) * gl.num_programs(0)
-    first = parts + place.to(gl.int64) * splits * (STRIP * ROWS) + tile
-    gl.store(first + gl.program_id(1) * (STRIP * ROWS), sums)
+    matrix_rows = gl.expand_dims(gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS)), 1)
+    tile = matrix_rows * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), 0)
+    slot = gl.program_id(0) + gl.program_id(2) * gl.num_programs(0)
+    first = parts + slot.to(gl.int64) * splits * (TILE_N * ROWS) + tile
+    gl.store(first + gl.program_id(1) * (TILE_N * ROWS), sums)
     barrier()
-    is_last = gl.atomic_add(arrived + place, 1, sem="acq_rel") == splits - 1
+    is_last = gl.atomic_add(arrived + slot, 1, sem="acq_rel") == splits - 1
     if is_last:
-        gl.store(arrived + place, 0)
-        sums = gl.zeros((STRIP, ROWS), gl.float32, layout=SUMS)
+        gl.store(arrived + slot, 0)
+        sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
         for split in range(splits):
-            sums += gl.load(first + split * (STRIP * ROWS), cache_modifier=".cg")
+            sums += gl.load(first + split * (TILE_N * ROWS), cache_modifier=".cg")
     return sums, is_last
 
 
 @gluon.jit
-def store_lines(sums, out, begin, row, num_rows, num_out, LINES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """sums [LINES, ROWS] to out [rows, lines]: neighbouring lines by one thread"""
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LINES // 8, 256 // LINES], [1, WARPS], [0, 1])
-    lines = gl.expand_dims(begin + gl.arange(0, LINES, layout=gl.SliceLayout(1, OUT)), 1)
+def store_tile(sums, out, begin, row, num_rows, num_out, TILE_N: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """sums [TILE_N, ROWS] to out [rows, matrix rows]: neighbouring matrix rows by one thread"""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [TILE_N // 8, 256 // TILE_N], [1, WARPS], [0, 1])
+    matrix_rows = gl.expand_dims(begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, OUT)), 1)
     rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
     result = gl.convert_layout(sums.to(out.dtype.element_ty), OUT)
-    gl.store(out + rows.to(gl.int64) * num_out + lines, result, mask=(rows < num_rows) & (lines < num_out))
+    gl.store(out + rows.to(gl.int64) * num_out + matrix_rows, result, mask=(rows < num_rows) & (matrix_rows < num_out))
 
 
 TILES = {
     size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)
 }  # by bytes of a number
-CHUNK = gl.constexpr(128)  # bytes of each line and row that are multiplied at a time
+CHUNK = gl.constexpr(128)  # bytes of each matrix row and input that are multiplied at a time
 
 
 @gluon.jit
@@ -112,100 +112,103 @@ def _activate(gate, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _ask_for_lines(
-    matrix, strips, copied, number, line, inter, column, total,
-    COLUMNS: gl.constexpr, ROWS: gl.constexpr, LINES: gl.constexpr, RING: gl.constexpr, IS_GATED: gl.constexpr,
+def _ask_for_matrix(
+    matrix, matrix_tiles, copied, number, matrix_row, inter, column, total,
+    COLUMNS: gl.constexpr, ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, IS_GATED: gl.constexpr,
 ):  # fmt: skip
-    """Chunk `number` of the strip, if there is one, into the tile that is its"""
-    place, is_there = number % RING, number < total
-    tile, done, at = strips.index(place), copied.index(place), column + number * COLUMNS
-    mbarrier.expect(done, (LINES + ROWS) * CHUNK, pred=is_there)
+    """Chunk `number` of the tile, if there is one, into the tile that is its"""
+    slot, is_there = number % RING, number < total
+    tile, done, at = matrix_tiles.index(slot), copied.index(slot), column + number * COLUMNS
+    mbarrier.expect(done, (TILE_N + ROWS) * CHUNK, pred=is_there)
     if IS_GATED:
-        HALF: gl.constexpr = LINES // 2
-        copy_to_shared(matrix, [line, at], done, tile.slice(0, HALF), pred=is_there)
-        copy_to_shared(matrix, [inter + line, at], done, tile.slice(HALF, HALF), pred=is_there)
+        HALF: gl.constexpr = TILE_N // 2
+        copy_to_shared(matrix, [matrix_row, at], done, tile.slice(0, HALF), pred=is_there)
+        copy_to_shared(matrix, [inter + matrix_row, at], done, tile.slice(HALF, HALF), pred=is_there)
     else:
-        copy_to_shared(matrix, [line, at], done, tile, pred=is_there)
+        copy_to_shared(matrix, [matrix_row, at], done, tile, pred=is_there)
 
 
 @gluon.jit
 def _ask_for_inputs(x, inputs, copied, number, row, column, total, COLUMNS: gl.constexpr, RING: gl.constexpr):
-    place = number % RING
-    copy_to_shared(x, [row, column + number * COLUMNS], copied.index(place), inputs.index(place), pred=number < total)
+    slot = number % RING
+    copy_to_shared(x, [row, column + number * COLUMNS], copied.index(slot), inputs.index(slot), pred=number < total)
 
 
 @gluon.jit
-def _of_lines(values, line, num_out, LINES: gl.constexpr, IS_GATED: gl.constexpr, SUMS: gl.constexpr):
-    """A value for each line of the strip, float32 [LINES]"""
-    numbers = gl.arange(0, LINES, layout=gl.SliceLayout(1, SUMS))
-    HALF: gl.constexpr = LINES // 2
+def _of_matrix_rows(values, matrix_row, num_out, TILE_N: gl.constexpr, IS_GATED: gl.constexpr, SUMS: gl.constexpr):
+    """A value for each matrix row of the tile, float32 [TILE_N]"""
+    numbers = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
+    HALF: gl.constexpr = TILE_N // 2
     if IS_GATED:
-        own = line + numbers % HALF
+        own = matrix_row + numbers % HALF
         return gl.load(values + own + numbers // HALF * num_out, mask=own < num_out, other=0.0).to(gl.float32)
-    return gl.load(values + line + numbers, mask=line + numbers < num_out, other=0.0).to(gl.float32)
+    return gl.load(values + matrix_row + numbers, mask=matrix_row + numbers < num_out, other=0.0).to(gl.float32)
 
 
 @kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
 def _hopper_gemm(
     x, matrix, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
-    ROWS: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    ROWS: gl.constexpr, TILE_N: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
     KIND: gl.constexpr, HAS_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """num_out: of the result, so half the matrix's lines where there are gates (KIND). What is beyond the last line,
-    row or column is zeros, as the copying unit has it."""
+    """num_out: of the result, so half the matrix's rows where there are gates (KIND). What is beyond the last matrix
+    row, input or column is zeros, as the copying unit has it."""
     launch_dependents(OVERLAPS)
     IS_GATED: gl.constexpr = KIND != ""
-    OWN: gl.constexpr = LINES // 2 if IS_GATED else LINES  # lines of the result
+    OWN: gl.constexpr = TILE_N // 2 if IS_GATED else TILE_N  # matrix rows of the result
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, COLUMNS // 4])
-    row, line = gl.program_id(2) * ROWS, gl.program_id(0) * OWN
-    share = gl.cdiv(num_in, splits * COLUMNS)
-    first = gl.program_id(1) * share
-    total, column = gl.minimum(gl.cdiv(num_in, COLUMNS) - first, share), first * COLUMNS
+    row, matrix_row = gl.program_id(2) * ROWS, gl.program_id(0) * OWN
+    split_size = gl.cdiv(num_in, splits * COLUMNS)
+    first = gl.program_id(1) * split_size
+    total, column = gl.minimum(gl.cdiv(num_in, COLUMNS) - first, split_size), first * COLUMNS
 
-    strips = gl.allocate_shared_memory(matrix.dtype, [RING, LINES, COLUMNS], matrix.layout)
+    matrix_tiles = gl.allocate_shared_memory(matrix.dtype, [RING, TILE_N, COLUMNS], matrix.layout)
     inputs = gl.allocate_shared_memory(x.dtype, [RING, ROWS, COLUMNS], x.layout)
     copied = new_barriers(RING)
 
     for i in gl.static_range(RING - 1):
-        _ask_for_lines(matrix, strips, copied, i, line, num_out, column, total, COLUMNS, ROWS, LINES, RING, IS_GATED)
+        _ask_for_matrix(
+            matrix, matrix_tiles, copied, i, matrix_row, num_out, column, total, COLUMNS, ROWS, TILE_N, RING, IS_GATED
+        )
     wait_for_previous(OVERLAPS)
     for i in gl.static_range(RING - 1):
         _ask_for_inputs(x, inputs, copied, i, row, column, total, COLUMNS, RING)
-    sums = gl.zeros((LINES, ROWS), gl.float32, layout=SUMS)
+    sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
     for number in range(total):
-        place = number % RING
-        mbarrier.wait(copied.index(place), (number // RING) & 1)
-        sums = warpgroup_mma(strips.index(place), inputs.index(place).permute((1, 0)), sums, is_async=True)
+        slot = number % RING
+        mbarrier.wait(copied.index(slot), (number // RING) & 1)
+        sums = warpgroup_mma(matrix_tiles.index(slot), inputs.index(slot).permute((1, 0)), sums, is_async=True)
         sums = warpgroup_mma_wait(1, deps=[sums])
         barrier()  # all have multiplied the chunk before, whose tiles are free now
         following = number + RING - 1
-        _ask_for_lines(
-            matrix, strips, copied, following, line, num_out, column, total, COLUMNS, ROWS, LINES, RING, IS_GATED
-        )
+        _ask_for_matrix(
+            matrix, matrix_tiles, copied, following, matrix_row, num_out, column, total,
+            COLUMNS, ROWS, TILE_N, RING, IS_GATED,
+        )  # fmt: skip
         _ask_for_inputs(x, inputs, copied, following, row, column, total, COLUMNS, RING)
     sums = warpgroup_mma_wait(0, deps=[sums])
 
     is_last = splits == 1
     if splits > 1:
-        sums, is_last = join_splits(sums, parts, arrived, splits, LINES, ROWS, SUMS)
+        sums, is_last = join_splits(sums, parts, arrived, splits, TILE_N, ROWS, SUMS)
     if is_last:
         if HAS_SCALES:
             rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
             sums *= gl.expand_dims(gl.load(row_scales + rows, mask=rows < num_rows, other=0.0), 0)
-            sums *= gl.expand_dims(_of_lines(scales, line, num_out, LINES, IS_GATED, SUMS), 1)
+            sums *= gl.expand_dims(_of_matrix_rows(scales, matrix_row, num_out, TILE_N, IS_GATED, SUMS), 1)
         if HAS_BIAS:
-            sums += gl.expand_dims(_of_lines(bias, line, num_out, LINES, IS_GATED, SUMS), 1)
+            sums += gl.expand_dims(_of_matrix_rows(bias, matrix_row, num_out, TILE_N, IS_GATED, SUMS), 1)
         if IS_GATED:
             gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
-            store_lines(_activate(gate, KIND) * up, out, line, row, num_rows, num_out, OWN, ROWS, WARPS)
+            store_tile(_activate(gate, KIND) * up, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
         else:
-            store_lines(sums, out, line, row, num_rows, num_out, OWN, ROWS, WARPS)
+            store_tile(sums, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
 
 
 @dataclass(frozen=True)
 class HopperConfig:
     rows: int
-    lines: int
+    tile_n: int
     splits: int
     ring: int  # tiles of each factor
     warps: int = 4
@@ -218,8 +221,8 @@ def pick_hopper_config(product: Product) -> HopperConfig:
     rows = 64 if product.m <= 64 else 128
     if product.epilogue == "gated" or product.n >= 128 * 2 * tuning.multiprocessors:
         return HopperConfig(rows, 128, 1, 4 if rows == 64 else 3)
-    strips, chunks = cdiv(product.n, 64), cdiv(product.k * product.form.element_size, 128)
-    splits = max(1, min(tuning.multiprocessors // strips, chunks // tuning.gemm_hopper_min_chunks))
+    matrix_tiles, chunks = cdiv(product.n, 64), cdiv(product.k * product.form.element_size, 128)
+    splits = max(1, min(tuning.multiprocessors // matrix_tiles, chunks // tuning.gemm_hopper_min_chunks))
     return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8)
 
 
@@ -235,18 +238,18 @@ def hopper_gemm(
 ) -> torch.Tensor:
     """x [rows, num_in], values [num_out, num_in] → [rows, num_out]. With an activation, values are gates above ups, and
     the result is act(gate) * up [rows, num_out / 2]. fp8: both have scales, and the result is of `dtype`."""
-    (num_rows, num_in), lines = x.shape, len(values)
-    own, num_out = (config.lines // 2, lines // 2) if activation else (config.lines, lines)
-    strips, blocks = cdiv(num_out, own), cdiv(num_rows, config.rows)
+    (num_rows, num_in), matrix_rows = x.shape, len(values)
+    own, num_out = (config.tile_n // 2, matrix_rows // 2) if activation else (config.tile_n, matrix_rows)
+    matrix_tiles, blocks = cdiv(num_out, own), cdiv(num_rows, config.rows)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
-    parts, arrived = room_for_splits(strips * blocks, config.splits, config.lines * config.rows, out)
+    parts, arrived = room_for_splits(matrix_tiles * blocks, config.splits, config.tile_n * config.rows, out)
     columns = 128 // x.element_size()
-    _hopper_gemm[(strips, config.splits, blocks)](
+    _hopper_gemm[(matrix_tiles, config.splits, blocks)](
         TensorDescriptor.from_tensor(x, [config.rows, columns], TILES[x.element_size()]),
         TensorDescriptor.from_tensor(values, [own, columns], TILES[x.element_size()]),
         row_scales if row_scales is not None else out, scales if scales is not None else out,
         bias if bias is not None else out, out, parts, arrived, num_rows, num_out, num_in, config.splits,
-        config.rows, config.lines, columns, config.ring, config.warps, activation or "", scales is not None,
+        config.rows, config.tile_n, columns, config.ring, config.warps, activation or "", scales is not None,
         bias is not None,
         num_warps=config.warps, **launch_options(),
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Products of a few rows with a big matrix on the matrix units: the time is what reading the matrix once takes.
 
-A program owns a strip of matrix rows and a range of their columns. The strip is the left factor and the inputs, of
+A program owns a tile of matrix rows and a range of their columns. The tile is the left factor and the inputs, of
 which there are few, the right one, so that nothing is padded but the inputs:
 
-    strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
+    tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
-Where a matrix has too few strips to keep the device busy its columns are split too. The program that ends last adds up
+Where a matrix has too few tiles to keep the device busy its columns are split too. The program that ends last adds up
 the sums of all splits, in their order. Matrices of 4 or 8 bits are expanded in registers, on their way to the product.
 
 The first columns are prefetched before the kernel that computes the inputs has ended (see `launch/pdl.py`).
@@ -37,7 +37,7 @@ from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 class SplitKConfig:
     """How a product is cut into programs."""
 
-    strip: int
+    tile_n: int
     stride: int  # columns taken at a time
     splits: int
     stages: int
@@ -46,121 +46,121 @@ class SplitKConfig:
 
 
 @triton.jit
-def split_of_tile(num_columns, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr):
-    """A program's strip, the lines in it, and its share [low, high) of their columns, whole strides"""
-    strip = tl.program_id(0)
-    share = tl.cdiv(num_columns, SPLITS * STRIDE) * STRIDE
-    low = tl.program_id(1) * share
-    return strip, strip * STRIP + tl.arange(0, STRIP), low, tl.minimum(low + share, num_columns)
+def split_of_tile(num_columns, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr):
+    """A program's tile, the matrix rows in it, and its part [low, high) of their columns, whole strides"""
+    matrix_tile = tl.program_id(0)
+    split_size = tl.cdiv(num_columns, SPLITS * STRIDE) * STRIDE
+    low = tl.program_id(1) * split_size
+    return matrix_tile, matrix_tile * TILE_N + tl.arange(0, TILE_N), low, tl.minimum(low + split_size, num_columns)
 
 
 @triton.jit
-def join_splits(sums, parts, arrived, strip, STRIP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+def join_splits(sums, parts, arrived, matrix_tile, TILE_N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     """All splits' sums for the program that comes last, which `is_last` tells; its own for the others."""
-    tile = tl.arange(0, STRIP)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    first = parts + strip.to(tl.int64) * SPLITS * STRIP * ROWS + tile
-    tl.store(first + tl.program_id(1) * STRIP * ROWS, sums)
-    is_last = is_last_to_arrive(arrived + strip, SPLITS)
+    tile = tl.arange(0, TILE_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    first = parts + matrix_tile.to(tl.int64) * SPLITS * TILE_N * ROWS + tile
+    tl.store(first + tl.program_id(1) * TILE_N * ROWS, sums)
+    is_last = is_last_to_arrive(arrived + matrix_tile, SPLITS)
     if is_last:
-        sums = tl.zeros((STRIP, ROWS), tl.float32)
+        sums = tl.zeros((TILE_N, ROWS), tl.float32)
         for split in tl.static_range(SPLITS):
-            sums += tl.load(first + split * STRIP * ROWS, cache_modifier=".cg")
+            sums += tl.load(first + split * TILE_N * ROWS, cache_modifier=".cg")
     return sums, is_last
 
 
 @triton.jit
-def store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS: tl.constexpr):
-    is_line = lines < num_out
+def store_tile(sums, bias, out, matrix_rows, rows, num_rows, num_out, HAS_BIAS: tl.constexpr):
+    is_matrix_row = matrix_rows < num_out
     if HAS_BIAS:
-        sums += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
-    target = out + rows[None, :] * num_out + lines[:, None]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & is_line[:, None])
+        sums += tl.load(bias + matrix_rows, mask=is_matrix_row, other=0.0).to(tl.float32)[:, None]
+    target = out + rows[None, :] * num_out + matrix_rows[:, None]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & is_matrix_row[:, None])
 
 
 @triton.jit
 def prefetch_tile(
-    weight, low, num_out, row_size, BYTES_EACH: tl.constexpr, FETCHED: tl.constexpr, STRIP: tl.constexpr,
+    weight, low, num_out, row_size, BYTES_EACH: tl.constexpr, FETCHED: tl.constexpr, TILE_N: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """FETCHED bytes of each of the strip's rows from element `low` on, one piece a thread"""
-    pieces: tl.constexpr = THREADS // STRIP
+    """FETCHED bytes of each of the tile's rows from element `low` on, one chunk a thread"""
+    chunks: tl.constexpr = THREADS // TILE_N
     thread = tl.arange(0, THREADS)
-    lines = (tl.program_id(0) * STRIP + thread // pieces) % num_out
-    begins = weight.to(tl.int64) + (lines.to(tl.int64) * row_size + low) * BYTES_EACH
-    fetch_early(begins + thread % pieces * (FETCHED // pieces), FETCHED // pieces)
+    matrix_rows = (tl.program_id(0) * TILE_N + thread // chunks) % num_out
+    begins = weight.to(tl.int64) + (matrix_rows.to(tl.int64) * row_size + low) * BYTES_EACH
+    fetch_early(begins + thread % chunks * (FETCHED // chunks), FETCHED // chunks)
 
 
 @kernel_unspecialized("num_rows")
 def _splitk_kernel(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    ROWS: tl.constexpr, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Plain matrices, STRIDE columns at a time"""
     launch_dependents(OVERLAPS)
-    strip, lines, low, high = split_of_tile(num_in, STRIP, STRIDE, SPLITS)
+    matrix_tile, matrix_rows, low, high = split_of_tile(num_in, TILE_N, STRIDE, SPLITS)
     columns, rows = tl.arange(0, STRIDE), tl.arange(0, ROWS)
-    # Lines and rows beyond the last are read as others, so that no load is masked by them.
-    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
+    # Matrix rows and inputs beyond the last are read as others, so that no load is masked by them.
+    matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
     if FETCHED and OVERLAPS:
-        prefetch_tile(weight, low, num_out, num_in, 2, FETCHED, STRIP, THREADS)
+        prefetch_tile(weight, low, num_out, num_in, 2, FETCHED, TILE_N, THREADS)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((STRIP, ROWS), tl.float32)
+    sums = tl.zeros((TILE_N, ROWS), tl.float32)
     for start in range(low, high, STRIDE):
         sums = tl.dot(tl.load(matrix + start), tl.trans(tl.load(inputs + start)), sums)
     is_last = True
     if SPLITS > 1:
-        sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+        sums, is_last = join_splits(sums, parts, arrived, matrix_tile, TILE_N, ROWS, SPLITS)
     if is_last:
-        store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
+        store_tile(sums, bias, out, matrix_rows, rows, num_rows, num_out, HAS_BIAS)
 
 
 @triton.jit
-def scales_from(places, stride, GROUPS: tl.constexpr):
+def scales_from(scale_pointers, stride, GROUPS: tl.constexpr):
     """Load the scales of GROUPS consecutive groups, one tensor for each."""
-    found = (tl.load(places),)
+    found = (tl.load(scale_pointers),)
     for i in tl.static_range(1, GROUPS):
-        found = found + (tl.load(places + i * stride),)  # type: ignore[assignment]
+        found = found + (tl.load(scale_pointers + i * stride),)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
 def packed_tile_sums(
-    matrix, inputs, places, stride, low, high, ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr,
+    matrix, inputs, scale_pointers, stride, low, high, ROWS: tl.constexpr, TILE_N: tl.constexpr, WORDS: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Words [low, high) of each matrix row times the inputs: [STRIP, ROWS], WORDS at a time (`quant/packed_int.py`).
-    `matrix` [STRIP, WORDS] and `inputs` [ROWS, WORDS] point at the first of each line and row, `places` [STRIP] at the
-    scales of the lines' first groups, which lie `stride` apart from those of the next.
+    """Words [low, high) of each matrix row times the inputs: [TILE_N, ROWS], WORDS at a time (`quant/packed_int.py`).
+    `matrix` [TILE_N, WORDS] and `inputs` [ROWS, WORDS] point at the first of each matrix row and input,
+    `scale_pointers` [TILE_N] at the scales of the first groups, which lie `stride` apart from those of the next.
 
     GROUP columns share a scale; scales are on their way one turn ahead, which compilers do for the factors of products
     only. A group's minimum is multiplied by the sum of its inputs, which is a product with ones: matrix units have time
     for that, and other units do not. Of groups shorter than WORDS each is multiplied by its inputs among zeros."""
     values_each: tl.constexpr = 32 // BITS
     columns = tl.arange(0, WORDS)
-    sums = tl.zeros((STRIP, ROWS), tl.float32)
+    sums = tl.zeros((TILE_N, ROWS), tl.float32)
     groups: tl.constexpr = WORDS * values_each // GROUP
-    has_minima: tl.constexpr = places.dtype.element_ty == tl.int32
+    has_minima: tl.constexpr = scale_pointers.dtype.element_ty == tl.int32
     # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
     scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
-    ones = tl.full((STRIP, WORDS), 1.0, inputs.dtype.element_ty)
-    # A share may be empty; what its scales are does not matter then, but that they are there to be read.
-    scales_here = scales_from(places + tl.minimum(low, high - WORDS) // WORDS * groups * stride, stride, groups)
+    ones = tl.full((TILE_N, WORDS), 1.0, inputs.dtype.element_ty)
+    # A split may be empty; what its scales are does not matter then, but that they are there to be read.
+    scales_here = scales_from(scale_pointers + tl.minimum(low, high - WORDS) // WORDS * groups * stride, stride, groups)
     for start in range(low, high, WORDS):
         turn = tl.minimum(start + WORDS, high - WORDS) // WORDS
-        scales_next = scales_from(places + turn * groups * stride, stride, groups)
+        scales_next = scales_from(scale_pointers + turn * groups * stride, stride, groups)
         values = expand_values(tl.load(matrix + start), BITS, inputs.dtype.element_ty, HAS_PTX)
         first = start * values_each
-        part = tl.zeros((STRIP, ROWS), tl.float32)
-        whole = tl.zeros((STRIP, ROWS), tl.float32)
+        part = tl.zeros((TILE_N, ROWS), tl.float32)
+        whole = tl.zeros((TILE_N, ROWS), tl.float32)
         for i in tl.static_range(values_each):
             chunk = inputs + first + i * WORDS
             if GROUP < WORDS:
                 for number in tl.static_range(WORDS // GROUP):
                     right = tl.trans(tl.load(chunk, mask=(columns // GROUP == number)[None, :], other=0.0))
                     scale = scale_of(scales_here[i * (WORDS // GROUP) + number])[:, None]
-                    sums += tl.dot(values[i], right, tl.zeros((STRIP, ROWS), tl.float32)) * scale
+                    sums += tl.dot(values[i], right, tl.zeros((TILE_N, ROWS), tl.float32)) * scale
             else:
                 found = scales_here[i * WORDS // GROUP]
                 scale = scale_of(found)[:, None]
@@ -176,10 +176,10 @@ def packed_tile_sums(
                         whole = tl.dot(ones, right, whole)
                     if (i + 1) * WORDS % GROUP == 0:  # the end of a group
                         sums += part * scale
-                        part = tl.zeros((STRIP, ROWS), tl.float32)
+                        part = tl.zeros((TILE_N, ROWS), tl.float32)
                         if has_minima:
                             sums += whole * minimum_of(found)[:, None]
-                            whole = tl.zeros((STRIP, ROWS), tl.float32)
+                            whole = tl.zeros((TILE_N, ROWS), tl.float32)
         scales_here = scales_next
     return sums
 
@@ -187,7 +187,7 @@ def packed_tile_sums(
 @kernel_unspecialized("num_rows")
 def _packed_splitk_kernel(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    ROWS: tl.constexpr, TILE_N: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -195,21 +195,21 @@ def _packed_splitk_kernel(
     launch_dependents(OVERLAPS)
     values_each: tl.constexpr = 32 // BITS
     row_words = num_in // values_each
-    strip, lines, low, high = split_of_tile(row_words, STRIP, WORDS, SPLITS)
+    matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, WORDS, SPLITS)
     columns, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
-    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * row_words + columns[None, :]
+    matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * row_words + columns[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
     if FETCHED and OVERLAPS:
-        prefetch_tile(weight, low, num_out, row_words, 4, FETCHED, STRIP, THREADS)
+        prefetch_tile(weight, low, num_out, row_words, 4, FETCHED, TILE_N, THREADS)
     wait_for_previous(OVERLAPS)
     sums = packed_tile_sums(
-        matrix, inputs, scales + lines % num_out, num_out, low, high, ROWS, STRIP, WORDS, GROUP, BITS, HAS_PTX
+        matrix, inputs, scales + matrix_rows % num_out, num_out, low, high, ROWS, TILE_N, WORDS, GROUP, BITS, HAS_PTX
     )
     is_last = True
     if SPLITS > 1:
-        sums, is_last = join_splits(sums, parts, arrived, strip, STRIP, ROWS, SPLITS)
+        sums, is_last = join_splits(sums, parts, arrived, matrix_tile, TILE_N, ROWS, SPLITS)
     if is_last:
-        store_tile(sums, bias, out, lines, rows, num_rows, num_out, HAS_BIAS)
+        store_tile(sums, bias, out, matrix_rows, rows, num_rows, num_out, HAS_BIAS)
 
 
 def pick_splitk_config(product: Product) -> SplitKConfig:
@@ -218,7 +218,7 @@ def pick_splitk_config(product: Product) -> SplitKConfig:
 
 
 def pick_splitk_int_config(product: Product) -> SplitKConfig:
-    """For packed integers: few rows in strips of 64 matrix rows, more rows in strips of 128."""
+    """For packed integers: few rows in tiles of 64 matrix rows, more rows in tiles of 128."""
     m, n, form, tuning = product.m, product.n, product.form, product.capabilities.tuning
     words = form.interleave
     most = product.k * form.bits // 32 // words
@@ -267,15 +267,15 @@ def _launch(
     x = x.contiguous()
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     padded = max(min_rows, next_power_of_2(num_rows))
-    strips = cdiv(num_out, config.strip)
+    matrix_tiles = cdiv(num_out, config.tile_n)
     out = x.new_empty(num_rows, num_out)
-    parts, arrived = room_for_splits(strips, config.splits, config.strip * padded, out)
-    share, rest = divmod(weight.shape[1], config.splits * config.stride)
-    has_whole_shares = not rest and share * config.stride * weight.element_size() >= config.fetched
-    fetched = config.fetched if has_whole_shares else 0
-    kernel[(strips, config.splits)](
+    parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
+    split_size, rest = divmod(weight.shape[1], config.splits * config.stride)
+    has_even_splits = not rest and split_size * config.stride * weight.element_size() >= config.fetched
+    fetched = config.fetched if has_even_splits else 0
+    kernel[(matrix_tiles, config.splits)](
         x, weight, scales if scales is not None else x, bias if bias is not None else x, out, parts, arrived,
-        num_rows, num_out, num_in, padded, config.strip, config.stride, config.splits, 32 * config.warps, fetched,
+        num_rows, num_out, num_in, padded, config.tile_n, config.stride, config.splits, 32 * config.warps, fetched,
         bias is not None, *format_args, num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out

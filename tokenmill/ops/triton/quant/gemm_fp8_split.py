@@ -4,9 +4,9 @@ matrix units.
 What the first plane rounds off is the second one's, 16 times as large: together they have the precision of bfloat16.
 Planes are further columns of the right factor, which the matrix units would pad anyway:
 
-    x / scale = a + b / 16        strip [STRIP, columns] · [a | b] of each row → sums [STRIP, 2 * ROWS]
+    x / scale = a + b / 16        tile [TILE_N, columns] · [a | b] of each row → sums [TILE_N, 2 * ROWS]
 
-Many rows are rounded to one plane. As in split-K, a matrix with few strips is split by columns too.
+Many rows are rounded to one plane. As in split-K, a matrix with few tiles is split by columns too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def store_fp8_rows(values, planes, scales, row, size, PLANES: tl.constexpr, BLOC
     """A row of float32 [BLOCK]"""
     scale = tl.maximum(tl.max(tl.abs(values), axis=0) / FP8_MAX, 1e-12)
     tl.store(scales + row, scale)
-    places = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     rest = values * (1.0 / scale)
     for plane in tl.static_range(PLANES):
         rounded = rest
@@ -47,8 +47,8 @@ def store_fp8_rows(values, planes, scales, row, size, PLANES: tl.constexpr, BLOC
             # To four bits by hand: ptxas 12.8 takes the wrong register when a number is turned to fp8 and back.
             rounded = ((rest.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
             rest = (rest - rounded) * 16
-        target = planes + (row * PLANES + plane) * size + places
-        tl.store(target, rounded.to(planes.dtype.element_ty), mask=places < size)
+        target = planes + (row * PLANES + plane) * size + columns
+        tl.store(target, rounded.to(planes.dtype.element_ty), mask=columns < size)
 
 
 @kernel
@@ -85,21 +85,21 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
 @kernel_unspecialized("num_rows")
 def _gemm_fp8_split(
     x, weight, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    ROWS: tl.constexpr, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """STRIDE columns at a time; IS_EVEN: which a row is a number of"""
     launch_dependents(OVERLAPS)
-    strip, lines, low, high = split_of_tile(num_in, STRIP, STRIDE, SPLITS)
+    matrix_tile, matrix_rows, low, high = split_of_tile(num_in, TILE_N, STRIDE, SPLITS)
     columns, planes = tl.arange(0, STRIDE), tl.arange(0, 2 * ROWS)
-    # Lines beyond the last are read as others, so that no load of the matrix is masked by them.
-    matrix = weight + (lines % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
+    # Matrix rows beyond the last are read as others, so that no load of the matrix is masked by them.
+    matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + planes[:, None] * num_in + columns[None, :]
     is_plane = (planes < 2 * num_rows)[:, None]
     if FETCHED and OVERLAPS:
-        prefetch_tile(weight, low, num_out, num_in, 1, FETCHED, STRIP, THREADS)
+        prefetch_tile(weight, low, num_out, num_in, 1, FETCHED, TILE_N, THREADS)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((STRIP, 2 * ROWS), tl.float32)
+    sums = tl.zeros((TILE_N, 2 * ROWS), tl.float32)
     for start in range(low, high, STRIDE):
         if IS_EVEN:
             left = tl.load(matrix + start)
@@ -109,20 +109,20 @@ def _gemm_fp8_split(
             left = tl.load(matrix + start, mask=inside, other=0.0)
             right = tl.load(inputs + start, mask=is_plane & inside, other=0.0)
         sums = tl.dot(left, tl.trans(right), sums)
-    first, second = tl.split(tl.reshape(sums, (STRIP, ROWS, 2)))
+    first, second = tl.split(tl.reshape(sums, (TILE_N, ROWS, 2)))
     total = first + second * 0.0625
     is_last = True
     if SPLITS > 1:
-        total, is_last = join_splits(total, parts, arrived, strip, STRIP, ROWS, SPLITS)
+        total, is_last = join_splits(total, parts, arrived, matrix_tile, TILE_N, ROWS, SPLITS)
     if is_last:
         rows = tl.arange(0, ROWS)
-        is_line, is_row = lines < num_out, rows < num_rows
+        is_matrix_row, is_row = matrix_rows < num_out, rows < num_rows
         total *= tl.load(row_scales + rows, mask=is_row, other=0.0)[None, :]
-        total *= tl.load(scales + lines, mask=is_line, other=0.0)[:, None]
+        total *= tl.load(scales + matrix_rows, mask=is_matrix_row, other=0.0)[:, None]
         if HAS_BIAS:
-            total += tl.load(bias + lines, mask=is_line, other=0.0).to(tl.float32)[:, None]
-        target = out + rows[None, :] * num_out + lines[:, None]
-        tl.store(target, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_line[:, None])
+            total += tl.load(bias + matrix_rows, mask=is_matrix_row, other=0.0).to(tl.float32)[:, None]
+        target = out + rows[None, :] * num_out + matrix_rows[:, None]
+        tl.store(target, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_matrix_row[:, None])
 
 
 def pick_fp8_split_config(product: Product) -> SplitKConfig:
@@ -141,14 +141,14 @@ def gemm_fp8_split(
     num_rows, _, num_in = rows.planes.shape
     num_out, device = len(matrix.values), matrix.values.device
     padded = max(8, next_power_of_2(num_rows))
-    strips = cdiv(num_out, config.strip)
+    matrix_tiles = cdiv(num_out, config.tile_n)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
-    parts, arrived = room_for_splits(strips, config.splits, config.strip * padded, out)
-    has_whole_shares = num_in % (config.splits * config.stride) == 0 and num_in // config.splits >= config.fetched
-    _gemm_fp8_split[(strips, config.splits)](
+    parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
+    has_even_splits = num_in % (config.splits * config.stride) == 0 and num_in // config.splits >= config.fetched
+    _gemm_fp8_split[(matrix_tiles, config.splits)](
         rows.planes, matrix.values, rows.scales, matrix.scales, bias if bias is not None else out, out, parts, arrived,
-        num_rows, num_out, num_in, padded, config.strip, config.stride, config.splits, 32 * config.warps,
-        config.fetched if has_whole_shares else 0, bias is not None, num_in % config.stride == 0,
+        num_rows, num_out, num_in, padded, config.tile_n, config.stride, config.splits, 32 * config.warps,
+        config.fetched if has_even_splits else 0, bias is not None, num_in % config.stride == 0,
         num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out

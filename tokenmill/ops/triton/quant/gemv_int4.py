@@ -66,8 +66,8 @@ def store_fp16_pairs(values, pairs, scales, first, size, BLOCK: tl.constexpr):
     bits = (spans * (1.0 / factors)[:, None]).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     low, high = tl.split(tl.permute(tl.reshape(bits, (BLOCK // 256, 2, 128)), (0, 2, 1)))
     packed = tl.reshape((high << 16) | (low & 0xFFFF), (BLOCK // 2,))
-    places = tl.arange(0, BLOCK // 2)
-    tl.store(pairs + first // 2 + places, packed, mask=first + 2 * places < size)
+    word_ids = tl.arange(0, BLOCK // 2)
+    tl.store(pairs + first // 2 + word_ids, packed, mask=first + 2 * word_ids < size)
 
 
 def empty_fp16_pairs(size: int, device: torch.device) -> Fp16PairRow:
@@ -77,7 +77,7 @@ def empty_fp16_pairs(size: int, device: torch.device) -> Fp16PairRow:
 
 @triton.jit
 def _dot_fp16_pairs(words, a, b, c, d, HAS_PTX: tl.constexpr):
-    """words [STRIP, SPAN], pairs [SPAN] → sums of the first group of columns and of the second, [STRIP, SPAN] each"""
+    """words [TILE_N, SPAN], pairs [SPAN] → sums of the first group of columns and of the second, [TILE_N, SPAN] each"""
     if HAS_PTX:
         first, second = tl.inline_asm_elementwise(
             DOT_FP16_PAIRS, "=f,=f,r,r,r,r,r", [words, a[None, :], b[None, :], c[None, :], d[None, :]],
@@ -92,66 +92,66 @@ def _dot_fp16_pairs(words, a, b, c, d, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
-def _pair(x, places, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.constexpr):
+def _pair(x, word_ids, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.constexpr):
     """Pair NUMBER of each word, made of the row itself"""
-    low, high = tl.load(x + NUMBER * SPAN + places), tl.load(x + (NUMBER + 4) * SPAN + places)
+    low, high = tl.load(x + NUMBER * SPAN + word_ids), tl.load(x + (NUMBER + 4) * SPAN + word_ids)
     return as_pair(low, high, HAS_PTX)
 
 
 @kernel
 def _one_row(
     x, row_scales, weight, scales, bias, out, parts, arrived, num_out, num_in,
-    STRIP: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, IS_HALVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_N: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, IS_HALVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
     IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale.
     GROUP columns share a scale; where they are 128 without minima, scales lie as the matrix does: [rows, groups]."""
     launch_dependents(OVERLAPS)
-    places = tl.arange(0, SPAN)
+    word_ids = tl.arange(0, SPAN)
     weighs: tl.constexpr = GROUP < 128 or scales.dtype.element_ty == tl.int32
     groups: tl.constexpr = 8 * SPAN // GROUP
     row_words = num_in // 8
-    if weighs:  # then a thread should have many words of few lines
+    if weighs:  # then a thread should have many words of few matrix rows
         row_words = tl.multiple_of(row_words, SPAN)
-    strip, stands, low, high = split_of_tile(row_words, STRIP, SPAN, SPLITS)
-    lines = weight + (stands % num_out).to(tl.int64)[:, None] * row_words + places[None, :]
-    line_scales = scales + (stands % num_out if weighs else (stands % num_out) * (num_in // 128))
-    words = tl.load(lines + low, mask=low + places[None, :] < high, other=0)
+    matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, SPAN, SPLITS)
+    matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * row_words + word_ids[None, :]
+    row_group_scales = scales + (matrix_rows % num_out if weighs else (matrix_rows % num_out) * (num_in // 128))
+    words = tl.load(matrix + low, mask=low + word_ids[None, :] < high, other=0)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((STRIP, SPAN), tl.float32)
+    sums = tl.zeros((TILE_N, SPAN), tl.float32)
     if weighs:
-        begin = tl.minimum(low, row_words - SPAN)  # a share may be empty
-        scales_here = scales_from(line_scales + begin // SPAN * groups * num_out, num_out, groups)
+        begin = tl.minimum(low, row_words - SPAN)  # a split may be empty
+        scales_here = scales_from(row_group_scales + begin // SPAN * groups * num_out, num_out, groups)
     for start in range(low, high, SPAN):
-        following = tl.load(lines + start + SPAN, mask=start + SPAN + places[None, :] < high, other=0)
+        following = tl.load(matrix + start + SPAN, mask=start + SPAN + word_ids[None, :] < high, other=0)
         if IS_HALVED:
-            here = x + start * 4 + places
+            here = x + start * 4 + word_ids
             a, b, c, d = tl.load(here), tl.load(here + SPAN), tl.load(here + 2 * SPAN), tl.load(here + 3 * SPAN)
             row_scale = tl.load(row_scales + start // SPAN)
         else:
             here = x + start * 8
-            a, b = _pair(here, places, 0, SPAN, HAS_PTX), _pair(here, places, 1, SPAN, HAS_PTX)
-            c, d = _pair(here, places, 2, SPAN, HAS_PTX), _pair(here, places, 3, SPAN, HAS_PTX)
+            a, b = _pair(here, word_ids, 0, SPAN, HAS_PTX), _pair(here, word_ids, 1, SPAN, HAS_PTX)
+            c, d = _pair(here, word_ids, 2, SPAN, HAS_PTX), _pair(here, word_ids, 3, SPAN, HAS_PTX)
             row_scale = 1.0 / SMALLER
         if weighs:
             turn = tl.minimum(start + SPAN, high - SPAN) // SPAN
-            scales_next = scales_from(line_scales + turn * groups * num_out, num_out, groups)
+            scales_next = scales_from(row_group_scales + turn * groups * num_out, num_out, groups)
             pairs = (a[None, :], b[None, :], c[None, :], d[None, :])
             sums += times_weighed(words, pairs, scales_here, SPAN, GROUP, 4, HAS_PTX) * row_scale
             scales_here = scales_next
         else:
             first, second = _dot_fp16_pairs(words, a, b, c, d, HAS_PTX)
-            group = line_scales + start // SPAN * 2
+            group = row_group_scales + start // SPAN * 2
             sums += first * (tl.load(group).to(tl.float32) * row_scale)[:, None]
             sums += second * (tl.load(group + 1).to(tl.float32) * row_scale)[:, None]
         words = following
     total = tl.sum(sums, axis=1)[:, None]
     is_last = True
     if SPLITS > 1:
-        total, is_last = join_splits(total, parts, arrived, strip, STRIP, 1, SPLITS)
+        total, is_last = join_splits(total, parts, arrived, matrix_tile, TILE_N, 1, SPLITS)
     if is_last:
-        target = stands[:, None]
+        target = matrix_rows[:, None]
         if HAS_BIAS:
             total += tl.load(bias + target, mask=target < num_out, other=0.0).to(tl.float32)
         tl.store(out + target, total.to(out.dtype.element_ty), mask=target < num_out)
@@ -161,7 +161,7 @@ def _one_row(
 class GemvInt4Config:
     """How a product is cut into programs."""
 
-    strip: int
+    tile_n: int
     splits: int
     warps: int = 4
 
@@ -181,13 +181,13 @@ def gemv_int4(
     """A row in pairs, or a plain one [1, columns] of moderate size, times a 4-bit matrix → [1, num_out]"""
     scales = matrix.scales if matrix.row_scales is None else matrix.row_scales
     num_out, num_in, device = len(matrix.words), matrix.num_columns, matrix.words.device
-    strips = cdiv(num_out, config.strip)
+    matrix_tiles = cdiv(num_out, config.tile_n)
     out = torch.empty(1, num_out, dtype=dtype, device=device)
-    parts, arrived = room_for_splits(strips, config.splits, config.strip, out)
-    _one_row[(strips, config.splits)](
+    parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n, out)
+    _one_row[(matrix_tiles, config.splits)](
         *(row if isinstance(row, Fp16PairRow) else (row.contiguous(), out)), matrix.words, scales,
         bias if bias is not None else out, out, parts, arrived, num_out, num_in,
-        config.strip, INTERLEAVE, config.splits, isinstance(row, Fp16PairRow), bias is not None, matrix.group,
+        config.tile_n, INTERLEAVE, config.splits, isinstance(row, Fp16PairRow), bias is not None, matrix.group,
         has_ptx(), num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     return out

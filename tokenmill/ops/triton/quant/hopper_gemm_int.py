@@ -1,9 +1,9 @@
 """Products of dozens to hundreds of rows with packed integers (`packed_int.py`), on Hopper: enough rows to keep the
 matrix units busy, too few to expand the matrix into memory first.
 
-As in split-K a program owns a strip of the matrix, which is the left factor, and a range of its columns:
+As in split-K a program owns a tile of the matrix, which is the left factor, and a range of its columns:
 
-    strip [STRIP, columns] · inputs [columns, ROWS] → sums [STRIP, ROWS]
+    tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
 Three things go on at once. Inputs are copied into a ring of tiles in shared memory by the copying unit (TMA);
 words and scales of the next span are on their way into registers; and while the matrix units multiply one chunk of
@@ -32,7 +32,7 @@ from tokenmill.ops.triton.gemm.hopper import (
     join_splits,
     launch_dependents,
     new_barriers,
-    store_lines,
+    store_tile,
     wait_for_previous,
 )
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
@@ -46,7 +46,7 @@ TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 
 
 @gluon.constexpr_function
-def _place(bits, number):
+def _bit_offset(bits, number):
     """Where value `number` stands in its word, shifted by how much: 4 bits at 8, 12 or 16, 8 bits at 8 always"""
     if bits == 8:
         return 8, 0
@@ -56,14 +56,14 @@ def _place(bits, number):
 @gluon.constexpr_function
 def _excess(bits, number):
     """What a value is too large by, after `_weigh` made a float32 number of it"""
-    return 2.0 ** (23 - _place(bits, number)[0]) + 2.0 ** (bits - 1)
+    return 2.0 ** (23 - _bit_offset(bits, number)[0]) + 2.0 ** (bits - 1)
 
 
 @gluon.constexpr_function
 def _weigh(bits, number, kind):
     """PTX: value `number` of two neighbouring words, times scale plus rest, as a pair of 16-bit numbers. Bits at
-    `place` behind the upper bits of 2 ** (23 - place) are a float32 number, and the rest is one without rounding."""
-    place, shift = _place(bits, number)
+    `offset` behind the upper bits of 2 ** (23 - offset) are a float32 number, and the rest is one without rounding."""
+    offset, shift = _bit_offset(bits, number)
     made = ""
     for word, value in (("$1", "t"), ("$2", "u")):
         if bits == 8:
@@ -72,7 +72,7 @@ def _weigh(bits, number, kind):
             source = word if shift == 0 else value
             if shift:
                 made += f"{'shr' if shift > 0 else 'shl'}.b32 {value}, {word}, {abs(shift)};\n"
-            made += f"lop3.b32 {value}, {source}, {15 << place}, {(150 - place) << 23}, 0xEA;\n"
+            made += f"lop3.b32 {value}, {source}, {15 << offset}, {(150 - offset) << 23}, 0xEA;\n"
     return f"""{{
 .reg .b32 t, u;
 .reg .f32 low, high;
@@ -98,13 +98,15 @@ def _scale_and_rest(found, BITS: gl.constexpr, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _weights(words, found, places, NUMBER: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr):
-    """Value NUMBER of each word, as weights: [STRIP, SPAN]"""
+def _weights(
+    words, found, word_ids, NUMBER: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr
+):
+    """Value NUMBER of each word, as weights: [TILE_N, SPAN]"""
     first: gl.constexpr = NUMBER * SPAN // GROUP
     scale, rest = _scale_and_rest(found[first], BITS, NUMBER)
     if GROUP < SPAN:  # two groups
         second_scale, second_rest = _scale_and_rest(found[first + 1], BITS, NUMBER)
-        is_first = gl.expand_dims(places < GROUP, 0)
+        is_first = gl.expand_dims(word_ids < GROUP, 0)
         scale, rest = gl.where(is_first, scale, second_scale), gl.where(is_first, rest, second_rest)
     if gl.bfloat16 == DTYPE:
         weights = gl.inline_asm_elementwise(
@@ -119,84 +121,84 @@ def _weights(words, found, places, NUMBER: gl.constexpr, GROUP: gl.constexpr, BI
 
 @gluon.jit
 def _chunk(
-    words, found, places, FIRST: gl.constexpr, STRIP: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+    words, found, word_ids, FIRST: gl.constexpr, TILE_N: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Values FIRST of all words, and behind them those that follow: [STRIP, COLUMNS]"""
-    a = _weights(words, found, places, FIRST, GROUP, BITS, DTYPE)
-    b = _weights(words, found, places, FIRST + 1, GROUP, BITS, DTYPE)
-    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (STRIP, COLUMNS))
+    """Values FIRST of all words, and behind them those that follow: [TILE_N, COLUMNS]"""
+    a = _weights(words, found, word_ids, FIRST, GROUP, BITS, DTYPE)
+    b = _weights(words, found, word_ids, FIRST + 1, GROUP, BITS, DTYPE)
+    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (TILE_N, COLUMNS))
 
 
 @gluon.jit
 def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
-    """A span's words, which begin at word `start` of each line, and their scales"""
-    places = scales + start // SPAN * GROUPS * num_out
-    found = (gl.load(places),)
+    """A span's words, which begin at word `start` of each matrix row, and their scales"""
+    pointers = scales + start // SPAN * GROUPS * num_out
+    found = (gl.load(pointers),)
     for i in gl.static_range(1, GROUPS):
-        found = found + (gl.load(places + i * num_out),)  # type: ignore[assignment]
+        found = found + (gl.load(pointers + i * num_out),)  # type: ignore[assignment]
     return gl.load(matrix + start), found
 
 
 @gluon.jit
 def _copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr):
     """Chunk `number` of the inputs, if there is one, is asked for into the tile that is its."""
-    place = number % RING
-    mbarrier.expect(copied.index(place), ROWS * COLUMNS * 2, pred=number < total)
-    copy_to_shared(x, [row, column + number * COLUMNS], copied.index(place), tiles.index(place), pred=number < total)
+    slot = number % RING
+    mbarrier.expect(copied.index(slot), ROWS * COLUMNS * 2, pred=number < total)
+    copy_to_shared(x, [row, column + number * COLUMNS], copied.index(slot), tiles.index(slot), pred=number < total)
 
 
 @gluon.jit
 def _store(
-    sums, bias, out, row, num_rows, num_out, HAS_BIAS: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr,
+    sums, bias, out, row, num_rows, num_out, HAS_BIAS: gl.constexpr, TILE_N: gl.constexpr, ROWS: gl.constexpr,
     SUMS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    begin = gl.program_id(0) * STRIP
+    begin = gl.program_id(0) * TILE_N
     if HAS_BIAS:
-        ours = begin + gl.arange(0, STRIP, layout=gl.SliceLayout(1, SUMS))
+        ours = begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
         sums += gl.expand_dims(gl.load(bias + ours, mask=ours < num_out, other=0.0).to(gl.float32), 1)
-    store_lines(sums, out, begin, row, num_rows, num_out, STRIP, ROWS, WARPS)
+    store_tile(sums, out, begin, row, num_rows, num_out, TILE_N, ROWS, WARPS)
 
 
 @kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
 def _hopper_gemm_int(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
-    ROWS: gl.constexpr, STRIP: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
+    ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
     AHEAD: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Lines beyond the last are read as others; rows beyond the last are zeros, as the copying unit has it."""
+    """Matrix rows beyond the last are read as others; rows beyond the last are zeros, as the copying unit has it."""
     launch_dependents(OVERLAPS)
     EACH: gl.constexpr = 32 // BITS
     GROUPS: gl.constexpr = SPAN * EACH // GROUP
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     row, row_words = gl.program_id(2) * ROWS, num_in // EACH
-    share = gl.cdiv(row_words, splits * SPAN) * SPAN
-    low = gl.program_id(1) * share
-    high = gl.minimum(low + share, row_words)
+    split_size = gl.cdiv(row_words, splits * SPAN) * SPAN
+    low = gl.program_id(1) * split_size
+    high = gl.minimum(low + split_size, row_words)
     total, column = gl.maximum(high - low, 0) * EACH // COLUMNS, low * EACH
 
     tiles = gl.allocate_shared_memory(x.dtype, [RING, ROWS, COLUMNS], x.layout)
     copied = new_barriers(RING)
 
-    lines = (gl.program_id(0) * STRIP + gl.arange(0, STRIP, layout=gl.SliceLayout(1, LEFT))) % num_out
-    places = gl.arange(0, SPAN, layout=gl.SliceLayout(0, LEFT))
-    matrix = weight + gl.expand_dims(lines.to(gl.int64) * row_words, 1) + gl.expand_dims(places, 0)
-    first, last = gl.minimum(low, row_words - SPAN), gl.maximum(high - SPAN, 0)  # a share may be empty
-    words, found = _span(matrix, scales + lines, first, num_out, GROUPS)
+    matrix_rows = (gl.program_id(0) * TILE_N + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, LEFT))) % num_out
+    word_ids = gl.arange(0, SPAN, layout=gl.SliceLayout(0, LEFT))
+    matrix = weight + gl.expand_dims(matrix_rows.to(gl.int64) * row_words, 1) + gl.expand_dims(word_ids, 0)
+    first, last = gl.minimum(low, row_words - SPAN), gl.maximum(high - SPAN, 0)  # a split may be empty
+    words, found = _span(matrix, scales + matrix_rows, first, num_out, GROUPS)
     if AHEAD == 2:
-        words_next, found_next = _span(matrix, scales + lines, gl.minimum(first + SPAN, last), num_out, GROUPS)
+        words_next, found_next = _span(matrix, scales + matrix_rows, gl.minimum(first + SPAN, last), num_out, GROUPS)
     wait_for_previous(OVERLAPS)
 
     for i in gl.static_range(RING - 1):
         _copy_tile(x, tiles, copied, i, row, column, total, ROWS, RING)
-    sums = gl.zeros((STRIP, ROWS), gl.float32, layout=SUMS)
+    sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
     number = 0
     for start in range(low, high, SPAN):
         following = gl.minimum(start + AHEAD * SPAN, last)
-        words_then, found_then = _span(matrix, scales + lines, following, num_out, GROUPS)
+        words_then, found_then = _span(matrix, scales + matrix_rows, following, num_out, GROUPS)
         for i in gl.static_range(0, EACH, 2):
-            chunk = _chunk(words, found, places, i, STRIP, GROUP, BITS, x.dtype)
+            chunk = _chunk(words, found, word_ids, i, TILE_N, GROUP, BITS, x.dtype)
             left = gl.convert_layout(chunk, LEFT, assert_trivial=True)  # nothing moves
             mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
             sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
@@ -213,9 +215,9 @@ def _hopper_gemm_int(
 
     is_last = splits == 1
     if splits > 1:
-        sums, is_last = join_splits(sums, parts, arrived, splits, STRIP, ROWS, SUMS)
+        sums, is_last = join_splits(sums, parts, arrived, splits, TILE_N, ROWS, SUMS)
     if is_last:
-        _store(sums, bias, out, row, num_rows, num_out, HAS_BIAS, STRIP, ROWS, SUMS, WARPS)
+        _store(sums, bias, out, row, num_rows, num_out, HAS_BIAS, TILE_N, ROWS, SUMS, WARPS)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class HopperIntConfig:
 
     rows: int
     splits: int
-    strip: int = 64
+    tile_n: int = 64
     warps: int = 4
     ahead: int = 1  # spans on their way
     ring: int = 6  # tiles of inputs
@@ -239,20 +241,20 @@ BEGINNING, JOINING = 1.5, 1.5  # of a program, in such columns
 def _cost(config: HopperIntConfig, product: Product) -> float:
     multiprocessors = product.capabilities.tuning.multiprocessors
     costs = COSTS[config.rows]
-    programs = cdiv(product.n, config.strip) * cdiv(product.m, config.rows) * config.splits
+    programs = cdiv(product.n, config.tile_n) * cdiv(product.m, config.rows) * config.splits
     full, others = divmod(programs, multiprocessors * len(costs))
     turns = cdiv(product.k, 256 * config.splits) + BEGINNING + (JOINING if config.splits > 1 else 0)
     return turns * (full * costs[-1] + (costs[cdiv(others, multiprocessors) - 1] if others else 0))
 
 
 def pick_hopper_int_config(product: Product) -> HopperIntConfig:
-    """The cheapest. A matrix with few strips is split by columns, but not for 256 rows, whose sums are too many; spans
+    """The cheapest. A matrix with few tiles is split by columns, but not for 256 rows, whose sums are too many; spans
     of 8 bits are short, and two of them have to be on their way unless many programs are."""
     rows, ahead = (64, 1) if product.m <= 64 else (128, product.form.bits // 4)
     splits = range(1, min(8, cdiv(product.k, 256)) + 1)
     configs = [HopperIntConfig(rows, number, ahead=ahead) for number in splits]
     if product.m > 128:
-        configs.append(HopperIntConfig(256, 1, strip=128, warps=8))
+        configs.append(HopperIntConfig(256, 1, tile_n=128, warps=8))
     return min(configs, key=lambda config: _cost(config, product))
 
 
@@ -266,14 +268,14 @@ def hopper_int_linear(
     """x [rows, num_in] times a matrix [num_out, num_in] of integers, interleaved by 32 words → [rows, num_out]"""
     x = x.contiguous()
     (num_rows, num_in), num_out = x.shape, len(matrix.words)
-    strips, blocks = cdiv(num_out, config.strip), cdiv(num_rows, config.rows)
+    matrix_tiles, blocks = cdiv(num_out, config.tile_n), cdiv(num_rows, config.rows)
     out = x.new_empty(num_rows, num_out)
-    parts, arrived = room_for_splits(strips * blocks, config.splits, config.strip * config.rows, out)
+    parts, arrived = room_for_splits(matrix_tiles * blocks, config.splits, config.tile_n * config.rows, out)
     inputs = TensorDescriptor.from_tensor(x, [config.rows, 64], TILES)
-    _hopper_gemm_int[(strips, config.splits, blocks)](
+    _hopper_gemm_int[(matrix_tiles, config.splits, blocks)](
         inputs, matrix.words, matrix.scales, bias if bias is not None else x, out, parts, arrived,
         num_rows, num_out, num_in, config.splits,
-        config.rows, config.strip, config.ring, config.warps, config.ahead, bias is not None, matrix.group,
+        config.rows, config.tile_n, config.ring, config.warps, config.ahead, bias is not None, matrix.group,
         matrix.bits, num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     return out

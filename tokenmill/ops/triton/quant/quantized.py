@@ -131,7 +131,7 @@ def is_of_one_form(one: PackedIntMatrix, other: PackedIntMatrix) -> bool:
 
 
 def interleaved(first: PackedIntMatrix, second: PackedIntMatrix, num_parts: int) -> PackedIntMatrix:
-    """Both in as many parts of lines, one of the first before one of the second: gates and ups of experts"""
+    """Both in as many parts of rows, one of the first before one of the second: gates and ups of experts"""
 
     def mixed(one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
         parts = (one.unflatten(dim, (num_parts, -1)), other.unflatten(dim, (num_parts, -1)))
@@ -179,11 +179,11 @@ def has_gemv_int4(matrix: PackedIntMatrix) -> bool:
     return matrix.bits == 4 and matrix.interleave == INTERLEAVE
 
 
-def dequantized_rows(matrix: PackedIntMatrix, lines: slice, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize_packed(matrix.words[lines], matrix.scales[:, lines], matrix.interleave, matrix.bits, dtype)
+def dequantized_rows(matrix: PackedIntMatrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_packed(matrix.words[part], matrix.scales[:, part], matrix.interleave, matrix.bits, dtype)
 
 
-def rows_of(matrix: PackedIntMatrix, places: torch.Tensor) -> torch.Tensor:
-    """Those rows, expanded: [places, columns]"""
-    words, scales = matrix.words[places], matrix.scales[:, places]
+def rows_of(matrix: PackedIntMatrix, row_ids: torch.Tensor) -> torch.Tensor:
+    """Those rows, expanded: [row_ids, columns]"""
+    words, scales = matrix.words[row_ids], matrix.scales[:, row_ids]
     return dequantize_packed(words, scales, matrix.interleave, matrix.bits, matrix.dtype)

@@ -23,8 +23,8 @@ BLOCK = 2048
 @kernel
 def _penalise(logits, rows, row_params, seen, vocab, BLOCK: tl.constexpr) -> None:
     """`seen` int16 [max_rows, vocab]: 0 never, else 1 + how often in the output; changes the logits."""
-    line = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + line).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number).to(tl.int64)
     if row >= 0:
         own = row_params + row * NUM_PARAMS
         repetition = tl.load(own + REPETITION).to(tl.float32)
@@ -34,23 +34,23 @@ def _penalise(logits, rows, row_params, seen, vocab, BLOCK: tl.constexpr) -> Non
             tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             inside = tokens < vocab
             times = tl.load(seen + row * vocab + tokens, mask=inside, other=0).to(tl.int32)
-            value = tl.load(logits + line * vocab + tokens, mask=inside, other=0.0)
+            value = tl.load(logits + number * vocab + tokens, mask=inside, other=0.0)
             changed = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
             changed -= frequency * (times - 1).to(tl.float32)
             changed -= tl.where(times > 1, presence, 0.0)
-            tl.store(logits + line * vocab + tokens, changed, mask=inside & (times > 0))
+            tl.store(logits + number * vocab + tokens, changed, mask=inside & (times > 0))
 
 
 @kernel
 def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, NUM_EDITS: tl.constexpr) -> None:
     """Adds values to single logits, each as long as the output has fewer tokens than its end."""
-    line = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + line).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number).to(tl.int64)
     if row >= 0:
-        places = row * NUM_EDITS + tl.arange(0, NUM_EDITS)
-        is_used = tl.load(edit_ends + places) > tl.load(indices + line)
-        targets = logits + line * vocab + tl.load(edit_ids + places)
-        value = tl.load(targets, mask=is_used, other=0.0) + tl.load(edit_values + places)
+        edits = row * NUM_EDITS + tl.arange(0, NUM_EDITS)
+        is_used = tl.load(edit_ends + edits) > tl.load(indices + number)
+        targets = logits + number * vocab + tl.load(edit_ids + edits)
+        value = tl.load(targets, mask=is_used, other=0.0) + tl.load(edit_values + edits)
         tl.store(targets, value, mask=is_used)
 
 
@@ -69,10 +69,10 @@ def _keep_allowed(logits, numbers, masks, vocab, num_words, BLOCK: tl.constexpr)
 @kernel
 def _count_fed(rows, indices, token_ids, row_params, seen, counted, vocab) -> None:
     """The token that a row with n output tokens feeds last is the n-th of them: counted, if it was not yet."""
-    line = tl.program_id(0)
-    row = tl.load(rows + line).to(tl.int64)
+    number = tl.program_id(0)
+    row = tl.load(rows + number).to(tl.int64)
     if row >= 0:
-        index, token = tl.load(indices + line), tl.load(token_ids + line)
+        index, token = tl.load(indices + number), tl.load(token_ids + number)
         if index > tl.load(counted + row):
             own = row_params + row * NUM_PARAMS
             penalised = (tl.load(own + REPETITION) != 1.0) | (tl.load(own + PRESENCE) != 0.0)

@@ -2,15 +2,15 @@
 penalised and edited already (`penalties.py`).
 
 The same steps in the same order as `sampling/steps.py`: softmax in integers of 2**-50, cuts on these, then the first
-token whose cumulative mass passes u * total. Sums of integers do not depend on their order, so a row's token is the
-same in any batch; against a CPU only the last bit of exp differs.
+token whose cumulative probability passes u * total. Sums of integers do not depend on their order, so a row's token is
+the same in any batch; against a CPU only the last bit of exp differs.
 
-A cut needs the k-th best value, or the value at which the mass reaches a share. Distances below the highest logit are
-floats of one sign, whose bits sort as they do. A pass over the row counts what lies within each of eight borders, the
-next pass looks between the two that matter; once few tokens are left between them these are picked out and searched
-alone:
+A cut needs the k-th best value, or the value at which the sum of probabilities reaches a share. Distances below the
+highest logit are floats of one sign, whose bits sort as they do. A pass over the row counts what lies within each of
+eight borders, the next pass looks between the two that matter; once few tokens are left between them these are picked
+out and searched alone:
 
-    mass within distance   |####|#|.|.|.|.|.|.|      the first of eight borders that holds enough, then eight inside it
+    sum within distance    |####|#|.|.|.|.|.|.|      the first of eight borders that holds enough, then eight inside it
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ FEW = 2048  # tokens that are searched in registers
 
 
 @triton.jit
-def _mass(distance, unit):
-    """Whole numbers of 2**-50; `distance` below the highest logit, `unit`: what a token at distance 0 has."""
+def _fixed_prob(distance, unit):
+    """Probabilities as integers in units of 2**-50; `distance` below the highest logit, `unit`: what a token at
+    distance 0 has."""
     return (tl.exp(-distance) * unit).to(tl.int64)
 
 
 @triton.jit
-def _distances(line, start, vocab, highest, rate, BLOCK: tl.constexpr):
+def _distances(row_logits, start, vocab, highest, rate, BLOCK: tl.constexpr):
     """`rate`: one over the temperature"""
     tokens = start + tl.arange(0, BLOCK)
-    values = tl.load(line + tokens, mask=tokens < vocab, other=float("-inf"))
+    values = tl.load(row_logits + tokens, mask=tokens < vocab, other=float("-inf"))
     return (highest - values) * rate
 
 
@@ -49,24 +50,24 @@ def _bits(distance):
 
 @triton.jit
 def _weights(distance, unit, limit, COUNTS: tl.constexpr):
-    """Weight of each token: 1 (COUNTS) or its probability mass; 0 beyond `limit`."""
+    """Weight of each token: 1 (COUNTS) or its fixed-point probability; 0 beyond `limit`."""
     inside = _bits(distance) <= limit
     if COUNTS:
         return inside.to(tl.int64)
-    return tl.where(inside, _mass(distance, unit), 0)
+    return tl.where(inside, _fixed_prob(distance, unit), 0)
 
 
 @triton.jit
 def _between(ends, sums, counts, needed, low, before):
     """The first border that holds `needed`, and the one before it: (low, high, weight before low, tokens between)"""
     steps = tl.arange(0, 8)
-    place = tl.minimum(8 - tl.sum((sums >= needed).to(tl.int32), axis=0), 7)
-    high = tl.sum(tl.where(steps == place, ends, 0), axis=0)
-    inside = tl.sum(tl.where(steps == place, counts, 0), axis=0)
-    if place > 0:
-        low = tl.sum(tl.where(steps == place - 1, ends, 0), axis=0) + 1
-        before = tl.sum(tl.where(steps == place - 1, sums, 0), axis=0)
-        inside -= tl.sum(tl.where(steps == place - 1, counts, 0), axis=0)
+    index = tl.minimum(8 - tl.sum((sums >= needed).to(tl.int32), axis=0), 7)
+    high = tl.sum(tl.where(steps == index, ends, 0), axis=0)
+    inside = tl.sum(tl.where(steps == index, counts, 0), axis=0)
+    if index > 0:
+        low = tl.sum(tl.where(steps == index - 1, ends, 0), axis=0) + 1
+        before = tl.sum(tl.where(steps == index - 1, sums, 0), axis=0)
+        inside -= tl.sum(tl.where(steps == index - 1, counts, 0), axis=0)
     return low, high, before, inside
 
 
@@ -78,10 +79,10 @@ def _ends(low, high):
 
 @triton.jit
 def _border(
-    line, picked, vocab, highest, rate, unit, limit, wanted,
+    row_logits, picked, vocab, highest, rate, unit, limit, wanted,
     COUNTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the smallest distance within which there are `wanted` tokens (COUNTS), or such a share of the mass."""
+    """Bits of the smallest distance within which there are `wanted` tokens (COUNTS), or such a share of probability."""
     steps = tl.arange(0, 8)
     # First by eye: 0, then up to 0.25, 1, 2, 4, 8, 16 and everything.
     ends = tl.where(steps < 3, 0x3F7FFFFF - (2 - steps) * 0x1000000, 0x3F7FFFFF + (steps - 2) * 0x800000).to(tl.int64)
@@ -93,7 +94,7 @@ def _border(
         sums = tl.zeros((BLOCK, 8), tl.int64)
         counts = tl.zeros((BLOCK, 8), tl.int32)
         for start in range(0, vocab, BLOCK):
-            distance = _distances(line, start, vocab, highest, rate, BLOCK)
+            distance = _distances(row_logits, start, vocab, highest, rate, BLOCK)
             is_within = _bits(distance).to(tl.int64)[:, None] <= ends[None, :]
             sums += tl.where(is_within, _weights(distance, unit, limit, COUNTS)[:, None], 0)
             counts += is_within.to(tl.int32)
@@ -105,7 +106,7 @@ def _border(
         low, high, before, inside = _between(ends, held, tl.sum(counts, axis=0), needed, low, before)
         ends = _ends(low, high)
     if low < high:
-        few = _picked(line, picked, vocab, highest, rate, low, high, FEW, BLOCK)
+        few = _picked(row_logits, picked, vocab, highest, rate, low, high, FEW, BLOCK)
         weights = _weights(few.to(tl.float32, bitcast=True), unit, limit, COUNTS)
         while low < high:
             is_within = few.to(tl.int64)[:, None] <= ends[None, :]
@@ -117,17 +118,17 @@ def _border(
 
 
 @triton.jit
-def _picked(line, picked, vocab, highest, rate, low, high, FEW: tl.constexpr, BLOCK: tl.constexpr):
-    """Bits of the distances within [low, high], FEW at most, by way of memory; no number in the places left."""
+def _picked(row_logits, picked, vocab, highest, rate, low, high, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Bits of the distances within [low, high], FEW at most, by way of memory; no number in the rest."""
     count = tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
-        bits = _bits(_distances(line, start, vocab, highest, rate, BLOCK))
+        bits = _bits(_distances(row_logits, start, vocab, highest, rate, BLOCK))
         chosen = ((bits >= low) & (bits <= high)).to(tl.int32)
         tl.store(picked + count + tl.cumsum(chosen, axis=0) - 1, bits, mask=chosen > 0)
         count += tl.sum(chosen, axis=0)
     tl.debug_barrier()
-    places = tl.arange(0, FEW)
-    return tl.load(picked + places, mask=places < count, other=0x7FFFFFFF)
+    indices = tl.arange(0, FEW)
+    return tl.load(picked + indices, mask=indices < count, other=0x7FFFFFFF)
 
 
 @kernel
@@ -136,19 +137,19 @@ def _draw(
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     row = tl.load(rows + number).to(tl.int64)
-    line = logits + number.to(tl.int64) * vocab
+    row_logits = logits + number.to(tl.int64) * vocab
     token = tl.full((), NO_NUMBER, tl.int64)
     if row >= 0:
-        highest, place, is_broken = _highest(line, vocab, BLOCK)
+        highest, index, is_broken = _highest(row_logits, vocab, BLOCK)
         temperature = tl.load(row_params + row * NUM_PARAMS + TEMPERATURE).to(tl.float32)
         if is_broken == 0:
             if highest == float("-inf"):
                 token = tl.full((), NOTHING_LEFT, tl.int64)
             elif temperature == 0.0:
-                token = place
+                token = index
             else:
                 token = _drawn(
-                    line, picked + number * FEW, vocab, highest, tl.div_rn(1.0, temperature),
+                    row_logits, picked + number * FEW, vocab, highest, tl.div_rn(1.0, temperature),
                     row_params + row * NUM_PARAMS, tl.load(uniforms + number), FEW, BLOCK,
                 )  # fmt: skip
         tl.store(newest + row, token)
@@ -156,50 +157,50 @@ def _draw(
 
 
 @triton.jit
-def _highest(line, vocab, BLOCK: tl.constexpr):
-    """(highest logit, the first place where it stands, whether a logit is not a number)"""
+def _highest(row_logits, vocab, BLOCK: tl.constexpr):
+    """(highest logit, its first index, whether a logit is not a number)"""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    places = tl.zeros((BLOCK,), tl.int64)
+    indices = tl.zeros((BLOCK,), tl.int64)
     broken = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        values = tl.load(line + tokens, mask=tokens < vocab, other=float("-inf"))
+        values = tl.load(row_logits + tokens, mask=tokens < vocab, other=float("-inf"))
         broken |= ((values != values) | (values == float("inf"))).to(tl.int32)
-        places = tl.where(values > best, tokens.to(tl.int64), places)
+        indices = tl.where(values > best, tokens.to(tl.int64), indices)
         best = tl.maximum(best, values)
     highest = tl.max(best, axis=0)
-    first = tl.min(tl.where(best == highest, places, 1 << 40), axis=0)
+    first = tl.min(tl.where(best == highest, indices, 1 << 40), axis=0)
     return highest, first, tl.max(broken, axis=0)
 
 
 @triton.jit
-def _drawn(line, picked, vocab, highest, rate, row_params, uniform, FEW: tl.constexpr, BLOCK: tl.constexpr):
+def _drawn(row_logits, picked, vocab, highest, rate, row_params, uniform, FEW: tl.constexpr, BLOCK: tl.constexpr):
     top_k, top_p = tl.load(row_params + TOP_K), tl.load(row_params + TOP_P)
     limit = tl.full((), 0x7F7FFFFF, tl.int32)
     if top_k > 0:
-        limit = _border(line, picked, vocab, highest, rate, 1.0, limit, top_k, True, FEW, BLOCK)
+        limit = _border(row_logits, picked, vocab, highest, rate, 1.0, limit, top_k, True, FEW, BLOCK)
     exps = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
-        distance = _distances(line, start, vocab, highest, rate, BLOCK)
+        distance = _distances(row_logits, start, vocab, highest, rate, BLOCK)
         exps += tl.where(_bits(distance) <= limit, tl.exp(-distance), 0.0)
     unit = tl.div_rn(1125899906842624.0, tl.sum(exps, axis=0))
     least = tl.full((), 1, tl.int64)
     if top_p < 1.0:
-        border = _border(line, picked, vocab, highest, rate, unit, limit, top_p, False, FEW, BLOCK)
-        least = tl.maximum(_mass(border.to(tl.float32, bitcast=True), unit), 1)
+        border = _border(row_logits, picked, vocab, highest, rate, unit, limit, top_p, False, FEW, BLOCK)
+        least = tl.maximum(_fixed_prob(border.to(tl.float32, bitcast=True), unit), 1)
     min_p = tl.load(row_params + MIN_P)
     if min_p > 0.0:
         least = tl.maximum(least, (min_p * unit.to(tl.int64).to(tl.float64)).to(tl.int64))
     sums = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab, BLOCK):
-        sums += _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK)
-    mass = tl.sum(sums, axis=0)
-    target = tl.minimum((uniform * mass.to(tl.float64)).to(tl.int64), mass - 1)
+        sums += _kept(row_logits, start, vocab, highest, rate, unit, limit, least, BLOCK)
+    total = tl.sum(sums, axis=0)
+    target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     before = tl.zeros((), tl.int64)
     token = tl.full((), NO_NUMBER, tl.int64)
     start = 0
     while (start < vocab) & (token < 0):
-        kept = _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK)
+        kept = _kept(row_logits, start, vocab, highest, rate, unit, limit, least, BLOCK)
         here = tl.sum(kept, axis=0)
         if before + here > target:
             behind = (before + tl.cumsum(kept, axis=0)) > target
@@ -210,10 +211,10 @@ def _drawn(line, picked, vocab, highest, rate, row_params, uniform, FEW: tl.cons
 
 
 @triton.jit
-def _kept(line, start, vocab, highest, rate, unit, limit, least, BLOCK: tl.constexpr):
-    distance = _distances(line, start, vocab, highest, rate, BLOCK)
-    mass = _mass(distance, unit)
-    return tl.where((_bits(distance) <= limit) & (mass >= least), mass, 0)
+def _kept(row_logits, start, vocab, highest, rate, unit, limit, least, BLOCK: tl.constexpr):
+    distance = _distances(row_logits, start, vocab, highest, rate, BLOCK)
+    fixed_probs = _fixed_prob(distance, unit)
+    return tl.where((_bits(distance) <= limit) & (fixed_probs >= least), fixed_probs, 0)
 
 
 def draw_tokens(

@@ -304,7 +304,8 @@ def about(family: Family) -> str:
 def family_rows() -> Iterator[list[str]]:
     for family in families.ALL:
         types = ", ".join(f"`{name}`" for name in family.model_types)
-        yield [family.name, about(family), types, f"`{family.gguf.arch}`", "; ".join(traits(family)) or "–"]
+        in_gguf = "–" if family.gguf is None else f"`{family.gguf.arch}`"
+        yield [family.name, about(family), types, in_gguf, "; ".join(traits(family)) or "–"]
 
 
 def traits(family: Family) -> Iterable[str]:
@@ -312,7 +313,7 @@ def traits(family: Family) -> Iterable[str]:
     words = {
         "qkv_bias": "bias in q, k, v",
         "qk_norm": "q and k norms",
-        "post_norms": "norms after the blocks too",
+        "norms": "norms after the blocks",
         "has_softcaps": "soft caps, where the config has them",
         "has_local_rope": "another rope for windowed layers",
         "has_partial_rotary": "rope over part of a head",
@@ -321,8 +322,11 @@ def traits(family: Family) -> Iterable[str]:
     }
     plain = {field.name: field.default for field in fields(Family)}
     values = {name: getattr(family, name) for name in words}
+    kinds = ("qk_norm", "norms")  # told by a word
     return [
-        words[name] for name, value in values.items() if value is True or (callable(value) and value != plain[name])
+        words[name]
+        for name, value in values.items()
+        if value is True or ((callable(value) or name in kinds) and value != plain[name])
     ]
 
 

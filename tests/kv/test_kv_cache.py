@@ -93,7 +93,7 @@ def test_reserve_is_all_or_nothing() -> None:
     cache = KVCache(windows=[None, 8], num_blocks=8, block_size=4)
     table = cache.open(cache.miss())
     assert cache.reserve(table, 0, 16) is None
-    assert cache.num_used == 0 and table.num_held == 0 and table.updates() == []
+    assert cache.num_used == 0 and cache.num_held(table) == 0 and table.updates() == []
     assert cache.reserve(table, 0, 12) == []
     assert cache.num_used == 6
 
@@ -149,7 +149,7 @@ def test_blocks_for_bounds_what_a_windowed_sequence_holds() -> None:
         table, most = cache.open(cache.miss()), 0
         for start in range(0, 300, chunk):
             cache.reserve(table, start, min(300, start + chunk))
-            most = max(most, table.num_held)
+            most = max(most, cache.num_held(table))
             cache.commit(table, min(300, start + chunk), tokens, None)
         assert most <= cache.blocks_for(300, chunk) < 300 // 4
         cache.release(table)

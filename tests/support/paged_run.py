@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
@@ -20,6 +21,13 @@ def compute_dtype(model: Decoder) -> str:
     return str(embedded.dtype).removeprefix("torch.")
 
 
+def shuffled(*shape: int) -> torch.Tensor:
+    """Ids from 1 on, int32, out of order."""
+    ids = list(range(1, 1 + math.prod(shape)))
+    random.Random(0).shuffle(ids)
+    return torch.tensor(ids, dtype=torch.int32).view(shape)
+
+
 class PagedRun:
     """Rows with room for `max_len` tokens each; their blocks lie scattered over the pool, out of order."""
 
@@ -27,14 +35,15 @@ class PagedRun:
         self, model: Decoder, num_rows: int, max_len: int, block_size: int = 4, dtype: torch.dtype = torch.float32
     ) -> None:
         layout = KVLayout.from_spec(model.spec, CacheDtypes(str(dtype).removeprefix("torch."), compute_dtype(model)))
-        groups = len(layout.groups)
+        groups = len(layout.paged)
         per_row = -(-max_len // block_size)
         num_blocks = 1 + groups * num_rows * per_row
-        ids = list(range(1, num_blocks))
-        random.Random(0).shuffle(ids)
-        rows = torch.tensor(layout.rows_per_block, dtype=torch.int32).view(groups, 1, 1)
-        self.tables = torch.tensor(ids, dtype=torch.int32).view(groups, num_rows, per_row) * rows
-        self.storage = KVStorage(layout, num_blocks, block_size, CPU)
+        rows = torch.tensor(layout.rows_per_block[:groups], dtype=torch.int32).view(groups, 1, 1)
+        tables = [shuffled(groups, num_rows, per_row) * rows]
+        num_others = 1 + num_rows * per_row if layout.is_recurrent else 0  # cells, and states
+        tables += [shuffled(1, num_rows, per_row) for _ in layout.groups[groups:]]
+        self.tables = torch.cat(tables)
+        self.storage = KVStorage(layout, num_blocks, block_size, CPU, num_cells=num_others, num_states=num_others)
         self.model = model
         self.lengths = [0] * num_rows
 

@@ -17,6 +17,7 @@ from collections import deque
 import msgspec
 
 from tokenmill.kv.cache import KVCache
+from tokenmill.kv.entries import EntryRule
 from tokenmill.scheduler.request import mixed_seed
 from tokenmill.types import (
     PENDING,
@@ -108,11 +109,13 @@ class Row:
         return self.tokens[:keep] + self.tokens[keep + num_dropped :]
 
 
-def updated(tables: list[list[int]], updates: list[BlockTableUpdate]) -> None:
+def updated(cache: KVCache, tables: list[list[int]], updates: list[BlockTableUpdate]) -> None:
+    """Rows of the groups' tensors become block ids again."""
     for update in updates:
         table = tables[update.group]
         assert update.start <= len(table), "a table update leaves a hole"
-        table[update.start : update.start + len(update.blocks)] = update.blocks
+        before = cache.pool.firsts[cache.rules[update.group].region] - 1
+        table[update.start : update.start + len(update.blocks)] = [block and block + before for block in update.blocks]
 
 
 class SimulatedRunner:
@@ -156,14 +159,16 @@ class SimulatedRunner:
         for row in plan.freed_rows:
             del self._tables[row]
         for new in plan.new_rows:
-            self._tables[new.row] = [[] for _ in self.cache.windows]
+            self._tables[new.row] = [[] for _ in self.cache.rules]
         writes = self._writes[plan.step] = {to for _, to in plan.copies}
         for row_plan in plan.rows:
             tables = self._tables[row_plan.row]
-            updated(tables, row_plan.table_updates)
-            for table in tables:
-                for position in range(row_plan.start, row_plan.start + len(row_plan.token_ids)):
-                    block = table[position // self.cache.block_size]
+            updated(self.cache, tables, row_plan.table_updates)
+            for rule, table in zip(self.cache.rules, tables, strict=True):
+                for entry in rule.written(row_plan.start, row_plan.start + len(row_plan.token_ids)):
+                    block = table[entry] if entry < len(table) else 0
+                    if block == 0 and rule.kind != "paged":
+                        continue  # what no later query sees is not kept
                     assert block != 0, "the null block is written"
                     assert self.cache.pool.refs[block] == 1, "a shared block is written"
                     # A name is given when a block is full, and a full block is never written.
@@ -176,7 +181,7 @@ class SimulatedRunner:
             del self.rows[row]
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away while it was taken"
-            self.rows[new.row] = Row(new, len(self.cache.windows))
+            self.rows[new.row] = Row(new, len(self.cache.rules))
         self._copy(plan.copies)
         rows = [self._filled(row) for row in plan.rows]
         for row_plan in rows:
@@ -201,7 +206,7 @@ class SimulatedRunner:
 
     def _write(self, plan: RowPlan) -> None:
         row = self.rows[plan.row]
-        updated(row.tables, plan.table_updates)
+        updated(self.cache, row.tables, plan.table_updates)
         end, own_end = plan.start + len(plan.token_ids), own_end_of(plan)
         drafts = plan.token_ids[own_end - plan.start :]
         window = row.window(plan.num_dropped, self.shifts.get(row.new.seed))
@@ -211,22 +216,37 @@ class SimulatedRunner:
         assert plan.output_index == len(row.tokens) - len(row.new.prompt_token_ids)
         row.known = histories(row.fed, row.known[: len(window)])
         row.num_fed += len(plan.token_ids)
-        for table in row.tables:
+        for rule, table in zip(self.cache.rules, row.tables, strict=True):
+            self._read_before(rule, table, plan, row)
             for position in range(plan.start, end):
-                self._write_cell(table, position, row.known[position])
+                entry = position // rule.tokens
+                if rule.kind == "state" and (position + 1) % rule.tokens:
+                    continue
+                if entry < len(table) and table[entry]:
+                    at = 0 if rule.kind == "state" else position % rule.tokens
+                    self._block(table[entry])[at] = (position, row.known[position])
 
-    def _write_cell(self, table: list[int], position: int, history: int) -> None:
-        block = table[position // self.cache.block_size]
-        self._block(block)[position % self.cache.block_size] = (position, history)
+    def _read_before(self, rule: EntryRule, table: list[int], plan: RowPlan, row: Row) -> None:
+        """What a step reads of cells and states: nothing that it writes itself."""
+        begin = plan.start // self.cache.rules[-1].chunk * self.cache.rules[-1].chunk
+        if rule.kind == "cells":
+            for position in range(begin, plan.start):
+                self._expect(table[position // rule.tokens], position % rule.tokens, position, plan, row)
+        elif rule.kind == "state" and begin:
+            self._expect(table[begin // rule.tokens - 1], 0, begin - 1, plan, row)
+
+    def _expect(self, block: int, at: int, position: int, plan: RowPlan, row: Row) -> None:
+        cell = self._block(block)[at] if block else None
+        assert cell == (position, row.known[position]), f"row {plan.row} reads {cell} at {position}"
 
     def _read(self, plan: RowPlan) -> RowResult:
         row, end = self.rows[plan.row], plan.start + len(plan.token_ids)
-        for group, window in enumerate(self.cache.windows):
-            first = 0 if window is None else max(0, plan.start - window + 1)
+        for rule, table in zip(self.cache.rules, row.tables, strict=True):
+            if rule.kind != "paged":
+                continue
+            first = 0 if rule.window is None else max(0, plan.start - rule.window + 1)
             for position in range(first, end):
-                block = row.tables[group][position // self.cache.block_size]
-                cell = self._block(block)[position % self.cache.block_size] if block else None
-                assert cell == (position, row.known[position]), f"row {plan.row} reads {cell} at {position}"
+                self._expect(table[position // rule.tokens], position % rule.tokens, position, plan, row)
         result = self._result(plan, row, own_end_of(plan))
         return RowResult(row=plan.row, error="not a number") if row.new.seed in self.fail_rows_of else result
 

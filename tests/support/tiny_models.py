@@ -57,6 +57,15 @@ LATENT = {
     "moe_intermediate_size": 20,
     "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.8},
 }
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+ROUTED = {**MOE, "num_experts": 5, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 # name: (config class, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -125,6 +134,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {**MOE, "head_dim": 16, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA, **ROUTED, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA, **ROUTED, "linear_conv_kernel_dim": 3}),
 }
 
 # The same, of families that came later: compared in one go each (`tests/models/test_current_families.py`).

@@ -103,6 +103,7 @@ class Family:
     adjust_model: Callable[[ConfigFields, ModelSpec], ModelSpec] = same_model
     common_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is  # config.json in other families' words
     refused_flags: tuple[str, ...] = ()  # config keys that must be absent, false or null
+    hf_variant: Rules = field(default_factory=dict)  # in the place of `hf_rules`' where a checkpoint has such names
     hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", in order of likelihood
     ignored_prefixes: tuple[str, ...] = field(default=())  # tensors of parts that text generation leaves out
 

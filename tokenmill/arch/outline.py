@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv
 from tokenmill.arch.tensors import layer_tensors
 
@@ -106,6 +107,8 @@ def _of_mixer(mixer: MixerSpec) -> LayerOutline:
             return _of_latent_attention(mixer)
         case ShortConv():
             return _of_conv(mixer)
+        case Recurrent():
+            return _of_recurrent(mixer)
 
 
 def _of_attention(attention: Gqa) -> LayerOutline:
@@ -147,6 +150,21 @@ def _of_conv(conv: ShortConv) -> LayerOutline:
         num_kv_heads=1,
         width=5 * conv.width,  # b, c and x, the inputs of the convolution and its output
         state_values=(conv.kernel - 1) * conv.width,
+    )
+
+
+def _of_recurrent(mixer: Recurrent) -> LayerOutline:
+    """A layer of nothing but this mixer, without its weights."""
+    state = mixer.value_heads * mixer.key_dim * mixer.value_dim
+    return LayerOutline(
+        linear=0,
+        vectors=0,
+        kv_values=0,
+        pair_values=0,
+        num_heads=mixer.value_heads,
+        num_kv_heads=mixer.key_heads,
+        width=mixer.projected_size + mixer.conv_size + 2 * mixer.values_size,
+        state_values=state + (mixer.kernel - 1) * mixer.conv_size,
     )
 
 

@@ -195,7 +195,7 @@ def delta_rule(fields: ConfigFields, hidden: int) -> MixerOutline:
         num_heads=heads,
         num_kv_heads=key_heads,
         width=mixed + 2 * values,
-        state_values=heads * key_dim * value_dim + mixed * kernel,
+        state_values=heads * key_dim * value_dim + mixed * (kernel - 1),
     )
 
 
@@ -229,7 +229,7 @@ def mamba(fields: ConfigFields, hidden: int) -> MixerOutline:
         num_heads=heads,
         num_kv_heads=fields.integer("n_groups"),
         width=2 * inner + mixed,
-        state_values=inner * state + mixed * kernel,
+        state_values=inner * state + mixed * (kernel - 1),
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, MoeSpec, ShortConv
 
 
@@ -129,6 +130,9 @@ def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
             output = _stacked(name, ("o",))
         case ShortConv():
             inputs, output = _stacked(name, ("conv_in",), mixer.bias), _stacked(name, ("conv_out",), mixer.bias)
+        case Recurrent():
+            parts = tuple(f"ssm_{part}" for part, _ in mixer.projected_parts)
+            inputs, output = _stacked(name, parts, mixer.bias), _stacked(name, ("ssm_out",), mixer.bias)
     return LayerRegions(
         NormProject(f"{name}.attn_norm" if spec.has_pre_norms else None, inputs),
         Attend(mixer, name, cache),

@@ -4,9 +4,10 @@
     ModelSpec = embedding → LayerSpec × L → final norm → head
     LayerSpec = norm → mixer → (norm) → + → norm → MLP or experts → (norm) → +      `norms` says where norms stand
 
-A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`) or a short
-convolution (`ShortConv`). It alone knows what has to be kept of the tokens computed so far (`cache_fields`) and how far
-back a token looks (`window`); cache, memory sizing and planner ask it and nothing else.
+A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`), a short convolution
+(`ShortConv`) or a recurrence (`Recurrent`, in `recurrent.py`). It alone knows what has to be kept of the tokens
+computed so far (`cache_fields`) and how far back a token looks (`window`); cache, memory sizing and planner ask it and
+nothing else.
 
 A variant that these fields cannot express is refused by the reader, by name; it is never approximated.
 """
@@ -15,6 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from tokenmill.arch.cache_parts import CacheField
+from tokenmill.arch.recurrent import Recurrent
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
 """What a gated MLP multiplies with: act(gate) * up. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
@@ -79,23 +83,6 @@ class RopeSpec:
 
 
 # ── mixers ─────────────────────────────────────────────────────────────────────────────────────────────
-
-CacheDtype = Literal["cache", "compute"]
-
-
-@dataclass(frozen=True)
-class CacheField:
-    """One tensor that a layer keeps of its tokens.
-
-    `shape` is what one token leaves behind; its last axis is a vector, which has one scale where a value takes a byte.
-    `dtype` "cache" is the one that the engine is told to keep keys and values in; "compute" is that of activations, for
-    values that must come back exactly as they were computed. A layout replaces both by real types.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: CacheDtype | str = "cache"
-
 
 QkNorm = Literal["head", "all", "head_after_rope", "l2_after_rope"]
 """How queries and keys are normed: each head alone, all heads of a token together, each head behind the rotation, or
@@ -246,7 +233,7 @@ class Mla:
         return (CacheField("latents", (self.entry_size,)),)
 
 
-MixerSpec = Gqa | ShortConv | Mla
+MixerSpec = Gqa | ShortConv | Mla | Recurrent
 
 
 # ── the rest of a layer, and the model ─────────────────────────────────────────────────────────────────
@@ -404,6 +391,12 @@ class TensorSpec:
     layers.{i}.conv_in.weight  (.bias)                 [3 * hidden, hidden], rows of b, then c, then x
     layers.{i}.conv.weight  (.bias)                    [hidden, kernel], oldest tap first
     layers.{i}.conv_out.weight  (.bias)                [hidden, hidden]
+    layers.{i}.ssm_{q,k}.weight, layers.{i}.ssm_{v,z}.weight   [keys, hidden], [values, hidden]  (.bias each)
+    layers.{i}.ssm_{b,a}.weight                        [value heads, hidden], b of the delta rule only
+    layers.{i}.ssm_conv_{q,k,v}.weight  (.bias)        [channels, kernel], oldest tap first
+    layers.{i}.{ssm_a_log,ssm_dt_bias,ssm_d}           [value heads]
+    layers.{i}.ssm_norm.weight                         [value_dim] or [values]
+    layers.{i}.ssm_out.weight  (.bias)                 [hidden, values]
     layers.{i}.attn_post_norm.weight                   [hidden]
     layers.{i}.mlp_norm.weight                         [hidden]
     layers.{i}.{gate,up}.weight, layers.{i}.down.weight      [inter, hidden], [hidden, inter]

@@ -6,7 +6,7 @@
 
 Loaders and cost functions know only our names. Transformations are all on whole rows, so that quantised rows take part:
 
-    fused        theirs holds several of ours, rows one after another (Phi-3's qkv_proj)
+    fused        theirs holds several of ours, rows one after another (Phi-3's qkv_proj), perhaps for each key head anew
     woven        theirs holds several of ours in turns: a row of each (gpt-oss's gate and up), or a head of each
     {e}          one of theirs per expert, stacked into one of ours
     add          a constant added to each value (Gemma stores a norm's weight minus one)
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import (
     RMS_NORM,
     Gqa,
@@ -95,6 +96,8 @@ def _mixer(mixer: MixerSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
             yield from _latent_attention(mixer, hidden, prefix)
         case ShortConv():
             yield from _conv(mixer, prefix)
+        case Recurrent():
+            yield from _recurrent(mixer, hidden, prefix + "ssm_")
 
 
 def _norm(name: str, size: int, norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
@@ -148,6 +151,21 @@ def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
     yield from _linear(prefix + "conv_out", conv.width, conv.width, conv.bias)
 
 
+def _recurrent(mixer: Recurrent, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    for name, size in mixer.projected_parts:
+        yield from _linear(prefix + name, size, hidden, mixer.bias)
+    for name, size in mixer.conv_parts:
+        yield TensorSpec(f"{prefix}{name}.weight", (size, mixer.kernel), "vector")
+        if mixer.conv_bias:
+            yield TensorSpec(f"{prefix}{name}.bias", (size,), "vector")
+    for name in ("a_log", "dt_bias", *(("d",) if mixer.rule == "ssd" else ())):
+        yield TensorSpec(prefix + name, (mixer.value_heads,), "vector")
+    if mixer.norm is not None:
+        shared = mixer.values_size // mixer.norm.groups
+        yield TensorSpec(prefix + "norm.weight", (shared if mixer.norm.is_shared else mixer.values_size,), "vector")
+    yield from _linear(prefix + "out", hidden, mixer.values_size, mixer.bias)
+
+
 def _feed(feed: MlpSpec | MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
     yield from _experts(feed, hidden, prefix) if isinstance(feed, MoeSpec) else _mlp(feed, hidden, prefix)
 
@@ -186,6 +204,7 @@ def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
 class Rule:
     pattern: str  # theirs, with {i} for the layer and {e} for the expert
     fused: tuple[str, ...] = ()  # our parts, in the order of their rows in the fused tensor
+    is_per_key_head: bool = False  # theirs has such rows for each key head of a recurrent mixer, one after another
     woven: tuple[str, ...] = ()  # our parts, in the order in which they alternate
     add: float = 0.0
     interleaved: bool = False
@@ -203,6 +222,7 @@ class TensorSource:
     names: tuple[str, ...]
     shape: tuple[int, ...]  # each of theirs
     rows: tuple[int, int] | None = None  # which of its rows are ours (the axis before the last, or the only one)
+    row_groups: int = 1  # of so many equal parts of the rows, each
     woven: tuple[int, int, int] | None = None  # (index, count, size): rows of `count` parts alternate, `size` of each
     transposed: bool = False
     is_vector: bool = False  # its rows are the last axis: a bias, of each expert perhaps
@@ -227,11 +247,11 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     source = TensorSource((rule.pattern.replace("{i}", index),), shape, is_vector=is_vector, add=rule.add)
     if rule.interleaved:
         source = _interleaved(source, layer, part)
-    if rule.unit_axis is not None:
-        at = rule.unit_axis
-        source = replace(source, shape=(*shape[:at], 1, *shape[at:]), unit_axis=at)
     if rule.fused:
         source = _fused(source, layer, rule, part)
+    if rule.unit_axis is not None:
+        at = rule.unit_axis
+        source = replace(source, shape=(*source.shape[:at], 1, *source.shape[at:]), unit_axis=at)
     if rule.woven:
         source = _woven(source, layer, rule, part)
     if rule.transposed:
@@ -268,7 +288,11 @@ def _fused(source: TensorSource, layer: LayerSpec, rule: Rule, part: str) -> Ten
     axis = -1 if source.is_vector else -2
     shape = list(source.shape)
     shape[axis] = sum(sizes[name] for name in rule.fused)
-    return replace(source, shape=tuple(shape), rows=(start, start + sizes[ours]))
+    groups = 1
+    if rule.is_per_key_head and isinstance(layer.mixer, Recurrent):
+        groups = layer.mixer.key_heads
+    rows = (start // groups, (start + sizes[ours]) // groups)
+    return replace(source, shape=tuple(shape), rows=rows, row_groups=groups)
 
 
 def _woven(source: TensorSource, layer: LayerSpec, rule: Rule, part: str) -> TensorSource:
@@ -299,6 +323,8 @@ def _num_rows(layer: LayerSpec, part: str) -> dict[str, int]:
     sizes = {"gate": mlp.intermediate_size, "up": mlp.intermediate_size}
     if isinstance(attention, Gqa):
         sizes |= {"q": attention.q_size, "k": attention.kv_size, "v": attention.v_size}
+    if isinstance(attention, Recurrent):
+        sizes |= {f"ssm_{name}": size for name, size in (*attention.projected_parts, *attention.conv_parts)}
     return sizes
 
 

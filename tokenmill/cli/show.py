@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token, num_active_parameters, num_parameters
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.read import read_json, read_spec
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv
 from tokenmill.cli.output import count, print_facts, size
 from tokenmill.engine.backends import NATIVE, TRITON, default_kv_dtype
@@ -131,6 +132,9 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
         return f"short convolution of {mixer.kernel} tokens, {mixer.width} wide"
     if isinstance(mixer, Mla):
         return f"latent attention, {mixer.num_heads} heads of {mixer.head_dim}, {mixer.entry_size} values a token"
+    if isinstance(mixer, Recurrent):
+        rule = "gated DeltaNet" if mixer.rule == "delta" else "Mamba-2"
+        return f"{rule}, {mixer.value_heads} heads of {mixer.key_dim} × {mixer.value_dim}"
     reach = f", window {mixer.window}" if mixer.window else ""
     return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads{reach}"
 

@@ -58,6 +58,9 @@ class CacheConfig:
     """Tokens in one KV block."""
     num_blocks: int | None = None
     """Blocks in the pool; by default as many as --memory-fraction allows."""
+    num_states: int | None = None
+    """States that recurrent layers (gated DeltaNet, Mamba-2) can keep, one for every 64 tokens of a sequence that shall
+    be found again and two for each that runs; by default as many as --memory-fraction allows."""
     memory_fraction: float | None = None
     """Share of the memory left after loading that the KV cache may take; by default 0.25 on a CPU, 0.9 on a GPU."""
     kv_dtype: KVDType = "auto"

@@ -154,6 +154,9 @@ def assemble(
     cache = KVCache(
         windows=storage.layout.windows,
         rows_per_block=storage.layout.rows_per_block,
+        kinds=[group.kind for group in storage.layout.groups],
+        num_cells=storage.num_cells,
+        num_states=storage.num_states,
         num_blocks=storage.num_blocks,
         block_size=storage.block_size,
         prefix_caching=config.cache.prefix_caching,

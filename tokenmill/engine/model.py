@@ -21,6 +21,7 @@ from tokenmill.models.linear import Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import Ops
+from tokenmill.runner.memory import cells_for_states
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
@@ -78,6 +79,9 @@ def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
 
 def kv_storage(config: EngineConfig, spec: ModelSpec) -> KVStorage:
     """The KV pool of a resolved config."""
-    assert config.cache.num_blocks is not None
-    layout = KVLayout.from_spec(spec, CacheDtypes(config.cache.kv_dtype, config.model.dtype))
-    return KVStorage(layout, config.cache.num_blocks, config.cache.block_size, torch.device(config.ops.device))
+    cache, device = config.cache, torch.device(config.ops.device)
+    assert cache.num_blocks is not None
+    layout = KVLayout.from_spec(spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
+    num_states = cache.num_states or 0
+    num_cells = cells_for_states(layout, num_states, cache.block_size, config.scheduler.num_rows)
+    return KVStorage(layout, cache.num_blocks, cache.block_size, device, num_cells=num_cells, num_states=num_states)

@@ -23,7 +23,14 @@ from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops.compute_request import ComputeRequest
-from tokenmill.runner.memory import RunnerBytes, RunnerLimits, blocks_for_context, num_blocks_that_fit
+from tokenmill.runner.memory import (
+    RunnerBytes,
+    RunnerLimits,
+    blocks_for_context,
+    num_blocks_that_fit,
+    num_states_that_fit,
+    recurrent_bytes,
+)
 
 DRAFT_PREFIX = "draft:"
 SPECULATIONS = f"off, auto, ngram or {DRAFT_PREFIX}MODEL"
@@ -111,8 +118,8 @@ def resolve(
     kept = backend.kept_weights(stored, request)
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
     layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, config.model.dtype))
-    if cache.num_blocks is None:
-        cache = _size_pool(config, layout, device, kept, workspace, free_bytes, reasons)
+    layout.rules(cache.block_size)  # refuses a block size that does not fit the model
+    cache = _size_pool(config, layout, device, kept, workspace, free_bytes, reasons)
     model = _within_pool(config.model, cache, layout, reasons)
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps_steps=device.overlaps_steps)
     reasons += [reason, f"context of {model.max_context:,} tokens"]
@@ -126,6 +133,7 @@ def _require_ranges(config: EngineConfig) -> None:
         ("max_context", config.model.max_context, 1, 2**31),
         ("block_size", config.cache.block_size, 1, 1024),
         ("num_blocks", config.cache.num_blocks, 2, 2**31),
+        ("num_states", config.cache.num_states, 3, 2**31),
         ("memory_fraction", config.cache.memory_fraction, 0.001, 1.0),
         ("context_keep", config.cache.context_keep, 0, 2**31),
         ("max_running", config.scheduler.max_running, 1, 4096),
@@ -266,28 +274,53 @@ def _size_pool(
     reasons: list[str],
 ) -> CacheConfig:
     """As many blocks as the memory holds that weights and runner leave."""
-    cache, weights = config.cache, kept.parts.total
-    assert config.model.max_context is not None and cache.memory_fraction is not None
-    if workspace.total:
+    cache, weights, max_rows = config.cache, kept.parts.total, config.scheduler.num_rows
+    fraction = cache.memory_fraction
+    assert config.model.max_context is not None and fraction is not None
+    if workspace.total and (cache.num_blocks is None or layout.is_recurrent):
         reasons.append(
             f"memory: weights {weights / 2**30:.2f} GiB, rows {workspace.rows / 2**30:.2f}, largest step "
             f"{workspace.step / 2**30:.2f}, graphs {workspace.graphs / 2**30:.2f}"
         )
+    free_bytes = max(0, free_bytes - weights - workspace.total - device.start_bytes)
     block_bytes = layout.block_bytes(cache.block_size)
-    num_blocks = num_blocks_that_fit(
+    if cache.num_blocks is None:
+        num_blocks = num_blocks_that_fit(
+            layout,
+            free_bytes=free_bytes,
+            memory_fraction=fraction,
+            block_size=cache.block_size,
+            block_bytes=block_bytes,
+            max_context=config.model.max_context,
+            max_rows=max_rows,
+            max_chunk=config.scheduler.num_tokens,
+        )
+        cache = replace(cache, num_blocks=num_blocks)
+        tokens = num_blocks * cache.block_size // len(layout.paged)
+        gib = num_blocks * block_bytes / 2**30
+        reasons.append(f"KV cache of {cache.kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
+    return _size_states(cache, layout, int(free_bytes * fraction), max_rows, reasons)
+
+
+def _size_states(
+    cache: CacheConfig, layout: KVLayout, cache_bytes: int, max_rows: int, reasons: list[str]
+) -> CacheConfig:
+    """As many states of recurrent layers as the memory holds that the blocks leave."""
+    if not layout.is_recurrent:
+        if cache.num_states is not None:
+            raise InvalidConfig("num_states is for models with recurrent layers, this one has none", param="num_states")
+        return cache
+    assert cache.num_blocks is not None
+    num_states = cache.num_states or num_states_that_fit(
         layout,
-        free_bytes=max(0, free_bytes - weights - workspace.total - device.start_bytes),
-        memory_fraction=cache.memory_fraction,
+        free_bytes=cache_bytes - cache.num_blocks * layout.block_bytes(cache.block_size),
         block_size=cache.block_size,
-        block_bytes=block_bytes,
-        max_context=config.model.max_context,
-        max_rows=config.scheduler.num_rows,
-        max_chunk=config.scheduler.num_tokens,
+        num_blocks=cache.num_blocks,
+        max_rows=max_rows,
     )
-    tokens = num_blocks * cache.block_size // len(layout.groups)
-    gib = num_blocks * block_bytes / 2**30
-    reasons.append(f"KV cache of {cache.kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
-    return replace(cache, num_blocks=num_blocks)
+    gib = recurrent_bytes(layout, num_states, cache.block_size, max_rows) / 2**30
+    reasons.append(f"recurrent layers: {num_states:,} states, {gib:.2f} GiB with the tokens between two of them")
+    return replace(cache, num_states=num_states)
 
 
 def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:
@@ -295,7 +328,7 @@ def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reaso
     assert model.max_context is not None and cache.num_blocks is not None
     longest = longest_context(layout, cache, model.max_context)
     if not longest:
-        least = 1 + len(layout.groups)
+        least = 1 + len(layout.paged)
         raise InvalidConfig(
             f"num_blocks must be at least {least} for this model, got {cache.num_blocks}", param="num_blocks"
         )

@@ -82,7 +82,7 @@ def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Specu
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The draft model runs beside the other one: the same rows, kernels and threads, a cache of its own."""
     model = ModelConfig(model=config.scheduler.speculate.removeprefix(DRAFT_PREFIX))
-    cache = replace(config.cache, num_blocks=None, kv_dtype="auto", prefix_caching=True)
+    cache = replace(config.cache, num_blocks=None, num_states=None, kv_dtype="auto", prefix_caching=True)
     return replace(config, model=model, cache=cache, scheduler=replace(config.scheduler, speculate="off"))
 
 
@@ -105,6 +105,8 @@ def build_draft(config: EngineConfig, target_context: int | None, target_path: P
 
 
 def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int) -> DraftModel:
+    if storage.layout.is_recurrent:
+        raise InvalidConfig("a model with recurrent layers can't propose draft tokens yet", param="speculate")
     max_rows = scheduler.num_rows
     runner = ModelRunner(model, storage, Sampler(model.vocab_size, max_rows, storage.device), max_rows, max_context)
     cache = KVCache(

@@ -10,9 +10,12 @@ PrefixIndex   registered blocks by hash
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from itertools import accumulate
+from typing import NamedTuple
 
 from tokenmill.types import BlockTableUpdate
 
@@ -31,28 +34,47 @@ class BlockPool:
                  ▲ take() hands out from here
 
     Block 0 is the null block: table entries outside a sliding window point there, it is never handed out or counted.
+    Blocks of other sizes (`kv/entries.py`: cells, states) are numbered on in regions of their own, each with its free
+    list:
+
+        ids:  0 | 1 ... num_blocks - 1 | cells ... | states ... |
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *others: int) -> None:
+        """`others`: as `num_blocks`, which counts the null block, for each further region; 0 where there is none."""
         assert num_blocks >= 2, "a pool needs the null block and at least one other"
-        self.num_usable = num_blocks - 1
-        self.refs = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.usable = (num_blocks - 1, *(max(0, number - 1) for number in others))
+        self.firsts = tuple(accumulate((1, *self.usable[:-1])))  # the first id of each region
+        self.refs = [0] * (1 + sum(self.usable))
+        self._free: list[OrderedDict[int, None]] = [
+            OrderedDict.fromkeys(range(first, first + count))
+            for first, count in zip(self.firsts, self.usable, strict=True)
+        ]
+
+    @property
+    def num_usable(self) -> int:
+        return self.usable[0]
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free[0])
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - len(self._free)
+        return self.num_usable - self.num_free
+
+    def free_in(self, region: int) -> int:
+        return len(self._free[region])
+
+    def region_of(self, block: int) -> int:
+        return bisect_right(self.firsts, block) - 1
 
     def is_free(self, block: int) -> bool:
-        return block in self._free
+        return block in self._free[self.region_of(block)]
 
-    def take(self) -> int:
+    def take(self, region: int = 0) -> int:
         """Hand out the first block in eviction order; the caller forgets what was registered under it."""
-        block, _ = self._free.popitem(last=False)
+        block, _ = self._free[region].popitem(last=False)
         self.refs[block] = 1
         return block
 
@@ -61,7 +83,7 @@ class BlockPool:
         if block == NULL_BLOCK:
             return
         if self.refs[block] == 0:
-            del self._free[block]
+            del self._free[self.region_of(block)][block]
         self.refs[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
@@ -71,28 +93,44 @@ class BlockPool:
         assert self.refs[block] > 0, f"block {block} was released more often than taken"
         self.refs[block] -= 1
         if self.refs[block] == 0:
-            self._free[block] = None
+            free = self._free[self.region_of(block)]
+            free[block] = None
             if not keep:
-                self._free.move_to_end(block, last=False)
+                free.move_to_end(block, last=False)
+
+
+class RowIds(NamedTuple):
+    """How a group's block ids become rows of its tensors: a block spans `rows_per_block` of them (see `KVLayout`)."""
+
+    first: int = 1  # id of the block whose row follows that of the null block
+    rows_per_block: int = 1
+
+    def of(self, blocks: list[int]) -> list[int]:
+        if self == PLAIN_IDS:
+            return list(blocks)
+        return [(block - self.first + 1) * self.rows_per_block if block else 0 for block in blocks]
+
+
+PLAIN_IDS = RowIds()
 
 
 class BlockTable:
     """The blocks of one sequence, per cache group.
 
-    Entry i of a group holds tokens [i * block_size, (i + 1) * block_size). The runner keeps its own copy of every table
-    and receives changes only; a table it has not seen yet (new, forked, back from preemption) is sent whole. Ids are
-    sent as rows of the group's tensors: a block spans `rows_per_block` of them (see `KVLayout`).
+    Entry i of a group holds tokens [i * block_size, (i + 1) * block_size), or the state behind so many chunks. The
+    runner keeps its own copy of every table and receives changes only; a table it has not seen yet (new, forked, back
+    from preemption) is sent whole. Ids are sent as rows of the group's tensors.
     """
 
-    __slots__ = ("_pending", "_rows_per_block", "groups", "live_from", "num_registered")
+    __slots__ = ("_pending", "_row_ids", "groups", "live_from", "num_registered")
 
     def __init__(
-        self, groups: list[list[int]], live_from: list[int], num_registered: int = 0, rows_per_block: Seq[int] = ()
+        self, groups: list[list[int]], live_from: list[int], num_registered: int = 0, row_ids: Seq[RowIds] = ()
     ) -> None:
         self.groups = groups  # block ids, one list a group; NULL_BLOCK where the window has passed
         self.live_from = live_from  # per group: entries before this one are null
         self.num_registered = num_registered  # leading entries already offered to the prefix cache
-        self._rows_per_block = rows_per_block or (1,) * len(groups)
+        self._row_ids = row_ids or (PLAIN_IDS,) * len(groups)
         self._pending: list[BlockTableUpdate] | None = None  # None: the runner has nothing of this table
 
     def append(self, group: int, blocks: list[int]) -> None:
@@ -116,7 +154,7 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second table with the same entries; the caller counts the references."""
         groups = [list(blocks) for blocks in self.groups]
-        return BlockTable(groups, list(self.live_from), self.num_registered, self._rows_per_block)
+        return BlockTable(groups, list(self.live_from), self.num_registered, self._row_ids)
 
     def resend_all(self) -> None:
         """Send the whole table with the next updates: the runner has dropped its copy."""
@@ -129,17 +167,12 @@ class BlockTable:
             return [self._update(group, 0, blocks) for group, blocks in enumerate(self.groups) if blocks]
         return pending
 
-    @property
-    def num_held(self) -> int:
-        return sum(len(blocks) - first for blocks, first in zip(self.groups, self.live_from, strict=True))
-
     def _note(self, group: int, start: int, blocks: list[int]) -> None:
         if self._pending is not None:
             self._pending.append(self._update(group, start, blocks))
 
     def _update(self, group: int, start: int, blocks: list[int]) -> BlockTableUpdate:
-        rows = self._rows_per_block[group]
-        return BlockTableUpdate(group, start, list(blocks) if rows == 1 else [block * rows for block in blocks])
+        return BlockTableUpdate(group, start, self._row_ids[group].of(blocks))
 
 
 class HashChain:

@@ -7,21 +7,29 @@
     fork     a second table on the same blocks
     release  all blocks of a table go back
 
-All groups take their blocks from one pool. A block that several tables hold is never written: `reserve` gives the
-writer a copy of its own (the pairs it returns are copied by the runner before anything is written). Only full blocks
-are registered, and nothing is written into a full block, so registered contents never change.
+All groups take their blocks from one pool, those of recurrent layers from regions of their own (`kv/entries.py` says
+which entries a group needs). A block that several tables hold is never written: `reserve` gives the writer a copy of
+its own (the pairs it returns are copied by the runner before anything is written). Only full blocks are registered, and
+nothing is written into a full block, so registered contents never change.
+
+A state is written whole, at a multiple of 64 tokens, into a slot that nobody reads yet. A step must leave the last one
+that it passes; those before it are kept too while half of the slots are free, so that other sequences with the same
+beginning find them: all, or those at multiples of 128, 256, ... tokens.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from tokenmill.kv.blocks import NULL_BLOCK, BlockPool, BlockTable, HashChain, PrefixIndex
-from tokenmill.kv.layout import blocks_in_group
+from tokenmill.arch.cache_parts import CHUNK, CacheKind
+from tokenmill.kv.blocks import NULL_BLOCK, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
+from tokenmill.kv.entries import REGIONS, EntryRule
 
 Copies = list[tuple[int, int]]  # (from block, to block)
 NO_COPIES: Copies = []
+STATES = REGIONS.index("state")
 
 
 class PrefixMatch(NamedTuple):
@@ -40,15 +48,28 @@ class KVCache:
         block_size: int = 16,
         prefix_caching: bool = True,
         rows_per_block: Seq[int] = (),
+        kinds: Seq[CacheKind] = (),
+        num_cells: int = 0,
+        num_states: int = 0,
+        chunk: int = CHUNK,
     ) -> None:
-        """`windows`: one entry a cache group, None for full attention; `rows_per_block` likewise (see `KVLayout`), 1 by
-        default. `num_blocks` counts the null block."""
-        self.windows = tuple(windows)
-        self.rows_per_block = tuple(rows_per_block) or (1,) * len(self.windows)
+        """`windows`: one entry a cache group, None for full attention; `rows_per_block` (see `KVLayout`) and `kinds`
+        likewise, 1 and "paged" by default. `num_blocks`, `num_cells` and `num_states` count the null block. `chunk`:
+        tokens between two states."""
+        kind_of: Seq[CacheKind] = kinds or ["paged"] * len(windows)
+        self.rules = tuple(EntryRule(*pair, block_size, chunk) for pair in zip(kind_of, windows, strict=True))
         self.block_size = block_size
+        self._chunk = chunk
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.prefix = PrefixIndex(len(self.windows))
+        self.pool = BlockPool(num_blocks, num_cells, num_states)
+        self.prefix = PrefixIndex(len(self.rules))
+        rows = tuple(rows_per_block) or (1,) * len(windows)
+        self._row_ids = tuple(
+            RowIds(self.pool.firsts[rule.region], number) for rule, number in zip(self.rules, rows, strict=True)
+        )
+        self._by_token = [group for group, rule in enumerate(self.rules) if rule.kind != "state"]
+        self.regions = tuple(dict.fromkeys(rule.region for rule in self.rules))
+        self.is_recurrent = STATES in self.regions
 
     def chain(self, salt: str) -> HashChain:
         return HashChain(salt, self.block_size)
@@ -67,9 +88,28 @@ class KVCache:
     def num_usable(self) -> int:
         return self.pool.num_usable
 
-    def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """Blocks one sequence holds at most on its way to `num_tokens`, computed in steps of up to `chunk` tokens."""
-        return sum(blocks_in_group(window, num_tokens, chunk, self.block_size) for window in self.windows)
+    def num_groups(self, region: int) -> int:
+        return sum(rule.region == region for rule in self.rules)
+
+    def blocks_for(self, num_tokens: int, chunk: int, region: int = 0) -> int:
+        """Blocks of a region that one sequence holds at most on its way to `num_tokens`, computed in steps of up to
+        `chunk` tokens."""
+        return sum(rule.most_held(num_tokens, chunk) for rule in self.rules if rule.region == region)
+
+    def has_spare(self, num_drafts: int, num_sequences: int) -> bool:
+        """Tell whether there is room for drafts with one block left for each sequence and group to grow into."""
+        return all(
+            self.pool.free_in(region) - num_sequences * self.num_groups(region)
+            >= sum(max(1, rule.most_held(num_drafts, 1)) for rule in self.rules if rule.region == region)
+            for region in self.regions
+        )
+
+    def num_held(self, table: BlockTable, region: int = 0) -> int:
+        return sum(
+            sum(map(bool, blocks))
+            for rule, blocks in zip(self.rules, table.groups, strict=True)
+            if rule.region == region
+        )
 
     # ── what is there already ──────────────────────────────────────────────────────────────────────────
 
@@ -81,50 +121,50 @@ class KVCache:
         hashes = chain.extend(token_ids, num_blocks)
         num_blocks = self._full_attention_run(hashes, num_blocks)
         num_blocks = self._last_visible_block(hashes, num_blocks)
-        groups = [self._hit_blocks(group, hashes, num_blocks) for group in range(len(self.windows))]
+        groups = [self._hit_blocks(group, hashes, num_blocks) for group in range(len(self.rules))]
         return PrefixMatch(num_blocks * self.block_size, groups)
 
-    def num_shared(self, hit: PrefixMatch) -> int:
+    def num_shared(self, hit: PrefixMatch, region: int = 0) -> int:
         """Count the blocks of a hit that running sequences hold already: they are not taken from the free ones."""
-        return sum(self.pool.refs[block] > 0 for blocks in hit.groups for block in blocks)
+        found = (blocks for rule, blocks in zip(self.rules, hit.groups, strict=True) if rule.region == region)
+        return sum(self.pool.refs[block] > 0 for blocks in found for block in blocks)
 
     def miss(self) -> PrefixMatch:
-        return PrefixMatch(0, [[] for _ in self.windows])
+        return PrefixMatch(0, [[] for _ in self.rules])
 
     def _full_attention_run(self, hashes: list[bytes], num_blocks: int) -> int:
         """Count the leading blocks that all groups without a window have: those need every block from the first on."""
-        full = [group for group, window in enumerate(self.windows) if window is None]
+        full = [group for group, rule in enumerate(self.rules) if rule.keeps_all]
         for index in range(num_blocks):
             if any(self.prefix.find(group, hashes[index]) is None for group in full):
                 return index
         return num_blocks
 
     def _last_visible_block(self, hashes: list[bytes], num_blocks: int) -> int:
-        """The longest prefix of at most `num_blocks` whose windows are complete at its end."""
-        windowed = [group for group, window in enumerate(self.windows) if window is not None]
-        best = num_blocks if not windowed else 0
-        missing = dict.fromkeys(windowed, -1)  # per group: the last absent block so far
-        for index in range(num_blocks if windowed else 0):
-            for group in windowed:
-                if self.prefix.find(group, hashes[index]) is None:
-                    missing[group] = index
+        """The longest prefix of at most `num_blocks` of which everything is here that queries behind it see."""
+        partial = [group for group, rule in enumerate(self.rules) if not rule.keeps_all]
+        best = num_blocks if not partial else 0
+        missing = dict.fromkeys(partial, -1)  # per group: the last absent entry so far
+        for index in range(num_blocks if partial else 0):
             end = (index + 1) * self.block_size
-            if all(missing[group] < self.first_visible_block(group, end) for group in windowed):
+            for group in partial:
+                rule = self.rules[group]
+                entry = end // rule.tokens - 1
+                if rule.last_block(entry) == index and self.prefix.find(group, hashes[index]) is None:
+                    missing[group] = entry
+            if all(missing[group] < self.first_visible_block(group, end) for group in partial):
                 best = index + 1
         return best
 
     def first_visible_block(self, group: int, position: int) -> int:
-        """The first entry that a query at `position` or later can see.
-
-        keys:  [ ... | position - window + 1 ............ position ]
-                       ▲ in this block
-        """
-        window = self.windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
+        """The first entry that a query at `position` or later can see."""
+        return self.rules[group].first_visible(position)
 
     def _hit_blocks(self, group: int, hashes: list[bytes], num_blocks: int) -> list[int]:
-        first = min(self.first_visible_block(group, num_blocks * self.block_size), num_blocks)
-        found = (self.prefix.find(group, block_hash) for block_hash in hashes[first:num_blocks])
+        rule = self.rules[group]
+        num_entries = num_blocks * self.block_size // rule.tokens
+        first = min(rule.first_visible(num_blocks * self.block_size), num_entries)
+        found = (self.prefix.find(group, hashes[rule.last_block(entry)]) for entry in range(first, num_entries))
         return [NULL_BLOCK] * first + [block for block in found if block is not None]
 
     # ── a table's life ─────────────────────────────────────────────────────────────────────────────────
@@ -133,48 +173,100 @@ class KVCache:
         for blocks in hit.groups:
             for block in blocks:
                 self.pool.share(block)
-        num_blocks = hit.num_tokens // self.block_size
         live_from = [
-            min(self.first_visible_block(group, hit.num_tokens), num_blocks) for group in range(len(self.windows))
+            min(rule.first_visible(hit.num_tokens), len(blocks))
+            for rule, blocks in zip(self.rules, hit.groups, strict=True)
         ]
-        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self.rows_per_block)
+        num_blocks = hit.num_tokens // self.block_size
+        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self._row_ids)
 
-    def reserve(self, table: BlockTable, start: int, end: int) -> Copies | None:
-        """Make [start, end) writable for this table alone; None (and nothing changed) when the pool is short."""
+    def reserve(self, table: BlockTable, start: int, end: int, *, is_certain: bool = True) -> Copies | None:
+        """Make [start, end) writable for this table alone; None (and nothing changed) when the pool is short.
+
+        `is_certain`: False for drafts, of which any number may turn out right, so that all they leave must be kept.
+        """
         first, last = start // self.block_size, (end - 1) // self.block_size
-        if first == last and self._is_own(table, last):  # decoding, nearly always
+        passes_state = self.is_recurrent and start // self._chunk != end // self._chunk
+        if first == last and not passes_state and self._is_own(table, last):  # decoding, nearly always
             return NO_COPIES
-        shared = self._shared_entries(table, first, last)
-        num_new = sum(max(0, last + 1 - len(blocks)) for blocks in table.groups)
-        if not shared and not num_new:
+        shared = self._shared_entries(table, start, end)
+        new = self._new_entries(table, start, end, is_certain=is_certain)
+        if not shared and not new:
             return NO_COPIES
-        if len(shared) + num_new > self.pool.num_free:
+        if not self._suffices(shared, new):
             return None
-        copies = [self._copy_on_write(table, group, index) for group, index in shared]
-        for group, blocks in enumerate(table.groups):
-            if last >= len(blocks):
-                table.append(group, [self._take() for _ in range(last + 1 - len(blocks))])
+        copies = [pair for group, index in shared if (pair := self._copy_on_write(table, group, index))]
+        for group, indices in new.items():
+            self._fill(table, group, indices)
+        if passes_state and is_certain:
+            self._keep_earlier_states(table, start, end)
         return copies
 
     def _is_own(self, table: BlockTable, index: int) -> bool:
         """True where every group has the entry and no other table holds it."""
-        refs = self.pool.refs
-        return all(index < len(blocks) and refs[blocks[index]] == 1 for blocks in table.groups)
+        refs, groups = self.pool.refs, table.groups
+        return all(index < len(groups[group]) and refs[groups[group][index]] == 1 for group in self._by_token)
 
-    def _shared_entries(self, table: BlockTable, first: int, last: int) -> list[tuple[int, int]]:
+    def _shared_entries(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
         refs = self.pool.refs
         return [
             (group, index)
-            for group, blocks in enumerate(table.groups)
-            for index in range(first, min(last + 1, len(blocks)))
+            for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True))
+            for index in rule.written(start, end)[: max(0, len(blocks) - rule.written(start, end).start)]
             if refs[blocks[index]] > 1
         ]
 
-    def _copy_on_write(self, table: BlockTable, group: int, index: int) -> tuple[int, int]:
-        old, new = table.groups[group][index], self._take()
+    def _new_entries(self, table: BlockTable, start: int, end: int, *, is_certain: bool) -> dict[int, list[int]]:
+        """By group, the entries that must be kept and are not there; null ones too, which an earlier, longer plan could
+        do without."""
+        new = {}
+        for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
+            required = rule.required(start, end, is_certain=is_certain)
+            indices = [index for index in required if index >= len(blocks) or blocks[index] == NULL_BLOCK]
+            if indices:
+                new[group] = indices
+        return new
+
+    def _suffices(self, shared: list[tuple[int, int]], new: dict[int, list[int]]) -> bool:
+        wanted = dict.fromkeys(self.regions, 0)
+        for group, _ in shared:
+            wanted[self.rules[group].region] += 1
+        for group, indices in new.items():
+            wanted[self.rules[group].region] += len(indices)
+        return all(number <= self.pool.free_in(region) for region, number in wanted.items())
+
+    def _fill(self, table: BlockTable, group: int, indices: list[int]) -> None:
+        """Set entries, ascending; those behind the table's end that are left out become null."""
+        region, num_entries = self.rules[group].region, len(table.groups[group])
+        inside = bisect_left(indices, num_entries)
+        for index in indices[:inside]:
+            table.replace(group, index, self._take(region))
+        if behind := indices[inside:]:
+            gaps = [NULL_BLOCK] * (behind[0] - num_entries)
+            table.append(group, gaps + [self._take(region) for _ in behind])
+
+    def _copy_on_write(self, table: BlockTable, group: int, index: int) -> tuple[int, int] | None:
+        """Give a table a block of its own in the place of a shared one; None: it will be written whole."""
+        rule, old = self.rules[group], table.groups[group][index]
+        new = self._take(rule.region)
         table.replace(group, index, new)
         self._release_block(old)
-        return old, new
+        return None if rule.kind == "state" else (old, new)
+
+    def _keep_earlier_states(self, table: BlockTable, start: int, end: int) -> None:
+        """Let a step leave states in front of the one that it must leave, as far as less than half are in use."""
+        group = next(number for number, rule in enumerate(self.rules) if rule.kind == "state")
+        entries = self.rules[group].written(start, end)[:-1]
+        room = self.pool.free_in(STATES) - self.pool.usable[STATES] // 2
+        if not entries or room <= 0:
+            return
+        stride = 1
+        while len(entries) // stride > room:
+            stride *= 2
+        for index in entries:
+            if (index + 1) % stride == 0 and room > 0 and table.groups[group][index] == NULL_BLOCK:
+                table.replace(group, index, self._take(STATES))
+                room -= 1
 
     def commit(self, table: BlockTable, num_computed: int, token_ids: Seq[int], chain: HashChain | None) -> None:
         """Record that tokens [0, num_computed) are in the cache. Without a chain others do not find them."""
@@ -183,15 +275,16 @@ class KVCache:
             if chain is not None and self.prefix_caching:
                 self._register(table, num_full, chain.extend(token_ids, num_full))
             table.num_registered = num_full
-        for group, window in enumerate(self.windows):
-            if window is not None:
+        for group, rule in enumerate(self.rules):
+            if not rule.keeps_all:
                 self._drop_unseen(table, group, num_computed)
 
     def _register(self, table: BlockTable, num_full: int, hashes: list[bytes]) -> None:
-        for group, blocks in enumerate(table.groups):
-            for index in range(table.num_registered, num_full):
+        for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
+            first, end = (number * self.block_size // rule.tokens for number in (table.num_registered, num_full))
+            for index in range(first, min(end, len(blocks))):
                 if blocks[index] != NULL_BLOCK:
-                    self.prefix.register(group, hashes[index], blocks[index])
+                    self.prefix.register(group, hashes[rule.last_block(index)], blocks[index])
 
     def _drop_unseen(self, table: BlockTable, group: int, num_computed: int) -> None:
         end = min(self.first_visible_block(group, num_computed), len(table.groups[group]))
@@ -211,10 +304,10 @@ class KVCache:
             for block in reversed(blocks):
                 self._release_block(block)
             blocks.clear()
-        table.live_from = [0] * len(self.windows)
+        table.live_from = [0] * len(self.rules)
 
-    def _take(self) -> int:
-        block = self.pool.take()
+    def _take(self, region: int) -> int:
+        block = self.pool.take(region)
         self.prefix.forget(block)
         return block
 

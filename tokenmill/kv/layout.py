@@ -17,9 +17,10 @@ of equal blocks serves all groups, and what one gives back another may take:
 
 A group with a window gives back the blocks behind it. A short convolution is such a group with a window of a few
 tokens: since every token's input stays in a block of its sequence until the window has passed, prefix hits, forks,
-preemption and rejected draft tokens need nothing that keys and values do not need. A mixer whose state is a sum over
-all tokens (Mamba, gated DeltaNet) would need a second kind of group, with slots written at fixed positions; it would be
-said in `CacheGroup`.
+preemption and rejected draft tokens need nothing that keys and values do not need.
+
+A recurrent mixer (gated DeltaNet, Mamba-2) has two groups of other kinds, `cells` and `state` (`arch/cache_parts.py`),
+whose blocks are of other sizes and lie in pools of their own: all recurrent layers of a model are one group of each.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, lcm, prod
 
+from tokenmill.arch.cache_parts import CacheField, CacheKind, CachePart
 from tokenmill.arch.cost import KV_SCALE_BYTES, bytes_per_value
-from tokenmill.arch.spec import CacheField, MixerSpec, ModelSpec
+from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.spec import MixerSpec, ModelSpec
 from tokenmill.errors import UnsupportedModel
+from tokenmill.kv.entries import REGIONS, EntryRule
 
 MAX_PADDING = 0.1  # unused bytes may be a tenth of a block; beyond that smaller groups are better
 SHORT_WINDOW = 16  # tokens: a group with a shorter window holds one or two blocks of a sequence, whatever its length
@@ -56,6 +60,7 @@ class CacheGroup:
     fields: tuple[CacheField, ...]
     window: int | None
     layers: tuple[int, ...]
+    kind: CacheKind = "paged"
 
     def keeps(self, name: str) -> bool:
         return any(field.name == name for field in self.fields)
@@ -70,32 +75,56 @@ class KVLayout:
         """The groups of a model. Where all fields have the cache's type (attention), `dtypes` change nothing but the
         number of bytes."""
         kinds = _layers_by_kind(spec, dtypes or CacheDtypes())
-        size = _block_bytes_per_token(kinds)
+        paged = {part: layers for part, layers in kinds.items() if part.kind == "paged"}
+        if not paged:
+            raise UnsupportedModel("a model without attention or convolution layers is not implemented")
+        size = _block_bytes_per_token(paged)
         groups: list[CacheGroup] = []
-        for (fields, window), layers in kinds.items():
-            count = size // _layer_bytes(fields)
+        for part, layers in paged.items():
+            count = size // _layer_bytes(part.fields)
             groups += [
-                CacheGroup(fields, window, tuple(layers[start : start + count]))
+                CacheGroup(part.fields, part.window, tuple(layers[start : start + count]))
                 for start in range(0, len(layers), count)
             ]
+        recurrent = {part: layers for part, layers in kinds.items() if part.kind != "paged"}
+        if len(recurrent) > 2:
+            raise UnsupportedModel("recurrent layers of different shapes in one model are not implemented")
+        groups += [CacheGroup(part.fields, None, tuple(layers), part.kind) for part, layers in recurrent.items()]
         return cls(tuple(groups))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)
 
+    @cached_property
+    def paged(self) -> tuple[CacheGroup, ...]:
+        """The groups that share the pool of blocks."""
+        return tuple(group for group in self.groups if group.kind == "paged")
+
+    def of_kind(self, kind: CacheKind) -> CacheGroup | None:
+        """The group of cells or of states, which all recurrent layers share."""
+        return next((group for group in self.groups if group.kind == kind), None)
+
+    @property
+    def is_recurrent(self) -> bool:
+        return len(self.paged) < len(self.groups)
+
+    def rules(self, block_size: int) -> tuple[EntryRule, ...]:
+        """One entry a group."""
+        return tuple(EntryRule(group.kind, group.window, block_size) for group in self.groups)
+
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        return len({layer for group in self.groups for layer in group.layers})
 
     @cached_property
     def layers_per_group(self) -> int:
-        return max(len(group.layers) for group in self.groups)
+        return max(len(group.layers) for group in self.paged)
 
     @cached_property
     def is_uniform(self) -> bool:
-        """True where all groups keep the same fields: then every field is a tensor of its own."""
-        return len({group.fields for group in self.groups}) == 1
+        """True where all paged groups keep the same fields: then every field is a tensor of its own."""
+        return len({group.fields for group in self.paged}) == 1
 
     @cached_property
     def rows_per_block(self) -> tuple[int, ...]:
@@ -104,23 +133,24 @@ class KVLayout:
         `KVStorage`), and a block is so many of a group's fields."""
         if self.is_uniform:
             return (1,) * len(self.groups)
-        return tuple(self.shared_bytes // _unit_bytes(group.fields) for group in self.groups)
+        rows = (self.shared_bytes // _unit_bytes(group.fields) for group in self.paged)
+        return (*rows, *(1 for _ in self.groups[len(self.paged) :]))
 
     @cached_property
     def shared_bytes(self) -> int:
         """Bytes per token of a block that groups with different fields share, without scales."""
-        units = lcm(*(_unit_bytes(group.fields) for group in self.groups))
-        return ceil(max(len(group.layers) * _layer_bytes(group.fields) for group in self.groups) / units) * units
+        units = lcm(*(_unit_bytes(group.fields) for group in self.paged))
+        return ceil(max(len(group.layers) * _layer_bytes(group.fields) for group in self.paged) / units) * units
 
     @cached_property
     def scaled_kinds(self) -> tuple[tuple[CacheField, ...], ...]:
         """The distinct sets of fields that have scales."""
-        kinds = dict.fromkeys(group.fields for group in self.groups)
+        kinds = dict.fromkeys(group.fields for group in self.paged)
         return tuple(fields for fields in kinds if has_scale(fields[0]))
 
     def place(self, layer: int) -> tuple[int, int]:
-        """(group, index within the group) of a layer."""
-        for number, group in enumerate(self.groups):
+        """(group, index within the group) of a layer's paged fields."""
+        for number, group in enumerate(self.paged):
             if layer in group.layers:
                 return number, group.layers.index(layer)
         raise IndexError(f"layer {layer} is not in the layout")
@@ -131,6 +161,19 @@ class KVLayout:
             return block_size * self.layers_per_group * sum(map(field_bytes, self.groups[0].fields))
         scales = (self.shared_bytes // _unit_bytes(kind) * scale_bytes(kind[0]) for kind in self.scaled_kinds)
         return block_size * (self.shared_bytes + sum(scales))
+
+    def cells_bytes(self, block_size: int) -> int:
+        """One block of cells."""
+        return block_size * self._bytes_of("cells")
+
+    @property
+    def state_bytes(self) -> int:
+        """One slot: the states of all recurrent layers at one position of a sequence."""
+        return self._bytes_of("state")
+
+    def _bytes_of(self, kind: CacheKind) -> int:
+        group = self.of_kind(kind)
+        return 0 if group is None else len(group.layers) * sum(map(field_bytes, group.fields))
 
 
 # ── bytes of a token ───────────────────────────────────────────────────────────────────────────────────
@@ -164,34 +207,31 @@ def _unit_bytes(fields: Sequence[CacheField]) -> int:
     return sizes.pop()
 
 
-# ── blocks of a sequence ───────────────────────────────────────────────────────────────────────────────
-
-
-def blocks_in_group(window: int | None, num_tokens: int, chunk: int, block_size: int) -> int:
-    """Blocks that one sequence holds at most in a group on its way to `num_tokens`, in steps of up to `chunk` tokens.
-
-    A window group holds what the queries of a chunk see:  [ window - 1 tokens before | chunk ], which may begin
-    anywhere in a block, hence one block more. The scheduler admits by this count, and pools are sized with it.
-    """
-    everything = ceil(num_tokens / block_size)
-    return everything if window is None else min(everything, ceil((window - 1 + chunk) / block_size) + 1)
-
-
 # ── cutting layers into groups ─────────────────────────────────────────────────────────────────────────
 
-Kinds = dict[tuple[tuple[CacheField, ...], int | None], list[int]]
+Kinds = dict[CachePart, list[int]]
 
 
 def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
     """Layer numbers by what they keep and how far they look back; layers without a window come first."""
     found: Kinds = {}
     for number, layer in enumerate(spec.layers):
-        mixer: MixerSpec = layer.mixer
-        fields = tuple(dtypes.resolved(field) for field in mixer.cache_fields())
-        if not fields:  # it reads what another layer keeps
-            continue
-        found.setdefault((fields, mixer.window), []).append(number)
-    return dict(sorted(found.items(), key=lambda item: (item[0][1] is not None, item[0][1] or 0)))
+        for part in cache_parts(layer.mixer):
+            fields = tuple(dtypes.resolved(field) for field in part.fields)
+            found.setdefault(replace(part, fields=fields), []).append(number)
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def cache_parts(mixer: MixerSpec) -> tuple[CachePart, ...]:
+    """What a mixer keeps, by kind."""
+    if isinstance(mixer, Recurrent):
+        return mixer.cache_parts()
+    fields = mixer.cache_fields()
+    return (CachePart("paged", fields, mixer.window),) if fields else ()  # none: it reads what another layer keeps
+
+
+def _order(part: CachePart) -> tuple[int, bool, int]:
+    return REGIONS.index(part.kind), part.window is not None, part.window or 0
 
 
 def _block_bytes_per_token(kinds: Kinds) -> int:
@@ -199,12 +239,12 @@ def _block_bytes_per_token(kinds: Kinds) -> int:
 
     Only kinds that hold many blocks count: those without a window, or with one longer than a block.
     """
-    is_uniform = len({fields for fields, _ in kinds}) == 1
-    sizes = {kind: (_layer_bytes(kind[0]), len(layers)) for kind, layers in kinds.items()}
-    counted = [size for (_, window), size in sizes.items() if window is None or window >= SHORT_WINDOW]
+    is_uniform = len({part.fields for part in kinds}) == 1
+    sizes = {part: (_layer_bytes(part.fields), len(layers)) for part, layers in kinds.items()}
+    counted = [size for part, size in sizes.items() if part.window is None or part.window >= SHORT_WINDOW]
     counted = counted or list(sizes.values())
     largest = max(each for each, _ in sizes.values())  # a block holds at least one layer of any kind
-    step = largest if is_uniform else lcm(*(_unit_bytes(fields) for fields, _ in kinds))
+    step = largest if is_uniform else lcm(*(_unit_bytes(part.fields) for part in kinds))
     most = max(largest, min(each * count for each, count in counted))
     used = sum(each * count for each, count in counted)
 

@@ -16,6 +16,9 @@ group's block tables are block * rows_per_block (`BlockTable.updates`), and kern
 
     block 7 of 6 rows in group 0   [ K row | V row | K row | V row | K row | V row ]   id 42 in views from row 0, 1 ...
     block 9 of 2 rows in group 1   [ inputs row            | inputs row            ]   id 18 in views from row 0, 1
+
+Cells and states of recurrent layers have tensors of their own, [layers, num_cells, ...] and [layers, num_states, ...];
+a state has no axis of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tokenmill.arch.spec import CacheField
+from tokenmill.arch.cache_parts import CacheField
 from tokenmill.kv.layout import CacheGroup, KVLayout, has_scale
 from tokenmill.ops.batch import LayerCache
 
@@ -44,27 +47,49 @@ Fields = dict[str, torch.Tensor]
 
 
 class KVStorage:
-    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        num_cells: int = 0,
+        num_states: int = 0,
+    ) -> None:
+        """`num_blocks`, `num_cells` and `num_states` count the null block; models without recurrent layers have none of
+        the latter two."""
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_cells = num_cells
+        self.num_states = num_states
         self.block_size = block_size
         self.device = device
-        self._pools: list[torch.Tensor] = []  # everything that is allocated: [planes, num_blocks, ...]
+        self._pools: list[torch.Tensor] = []  # everything that is allocated for blocks: [planes, num_blocks, ...]
+        self._cells: list[torch.Tensor] = []  # [layers, num_cells, ...]
+        self._states: list[torch.Tensor] = []  # [layers, num_states, ...]
         self._fields: dict[int, Fields] = {}  # by layer
-        self._groups = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
+        self._groups = {
+            (layer, field.name): number
+            for number, group in enumerate(layout.groups)
+            for layer in group.layers
+            for field in group.fields
+        }
+        self._paged = {layer: number for number, group in enumerate(layout.paged) for layer in group.layers}
         if layout.is_uniform:
             self._allocate_fields(layout)
         else:
             self._allocate_shared(layout)
+        self._allocate_recurrent(layout)
         self._layers = {
             layer: LayerCache(fields["keys"], fields["values"], fields.get("keys_scale"), fields.get("values_scale"))
             for layer, fields in self._fields.items()
             if "keys" in fields
         }
 
-    def group(self, layer: int) -> int:
-        """The cache group of a layer: which of a batch's block tables is its own."""
-        return self._groups[layer]
+    def group(self, layer: int, field: str | None = None) -> int:
+        """The cache group of a layer's field: which of a batch's block tables is its own. None: of its paged fields."""
+        return self._paged[layer] if field is None else self._groups[layer, field]
 
     def fields(self, layer: int) -> Fields:
         """The tensors of a layer's fields, by name."""
@@ -75,38 +100,57 @@ class KVStorage:
         return self._layers[number]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (from, to) block ids, all as if at once: sources are read before anything is written."""
+        """Copy (from, to) block ids, all as if at once: sources are read before anything is written. Ids behind those
+        of blocks are cells (`BlockPool`)."""
+        blocks = [pair for pair in pairs if pair[0] < self.num_blocks]
+        self._copy(self._pools, blocks)
+        if len(blocks) < len(pairs):
+            before = self.num_blocks - 1
+            cells = [(source - before, to - before) for source, to in pairs if source >= self.num_blocks]
+            self._copy(self._cells, cells)
+
+    def _copy(self, pools: list[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
-        for pool in self._pools:
+        for pool in pools:
             bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # copied, whatever they mean
             for planes in torch.split(bits, max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
                 planes[:, targets] = planes[:, sources]
 
     @property
     def num_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(pool.nbytes for pool in (*self._pools, *self._cells, *self._states))
 
     # ── allocation ──
 
     def _allocate_fields(self, layout: KVLayout) -> None:
         """One tensor per field."""
         for field in layout.groups[0].fields:
-            pool = self._zeros((layout.layers_per_group, self.num_blocks, *self._block_shape(field)), field.dtype)
+            pool = self._blocks((layout.layers_per_group, self.num_blocks, *self._block_shape(field)), field.dtype)
             scales = self._scales(field, layout.layers_per_group) if has_scale(field) else None
-            for group in layout.groups:
+            for group in layout.paged:
                 for index, layer in enumerate(group.layers):
                     self._keep(layer, field, pool[index], None if scales is None else scales[index])
 
     def _allocate_shared(self, layout: KVLayout) -> None:
         """One piece of memory for all fields, and one for the scales of each set of fields that has some."""
-        shared = self._zeros((1, self.num_blocks, layout.shared_bytes * self.block_size), "int8").view(torch.uint8)
+        shared = self._blocks((1, self.num_blocks, layout.shared_bytes * self.block_size), "int8").view(torch.uint8)
         scales: dict[tuple[CacheField, ...], torch.Tensor] = {}
-        for group, rows in zip(layout.groups, layout.rows_per_block, strict=True):
+        for group, rows in zip(layout.paged, layout.rows_per_block[: len(layout.paged)], strict=True):
             if has_scale(group.fields[0]) and group.fields not in scales:
                 scales[group.fields] = self._scales(group.fields[0], 1, rows)
             self._share(group, rows, shared, scales.get(group.fields))
+
+    def _allocate_recurrent(self, layout: KVLayout) -> None:
+        """One tensor per field of cells and of states."""
+        for kind, pools, number in (("cells", self._cells, self.num_cells), ("state", self._states, self.num_states)):
+            fields = ((group, field) for group in layout.groups if group.kind == kind for field in group.fields)
+            for group, field in fields:
+                shape = self._block_shape(field) if kind == "cells" else field.shape
+                pools.append(self._zeros((len(group.layers), number, *shape), field.dtype))
+                for index, layer in enumerate(group.layers):
+                    self._keep(layer, field, pools[-1][index], None)
 
     def _share(self, group: CacheGroup, rows: int, shared: torch.Tensor, scales: torch.Tensor | None) -> None:
         """Views of the rows that belong to a group's fields: the first layer's fields, then the second's ..."""
@@ -128,16 +172,17 @@ class KVStorage:
         return (*field.shape[:-1], self.block_size, field.shape[-1])
 
     def _scales(self, field: CacheField, planes: int, *rows: int) -> torch.Tensor:
-        return self._zeros((planes, self.num_blocks, *rows, *field.shape[:-1], self.block_size), "float32")
+        return self._blocks((planes, self.num_blocks, *rows, *field.shape[:-1], self.block_size), "float32")
+
+    def _blocks(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        self._pools.append(self._zeros(shape, dtype))
+        return self._pools[-1]
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         """Zeros, so that what a masked score multiplies is never NaN. On a CPU the pages come when they are first
         written: a pool that is never filled costs nothing."""
         kind = DTYPES[dtype]
         if self.device.type != "cpu":
-            pool = torch.zeros(shape, dtype=kind, device=self.device)
-        else:
-            num_bytes = math.prod(shape) * kind.itemsize
-            pool = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(kind).view(shape)
-        self._pools.append(pool)
-        return pool
+            return torch.zeros(shape, dtype=kind, device=self.device)
+        num_bytes = math.prod(shape) * kind.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(kind).view(shape)

@@ -62,15 +62,22 @@ def plan_forward(
         cos_sin={rope: table.at(batch.positions, ops) for rope, table in positions.ropes.items()},
         growths={growth: query_growth(growth, batch.positions) for growth in positions.growths},
         mixer_plans=tuple(
-            _plan(ops, batch, number, group, positions.chunked) for number, group in enumerate(storage.layout.groups)
+            _plan(ops, batch, number, storage.layout.groups, positions.chunked)
+            for number in range(len(storage.layout.groups))
         ),
         batch_class=classes.of(num_tokens, mode),
         gathering=(classes.of(num_tokens, mode, gathers=True), classes.of(num_outputs, mode, gathers=True)),
     )
 
 
-def _plan(ops: Ops, batch: ForwardBatch, number: int, group: CacheGroup, chunked: frozenset[int]) -> Any:
-    """What the mixers of a cache group read, worked out once a step."""
+def _plan(ops: Ops, batch: ForwardBatch, number: int, groups: tuple[CacheGroup, ...], chunked: frozenset[int]) -> Any:
+    """What the mixers of a cache group read, worked out once a step; recurrent ones find theirs at the group of
+    states."""
+    group = groups[number]
+    if group.kind == "cells":
+        return None
+    if group.kind == "state":
+        return ops.plan_recurrent(batch, next(at for at, one in enumerate(groups) if one.kind == "cells"), number)
     if group.keeps("inputs"):
         assert group.window is not None, "a convolution has a window"
         return ops.plan_short_conv(batch, number, group.window)

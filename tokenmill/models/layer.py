@@ -17,12 +17,14 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import AddInput, Experts, Feed, GatedMlp, LayerRegions, SideBySide
 from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, NormSpec, ShortConv
 from tokenmill.models.attention import Attention
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.latent_attention import LatentAttention
 from tokenmill.models.linear import Loader, form_of
+from tokenmill.models.recurrent import RecurrentMixer
 from tokenmill.models.short_conv import ShortConvolution
 from tokenmill.ops.interface import (
     BatchClass,
@@ -104,6 +106,8 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
             return LatentAttention(spec, attend.name, attend.layer, load)
         case ShortConv() as spec:
             return ShortConvolution(spec, attend.name, attend.layer, load)
+        case Recurrent() as spec:
+            return RecurrentMixer(spec, attend.name, attend.layer, norm_eps, load)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from tokenmill.arch.spec import Activation, Gqa, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 
 Dense = Callable[[RawTensor], torch.Tensor]
 """Plain values of a raw tensor, in the compute dtype on the device."""
@@ -308,6 +309,13 @@ class PlanAttention(Protocol):
         ...
 
 
+class Recur(Protocol):
+    def __call__(self, projected: torch.Tensor, cache: RecurrentCache, plan: Any, args: RecurrentArgs) -> torch.Tensor:
+        """projected [T, q k v z (b) a] → normed and gated outputs [T, values]; cells and states of the step's tokens
+        are written into `cache` where their tables have a block."""
+        ...
+
+
 class GatedLinear(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
@@ -352,6 +360,9 @@ class Ops:
     plan_short_conv: Callable[[ForwardBatch, int, int], Any]
     """(batch, group, kernel) → what `short_conv` of this group's layers reads; once a step."""
     short_conv: ShortConvolve
+    plan_recurrent: Callable[[ForwardBatch, int, int], Any]
+    """(batch, group of cells, group of states) → what `recurrent` reads; once a step."""
+    recurrent: Recur
     act_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
     """[T, 2 * inter], gate then up → act(gate) * up"""
     activate: Callable[[torch.Tensor, Activation], torch.Tensor]

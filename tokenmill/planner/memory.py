@@ -17,7 +17,13 @@ from tokenmill.arch.outline import Model, ModelOutline, outline_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.planner.device import PlanDevice
-from tokenmill.runner.memory import RunnerLimits, blocks_for_context, num_blocks_that_fit
+from tokenmill.runner.memory import (
+    RunnerLimits,
+    blocks_for_context,
+    num_blocks_that_fit,
+    num_states_that_fit,
+    recurrent_bytes,
+)
 
 MIB = 1 << 20
 GPU_CONTEXT_BYTES = 500 * MIB  # taken by the driver before anything else
@@ -59,6 +65,7 @@ class Limits:
     block_size: int = 16
     memory_fraction: float | None = None
     num_blocks: int | None = None  # of the pool; None: as many as the share of memory holds
+    num_states: int | None = None  # of recurrent layers, likewise
     expands_weights: bool = False  # matrices that a GPU expands for large steps
     value_bytes: int = 2  # of an activation on a GPU
 
@@ -108,10 +115,12 @@ def plan_memory(
     activations, graphs = step_bytes(spec, limits, device, split)
     runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + device.runs_on.start_bytes
     free = device.available_bytes - weights - activations - runtime - graphs
-    blocks, block_bytes, per_request = _pool(spec, kv_dtype, device, split, limits, free)
-    held = 0 if blocks < 2 else (blocks - 1) // per_request
+    pool = _pool(spec, kv_dtype, device, split, limits, free)
+    held = 0 if pool.num_blocks < 2 else (pool.num_blocks - 1) // pool.blocks_per_request
+    if pool.state_bytes:
+        held = min(held, (pool.num_states - 1) // 2)
     return MemoryPlan(
-        weights, activations, runtime, graphs, blocks * block_bytes, per_request * block_bytes, blocks,
+        weights, activations, runtime, graphs, pool.num_bytes, pool.bytes_per_request, pool.num_blocks,
         device.available_bytes, held, file_bytes if device.is_cpu else 0,
     )  # fmt: skip
 
@@ -145,32 +154,59 @@ def outline_step_bytes(spec: Model, limits: Limits, split: Split, value_bytes: i
     return int(step + logits)
 
 
-def _pool(
-    spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
-) -> tuple[int, int, int]:
-    """Return (blocks, bytes of one on a device, blocks of one request)."""
+@dataclass(frozen=True)
+class PoolPlan:
+    """The cache on one device."""
+
+    num_blocks: int
+    block_bytes: int
+    blocks_per_request: int
+    num_states: int = 0
+    state_bytes: int = 0  # of one, without its share of the cells
+    recurrent_bytes: int = 0  # of all states and cells
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes + self.recurrent_bytes
+
+    @property
+    def bytes_per_request(self) -> int:
+        return self.blocks_per_request * self.block_bytes + 2 * self.state_bytes
+
+
+def _pool(spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int) -> PoolPlan:
     if isinstance(spec, ModelOutline):
         return _outline_pool(spec, kv_dtype, device, split, limits, free)
     layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, _compute_dtype(device, limits)))
-    block_bytes = ceil(layout.block_bytes(limits.block_size) * split.kv_share(spec))
-    per_request = blocks_for_context(layout, limits.context, limits.block_size, limits.token_budget)
-    if limits.num_blocks is not None:
-        return limits.num_blocks, block_bytes, per_request
+    share, size = split.kv_share(spec), limits.block_size
+    block_bytes = ceil(layout.block_bytes(size) * share)
+    per_request = blocks_for_context(layout, limits.context, size, limits.token_budget)
     fraction = limits.memory_fraction or device.runs_on.memory_fraction
     try:
-        blocks = num_blocks_that_fit(
+        blocks = limits.num_blocks or num_blocks_that_fit(
             layout,
             free_bytes=max(0, free),
             memory_fraction=fraction,
-            block_size=limits.block_size,
+            block_size=size,
             block_bytes=block_bytes,
             max_context=limits.context,
             max_rows=limits.max_running,
             max_chunk=limits.token_budget,
         )
+        states = limits.num_states or num_states_that_fit(
+            layout,
+            free_bytes=int(max(0, free) * fraction) - blocks * block_bytes,
+            block_size=size,
+            num_blocks=blocks,
+            max_rows=limits.max_running,
+            share=share,
+        )
     except InvalidConfig:
-        blocks = 0
-    return blocks, block_bytes, per_request
+        return PoolPlan(0, block_bytes, per_request)
+    if not layout.is_recurrent:
+        return PoolPlan(blocks, block_bytes, per_request)
+    taken = recurrent_bytes(layout, states, size, limits.max_running, share)
+    return PoolPlan(blocks, block_bytes, per_request, states, ceil(layout.state_bytes * share), taken)
 
 
 def _compute_dtype(device: PlanDevice, limits: Limits) -> str:
@@ -180,7 +216,7 @@ def _compute_dtype(device: PlanDevice, limits: Limits) -> str:
 
 def _outline_pool(
     outline: ModelOutline, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int
-) -> tuple[int, int, int]:
+) -> PoolPlan:
     """Size the cache of a model that the engine has no layout for: a block holds some tokens of all layers, and a
     request takes as many blocks as its bytes need."""
     share = split.kv_share(outline)
@@ -188,7 +224,7 @@ def _outline_pool(
     per_request = max(1, ceil(kv_bytes(outline, kv_dtype, limits.context) * share / block_bytes))
     affordable = int(max(0, free) * (limits.memory_fraction or device.runs_on.memory_fraction)) // block_bytes
     useful = limits.max_running * per_request + 1
-    return min(affordable, useful) if limits.num_blocks is None else limits.num_blocks, block_bytes, per_request
+    return PoolPlan(limits.num_blocks or min(affordable, useful), block_bytes, per_request)
 
 
 # ── rules of thumb, for comparison ─────────────────────────────────────────────────────────────────────

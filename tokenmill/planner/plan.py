@@ -47,6 +47,7 @@ class Question:
     memory_fraction: float | None = None
     block_size: int = 16
     num_blocks: int | None = None
+    num_states: int | None = None
     slo: Slo = field(default_factory=Slo)
     usd_per_hour: float | None = None
     speeds: Speeds | None = None  # measured; None: from the device's peaks
@@ -58,8 +59,9 @@ class Question:
     @property
     def limits(self) -> Limits:
         return Limits(
-            self.context, self.max_running, self.token_budget, self.block_size, self.memory_fraction, self.num_blocks
-        )
+            self.context, self.max_running, self.token_budget, self.block_size, self.memory_fraction, self.num_blocks,
+            self.num_states,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
         memory_fraction=config.cache.memory_fraction,
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
+        num_states=config.cache.num_states,
     )
     return make_plan(model, device, question)
 

@@ -10,10 +10,12 @@ planner's estimate and the engine's allocation are this.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
+from tokenmill.arch.cache_parts import CHUNK
 from tokenmill.arch.cost import WeightParts
 from tokenmill.arch.packed_formats import (
     EXPANDED_BYTES,
@@ -23,10 +25,11 @@ from tokenmill.arch.packed_formats import (
     Stored,
     packed_int_format,
 )
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import FeedSpec, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
-from tokenmill.kv.layout import KVLayout, blocks_in_group
+from tokenmill.kv.layout import KVLayout
 from tokenmill.params import DEVICE_PARAM_SLOTS
 
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
@@ -118,6 +121,9 @@ def _mixer_width(mixer: MixerSpec) -> int:
     if isinstance(mixer, Mla):  # projections, queries and their latents, absorbed ones, mixtures, the output
         absorbed = mixer.num_heads * (mixer.entry_size + mixer.kv_rank)
         return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size
+    if isinstance(mixer, Recurrent):
+        # the projections as one, what the convolution makes of them and o in float32, the output
+        return mixer.projected_size + 2 * mixer.conv_size + 3 * mixer.values_size
     # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
     plain = 2 * (mixer.q_size + mixer.out_size) + 2 * (mixer.kv_size + mixer.v_size) + mixer.gate_size
     return plain if mixer.is_plain else plain + 2 * mixer.q_size + 2 * mixer.out_size + 2 * mixer.kv_size
@@ -191,8 +197,9 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def blocks_for_context(layout: KVLayout, context: int, block_size: int, max_chunk: int = 1) -> int:
-    """Blocks that one sequence of `context` tokens holds at most, all KV groups together."""
-    return sum(blocks_in_group(window, context, max_chunk, block_size) for window in layout.windows)
+    """Blocks that one sequence of `context` tokens holds at most, all paged groups together."""
+    rules = layout.rules(block_size)
+    return sum(rule.most_held(context, max_chunk) for rule in rules if rule.kind == "paged")
 
 
 def num_blocks_that_fit(
@@ -206,17 +213,57 @@ def num_blocks_that_fit(
     max_rows: int,
     max_chunk: int,
 ) -> int:
-    """As many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use.
+    """As many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use. Where the
+    model has recurrent layers, half of that memory is theirs.
 
     The first block is the null block: tables point to it where a window has passed.
     """
-    affordable = int(free_bytes * memory_fraction) // block_bytes
+    affordable = int(free_bytes * memory_fraction * (0.5 if layout.is_recurrent else 1.0)) // block_bytes
     useful = max_rows * blocks_for_context(layout, max_context, block_size, max_chunk) + 1
     num_blocks = min(affordable, useful)
-    if num_blocks < 1 + len(layout.groups):
+    if num_blocks < 1 + len(layout.paged):
         raise InvalidConfig(
             f"no room for a KV cache: {free_bytes / 2**20:.0f} MiB are free after the weights",
             param="memory_fraction",
             hint="use a smaller model or more quantised weights",
         )
     return num_blocks
+
+
+# ── states of recurrent layers ─────────────────────────────────────────────────────────────────────────
+
+
+def recurrent_bytes(layout: KVLayout, num_states: int, block_size: int, max_rows: int, share: float = 1.0) -> int:
+    """The pools of states and of cells; `share`: of them on one of several devices."""
+    num_cells = cells_for_states(layout, num_states, block_size, max_rows)
+    return ceil((num_states * layout.state_bytes + num_cells * layout.cells_bytes(block_size)) * share)
+
+
+def cells_for_states(layout: KVLayout, num_states: int, block_size: int, max_rows: int) -> int:
+    """Blocks of cells beside so many states, null blocks included: a chunk and a block for each sequence that has two
+    states, the one it reads and the one it will write, and room for one long prompt."""
+    if not layout.is_recurrent:
+        return 0
+    per_chunk = CHUNK // block_size
+    return 1 + 2 * per_chunk + min(max_rows, (num_states - 1) // 2) * (per_chunk + 1)
+
+
+def num_states_that_fit(
+    layout: KVLayout, *, free_bytes: int, block_size: int, num_blocks: int, max_rows: int, share: float = 1.0
+) -> int:
+    """As many states as the memory behind the blocks holds, but no more than can be of use: two for each row and one
+    for every chunk of tokens in the pool of blocks. The first one is the null block. 0: the model has none."""
+    if not layout.is_recurrent:
+        return 0
+    most = 1 + 2 * max_rows + num_blocks * block_size // CHUNK
+    candidates = range(1 + 2, most + 1)
+    fitting = bisect_right(
+        candidates, free_bytes, key=lambda number: recurrent_bytes(layout, number, block_size, max_rows, share)
+    )
+    if not fitting:
+        raise InvalidConfig(
+            f"no room for the states of recurrent layers: two of them take {2 * layout.state_bytes / 2**20:.0f} MiB",
+            param="memory_fraction",
+            hint="use a smaller model, more quantised weights or fewer KV blocks",
+        )
+    return candidates[fitting - 1]

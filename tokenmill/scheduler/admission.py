@@ -67,26 +67,29 @@ def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) 
             param="beam.width",
             hint="ask for fewer beams or raise max_running",
         )
-    needed = blocks_needed(request, cache, chunk)
-    if needed > cache.num_usable:
-        raise InvalidRequest(
-            f"the request needs up to {needed} KV blocks of {cache.block_size} tokens, the pool has {cache.num_usable}",
-            param="max_tokens",
-            hint="shorten the prompt, lower max_tokens, or give the cache more memory",
-        )
+    for region in cache.regions:
+        needed, usable = blocks_needed(request, cache, chunk, region), cache.pool.usable[region]
+        if needed > usable:
+            size = f"of {cache.block_size} tokens"
+            what = (f"KV blocks {size}", f"blocks of cells {size}", "states of recurrent layers")[region]
+            raise InvalidRequest(
+                f"the request needs up to {needed} {what}, the pool has {usable}",
+                param="max_tokens",
+                hint="shorten the prompt, lower max_tokens, or give the cache more memory",
+            )
 
 
-def blocks_needed(request: Request, cache: KVCache, chunk: int) -> int:
-    """The most blocks that must be held at once: beams together, samples one after another if need be.
+def blocks_needed(request: Request, cache: KVCache, chunk: int, region: int = 0) -> int:
+    """The most blocks of a region that must be held at once: beams together, samples one after another if need be.
 
     The last token drawn is never computed.   prompt + max_tokens - 1 positions, or the context where it shifts
     """
     prompt_len = len(request.prompt_token_ids)
     longest = prompt_len + max(0, request.max_tokens - 1)
-    alone = cache.blocks_for(min(longest, request.shift.context) if request.shift else longest, chunk)
+    alone = cache.blocks_for(min(longest, request.shift.context) if request.shift else longest, chunk, region)
     if request.params.beam is None:
         return alone
-    num_full_groups = sum(window is None for window in cache.windows)
+    num_full_groups = sum(rule.keeps_all and rule.region == region for rule in cache.rules)
     shared = num_full_groups * ((prompt_len - 1) // cache.block_size)
     return shared + request.params.beam.width * (alone - shared)
 
@@ -148,8 +151,8 @@ class Admission:
         self._waiting = waiting
         self._counters = counters
         self._clock = clock
-        self._blocks = blocks_resource(cache, running, config.num_tokens)
-        self._resources = Resources([rows_resource(running), self._blocks])
+        self._pools = [pool_resource(cache, running, config.num_tokens, region) for region in cache.regions]
+        self._resources = Resources([rows_resource(running), *self._pools])
 
     def preempt(self, group: SequenceGroup) -> None:
         self._counters.preemptions += 1
@@ -205,16 +208,20 @@ class Admission:
 
     def _match_with_room(self, group: SequenceGroup) -> PrefixMatch | None:
         """How much of a group is computed already, if there is room for it; else None."""
-        if self._resources.first_lacking(group, None):
+        if self._room() <= group.refused_room or self._resources.first_lacking(group, None):
             return None
         leader = group.leader
         leader.update_window()
         # At least one token is left to compute; a leader must not pass the point where its siblings fork.
         match = self.match(group, leader, min(group.target(leader), len(leader.window) - 1))
         if self._resources.first_lacking(group, match):
-            group.refused_room = self._blocks.free()
+            group.refused_room = self._room()
             return None
         return match
+
+    def _room(self) -> int:
+        """Blocks of all kinds that a newcomer could have."""
+        return sum(pool.free() for pool in self._pools)
 
     def match(self, group: SequenceGroup, sequence: Sequence, limit: int) -> PrefixMatch:
         """What of a sequence's window is in the cache already, up to `limit` tokens."""
@@ -266,18 +273,20 @@ def rows_resource(running: RunningSet) -> Resource:
     )
 
 
-def blocks_resource(cache: KVCache, running: RunningSet, chunk: int) -> Resource:
-    """Blocks for all that a group's leader wants, with one kept back for each running sequence to grow into."""
+def pool_resource(cache: KVCache, running: RunningSet, chunk: int, region: int) -> Resource:
+    """Blocks of a region (KV blocks, cells, state slots) for all that a group's leader wants, with one kept back for
+    each running sequence and cache group to grow into."""
+    num_groups = cache.num_groups(region)
 
     def needed(group: SequenceGroup, match: PrefixMatch | None) -> int:
-        if match is None:  # more must be free than when the group was last refused
-            return group.refused_room + 1
-        return cache.blocks_for(len(group.leader.window), chunk) - cache.num_shared(match)
+        if match is None:
+            return 0
+        return cache.blocks_for(len(group.leader.window), chunk, region) - cache.num_shared(match, region)
 
     return Resource(
-        "blocks",
-        free=lambda: cache.num_free - running.num_sequences * len(cache.windows),
-        returning=lambda: sum(holding.table.num_held for holding in running.in_flight.releases),
+        ("blocks", "cells", "states")[region],
+        free=lambda: cache.pool.free_in(region) - running.num_sequences * num_groups,
+        returning=lambda: sum(cache.num_held(holding.table, region) for holding in running.in_flight.releases),
         needed=needed,
-        held=lambda group: sum(member.held_table.num_held + len(cache.windows) for member in group.members),
+        held=lambda group: sum(cache.num_held(member.held_table, region) + num_groups for member in group.members),
     )

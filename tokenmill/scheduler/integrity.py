@@ -33,7 +33,7 @@ def _check_blocks(cache: KVCache, tables: list[BlockTable], running: RunningSet)
             for block in held:
                 assert group_of.setdefault(block, group) == group, "two groups share a block"
     assert cache.pool.refs[NULL_BLOCK] == 0
-    for block in range(1, cache.num_usable + 1):
+    for block in range(1, len(cache.pool.refs)):
         assert cache.pool.refs[block] == holders[block], f"block {block}: count and holders differ"
         assert cache.pool.is_free(block) == (holders[block] == 0), f"block {block} is lost"
     cache.prefix.check_integrity()

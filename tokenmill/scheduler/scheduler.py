@@ -200,11 +200,10 @@ class Scheduler:
         drafts = self._drafts.get(sequence, [])[: builder.budget.spare]
         if not drafts or end < len(sequence.window):
             return []
-        room = self._cache.num_free - self._running.num_sequences * len(self._cache.windows)
-        if room < self._cache.blocks_for(len(drafts), 1):
+        if not self._cache.has_spare(len(drafts), self._running.num_sequences):
             return []
         # The blocks behind a sequence's last one are new, so there is nothing to copy.
-        copies = self._cache.reserve(sequence.held_table, end, end + len(drafts))
+        copies = self._cache.reserve(sequence.held_table, end, end + len(drafts), is_certain=False)
         if copies is None:
             return []
         assert not copies, "the block behind the last token is shared"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from tokenmill.arch.spec import CacheField
+from tokenmill.arch.cache_parts import CacheField
 from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch, Mode

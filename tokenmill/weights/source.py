@@ -75,12 +75,16 @@ def _family(spec: ModelSpec) -> Family:
 
 def _with_prefix(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
     """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones."""
-    for prefix in family.hf_prefixes:
-        if prefix + "embed_tokens.weight" in shapes:
-            return {
-                ours: replace(rule, pattern=_prefixed(rule.pattern, prefix)) for ours, rule in family.hf_rules.items()
-            }
-    return family.hf_rules
+    found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
+    prefix = next(found, "model.")
+    rules = {**family.hf_rules, **_variant(family.hf_variant, prefix, shapes)}
+    return {ours: replace(rule, pattern=_prefixed(rule.pattern, prefix)) for ours, rule in rules.items()}
+
+
+def _variant(variant: Rules, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
+    """Other names for some tensors, if the checkpoint has them in any layer."""
+    endings = {_prefixed(rule.pattern, prefix).partition("{i}")[2] for rule in variant.values()}
+    return variant if any(name.partition("layers.")[2].lstrip("0123456789") in endings for name in shapes) else {}
 
 
 def _prefixed(pattern: str, prefix: str) -> str:
@@ -143,6 +147,9 @@ class CheckpointWeights:
 
 def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
     data, shape = raw.data, raw.shape
+    if source.unit_axis is not None:
+        data = data.squeeze(source.unit_axis)
+        shape = (*shape[: source.unit_axis], *shape[source.unit_axis + 1 :])
     axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows
     if raw.quant and len(shape) == 1 and (source.rows or source.woven or source.interleaved_heads):
         raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be cut or reordered")
@@ -152,8 +159,9 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         data, shape = data.transpose(-1, -2), (*shape[:-2], shape[-1], shape[-2])
     if source.rows is not None:
         start, end = source.rows
-        data = data.narrow(axis, start, end - start)
-        shape = (*shape[:axis], end - start, *shape[axis + 1 :])
+        groups = data.reshape(*data.shape[:axis], source.row_groups, -1, *data.shape[axis + 1 :])
+        data = groups.narrow(axis + 1, start, end - start).flatten(axis, axis + 1)
+        shape = (*shape[:axis], data.shape[axis], *shape[axis + 1 :])
     if source.woven is not None:
         index, count, size = source.woven
         rest = data.shape[axis + 1 :]
@@ -164,9 +172,6 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         data = data.index_select(axis, order)
     if source.add:
         data = _added(raw, data, source.add)
-    if source.unit_axis is not None:
-        data = data.squeeze(source.unit_axis)
-        shape = (*shape[: source.unit_axis], *shape[source.unit_axis + 1 :])
     return replace(raw, shape=shape, data=data)
 
 

@@ -27,7 +27,10 @@ from tokenmill.arch.families.phi3 import PHI3
 from tokenmill.arch.families.qwen2 import QWEN2
 from tokenmill.arch.families.qwen2_moe import QWEN2_MOE
 from tokenmill.arch.families.qwen3 import QWEN3
+from tokenmill.arch.families.qwen3_5 import QWEN3_5
+from tokenmill.arch.families.qwen3_5_moe import QWEN3_5_MOE
 from tokenmill.arch.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
+from tokenmill.arch.families.qwen3_next import QWEN3_NEXT
 from tokenmill.arch.families.seed_oss import SEED_OSS
 from tokenmill.arch.families.smollm3 import SMOLLM3
 from tokenmill.arch.families.stablelm import STABLELM
@@ -72,6 +75,9 @@ ALL: tuple[Family, ...] = (
     SMOLLM3,
     STABLELM,
     STARCODER2,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

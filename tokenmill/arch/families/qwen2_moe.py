@@ -12,7 +12,7 @@ from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule
 
 
-def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
+def shared_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     routed = routed_experts(fields, layer_index)
     shared = MlpSpec(fields.integer("shared_expert_intermediate_size"))
     return routed and replace(routed, shared=shared, has_shared_gate=True)
@@ -48,6 +48,6 @@ QWEN2_MOE = Family(
     },
     gguf=GGUFTraits("qwen2moe", GGUF),
     qkv_bias="qkv_bias",
-    experts=_experts,
+    experts=shared_experts,
     refused_flags=("use_sliding_window",),
 )

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, ModelSpec, MoeSpec, RoutingSpec, ShortConv
 from tokenmill.ops.compute_request import ComputeRequest
 
@@ -63,6 +64,8 @@ def _layer_reason(layer: LayerSpec) -> str | None:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Mla):
         return "latent attention, which the native kernels don't have"
+    if isinstance(mixer, Recurrent):
+        return "recurrent layers, which the native kernels don't have"
     if isinstance(mixer, Gqa) and (not mixer.is_plain or mixer.is_chunked):
         return "this kind of attention, which the native kernels don't have"
     if layer != LayerSpec(mixer, feed, "both" if layer.has_post_norms else "before"):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import (
     Experts,
     Feed,
@@ -185,7 +186,7 @@ class NativeDecoder:
                 self._decoder.add_layer(**common, **self._attention(project, mixer, attend.name, add, ropes))
             case ShortConv() as mixer:
                 self._decoder.add_conv_layer(**common, **self._convolution(project, mixer, attend.name, add))
-            case Mla():
+            case Mla() | Recurrent():
                 raise AssertionError("refused by `unsupported_reason`")
 
     def _feed(self, feed: Feed) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from tokenmill.ops.reference.elementwise import act_mul, activate, add_rms_norm,
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.latent_attention import latent_attend
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
+from tokenmill.ops.reference.recurrent import plan_recurrent, recurrent
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
 
 REFERENCE_OPS = Ops(
@@ -29,6 +30,8 @@ REFERENCE_OPS = Ops(
     latent_attend=latent_attend,
     plan_short_conv=plan_short_conv,
     short_conv=short_conv,
+    plan_recurrent=plan_recurrent,
+    recurrent=recurrent,
     act_mul=act_mul,
     activate=activate,
     route=route,

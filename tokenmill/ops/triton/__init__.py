@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.ops.compute_request import ComputeRequest
 
 MAX_HEADS_A_KEY = 16
@@ -15,6 +16,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     """Why the Triton kernels can't compute a model; None when they can."""
     if request.deterministic and request.quantization != "none":
         return "products with quantised weights have no one order of adding for every batch (deterministic)"
+    if any(isinstance(layer.mixer, Recurrent) for layer in request.spec.layers):
+        return "recurrent layers"
     for moe in request.spec.experts:
         if request.deterministic and moe.has_shared_gate:
             return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"

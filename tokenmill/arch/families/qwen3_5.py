@@ -1,0 +1,44 @@
+"""Qwen3.5, 3.6 and 3.8, dense: Qwen3-Next's layers with an MLP each; the picture part beside them is left out.
+
+Positions of text turn all sections of the rotation alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.qwen3_next import HF_GATED, QWEN3_NEXT
+from tokenmill.arch.family import no_experts
+from tokenmill.arch.tensors import Rule, Rules
+
+HF_SPLIT: Rules = {
+    **{
+        f"layers.{{i}}.{part}.weight": Rule(
+            "model.layers.{i}.linear_attn.in_proj_qkv.weight", ("ssm_q", "ssm_k", "ssm_v")
+        )
+        for part in ("ssm_q", "ssm_k", "ssm_v")
+    },
+    **{
+        f"layers.{{i}}.ssm_{part}.weight": Rule(f"model.layers.{{i}}.linear_attn.in_proj_{part}.weight")
+        for part in ("z", "b", "a")
+    },
+}
+
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    name="qwen3_5",
+    model_types=("qwen3_5", "qwen3_5_text"),
+    defaults={
+        **QWEN3_NEXT.defaults,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    hf_rules={**HF_GATED, **HF_SPLIT},
+    has_rope_sections=True,
+    experts=no_experts,
+    hf_prefixes=("model.", "model.language_model."),
+    ignored_prefixes=("mtp.", "model.visual."),
+)

@@ -1,0 +1,102 @@
+"""Recurrent mixers as data: gated DeltaNet and Mamba-2, whose memory is a matrix a head instead of keys and values.
+
+Per value head, with q and k of its key head, a state S [key_dim, value_dim] and a decay e^g in (0, 1]:
+
+    S_t = e^{g_t} S_{t-1} + k_t u_tᵀ          o_t = q_t S_t
+
+    delta (gated DeltaNet)   u_t = β_t (v_t - k_t e^{g_t} S_{t-1})     q and k have length one, q over √key_dim
+    ssd   (Mamba-2)          u_t = dt_t v_t, and d · v_t is added to o_t
+
+q, k and v come from a causal depthwise convolution with silu behind it. Decay and step are computed from one number a
+token and head: g = -e^{a_log} · dt with dt = softplus(a + dt_bias). The output is normed and gated by z.
+
+Within a chunk of 64 tokens the recurrence unrolls (G: sum of g since the chunk began, S the state there):
+
+    u_t = β_t (v_t - e^{G_t} k_t S - Σ_{j<t} e^{G_t - G_j} (k_t·k_j) u_j)
+    o_t = e^{G_t} q_t S + Σ_{j<=t} e^{G_t - G_j} (q_t·k_j) u_j
+    S'  = e^{G_64} S + Σ_j e^{G_64 - G_j} k_j u_jᵀ
+
+So a token leaves a cell (its convolution input, k, u, G) for the rest of its chunk, and a state is written once a
+chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenmill.arch.cache_parts import CacheField, CachePart
+
+RecurrentRule = Literal["delta", "ssd"]
+
+
+@dataclass(frozen=True)
+class OutputNorm:
+    """RMSNorm of a recurrent mixer's output, over `groups` equal parts of it."""
+
+    groups: int
+    is_shared: bool  # one weight for all groups
+    gates_first: bool  # norm(o * silu(z)) instead of norm(o) * silu(z)
+    eps: float | None = None  # None: the model's
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    rule: RecurrentRule
+    key_heads: int  # Mamba-2 calls them groups
+    value_heads: int  # a multiple of the key heads
+    key_dim: int  # of a head; Mamba-2's state size
+    value_dim: int
+    kernel: int  # taps of the convolution
+    norm: OutputNorm | None  # None: o * silu(z)
+    conv_bias: bool = False
+    bias: bool = False  # of the projections
+    step_limits: tuple[float, float] | None = None  # dt is clamped to these
+    gate_scale: float = 1.0  # multiplies z
+    step_scale: float = 1.0  # multiplies the projected a
+    part_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # multiply the projected q, k and v
+    out_scale: float = 1.0  # multiplies the mixer's output
+
+    @property
+    def keys_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: q, then k, then v."""
+        return 2 * self.keys_size + self.values_size
+
+    @property
+    def projected_parts(self) -> tuple[tuple[str, int], ...]:
+        """The matrices in front of the mixer and their rows, in the order in which they are stacked."""
+        parts = (("q", self.keys_size), ("k", self.keys_size), ("v", self.values_size), ("z", self.values_size))
+        step = (
+            (("b", self.value_heads), ("a", self.value_heads)) if self.rule == "delta" else (("a", self.value_heads),)
+        )
+        return parts + step
+
+    @property
+    def conv_parts(self) -> tuple[tuple[str, int], ...]:
+        """The convolution's weights and their channels."""
+        return ("conv_q", self.keys_size), ("conv_k", self.keys_size), ("conv_v", self.values_size)
+
+    @property
+    def projected_size(self) -> int:
+        return sum(size for _, size in self.projected_parts)
+
+    def cache_parts(self) -> tuple[CachePart, CachePart]:
+        cells = (
+            CacheField("conv_inputs", (self.conv_size,), "compute"),
+            CacheField("cell_keys", (self.key_heads, self.key_dim), "compute"),
+            CacheField("cell_updates", (self.value_heads, self.value_dim), "compute"),
+            CacheField("cell_decays", (self.value_heads,), "float32"),
+        )
+        state = (
+            CacheField("state", (self.value_heads, self.key_dim, self.value_dim), "float32"),
+            CacheField("conv_tail", (self.kernel - 1, self.conv_size), "compute"),
+        )
+        return CachePart("cells", cells), CachePart("state", state)

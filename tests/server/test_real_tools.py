@@ -1,4 +1,4 @@
-"""A real model calls a tool through the openai package, whole and streamed, and goes on with the result."""
+"""A real model calls a tool through the openai, anthropic and ollama packages, and goes on with the result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
 import openai
 import pytest
 
@@ -65,3 +67,35 @@ def test_the_result_is_told(client: openai.OpenAI) -> None:
 def test_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
     reply = client.chat.completions.create(messages=QUESTION, tool_choice=choice, **GREEDY).choices[0]
     assert city_of(reply.message) == "Paris" and reply.finish_reason == "tool_calls"
+
+
+def url_of(client: openai.OpenAI) -> str:
+    return str(client.base_url).removesuffix("/v1/")
+
+
+def test_the_right_city_for_anthropics_client(client: openai.OpenAI) -> None:
+    function = WEATHER["function"]
+    tool: Any = {"name": function["name"], "description": function["description"]}
+    tool["input_schema"] = function["parameters"]
+    asked: Any = {"model": "tiny", "max_tokens": 100, "tools": [tool], "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=url_of(client), api_key="unused", max_retries=0, timeout=300) as claude:
+        reply = claude.messages.create(messages=QUESTION, **asked)
+        (call,) = [block for block in reply.content if block.type == "tool_use"]
+        assert (call.name, call.input, reply.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
+        with claude.messages.stream(messages=QUESTION, **asked) as stream:
+            assert stream.get_final_message().content[-1].input == call.input
+        result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Snow, -7 degrees Celsius"}
+        turns: Any = [
+            *QUESTION,
+            {"role": "assistant", "content": reply.content},
+            {"role": "user", "content": [result]},
+        ]
+        told = claude.messages.create(messages=turns, tool_choice={"type": "none"}, **asked)
+    assert told.stop_reason == "end_turn" and "-7" in told.content[0].text
+
+
+def test_the_right_city_for_ollamas_client(client: openai.OpenAI) -> None:
+    asked: Any = {"options": {"temperature": 0, "num_predict": 100}, "tools": [WEATHER]}
+    with ollama.Client(host=url_of(client), timeout=300) as llama:
+        (call,) = llama.chat("tiny", QUESTION, **asked).message.tool_calls or ()
+        assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import jiter
+import pydantic
 import pytest
 
 from tests.support.client_scripts import QWEN3, call, script, think
@@ -32,6 +33,9 @@ SCRIPT = script(
     {"match": "Two calls", "say": think("Two of them.") + TWO_CALLS},
     {"match": "(?s)thinking or not.*</think>\n\n$", "say": "Without."},
     {"match": "thinking or not", "say": think("I was here") + "With."},
+    {"match": "As JSON", "say": "I will not.", "stubborn": True},
+    {"match": "22 degrees", "say": "It is warm in Rome."},
+    {"match": "Run the tool", "say": call("look_up", city="Rome")},
     {"match": "Endless", "say": "<think>\nOn and on", "repeat": True},
     {"say": "Hello."},
 )
@@ -129,6 +133,30 @@ def test_only_own_thoughts_are_in_the_prompt(claude: anthropic.Anthropic, displa
     for thought, answer in ((own[0], "The own thought is in the prompt."), (forged, "No thought is in the prompt.")):
         turns = [user("forged or own"), {"role": "assistant", "content": [thought, text, call_block]}, result]
         assert create(claude, *turns, tools=[NOW], **asked).content[-1].text == answer
+
+
+class Place(pydantic.BaseModel):
+    city: str
+    inhabitants: int
+
+
+def test_an_answer_follows_a_schema(claude: anthropic.Anthropic) -> None:
+    parsed = claude.messages.parse(
+        model=MODEL, max_tokens=300, messages=[user("As JSON")], output_format=Place, thinking={"type": "disabled"}
+    )
+    assert isinstance(parsed.parsed_output, Place) and parsed.parsed_output.city.startswith("I will not.")
+
+
+def test_the_sdk_runs_tools(claude: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def look_up(city: str) -> str:
+        """The weather of a city."""
+        return f"22 degrees in {city}"
+
+    runner = claude.beta.messages.tool_runner(
+        model=MODEL, max_tokens=300, messages=[user("Run the tool")], tools=[look_up]
+    )
+    assert runner.until_done().content[-1].text == "It is warm in Rome."
 
 
 def test_counted_tokens_are_the_prompts(claude: anthropic.Anthropic) -> None:

@@ -52,8 +52,9 @@ def python_with(name: str) -> Path:
     return python
 
 
-def node_program(name: str) -> list[str]:
-    """The command that starts a program of `tests/clients/package.json`, with a Node that is new enough for it."""
+def node_modules() -> tuple[Path, Path]:
+    """A Node that is new enough, and the folder with the packages of `tests/clients/package.json`; programs that import
+    them lie in its folder `programs`."""
     node = python_with("node").parent / "node"
     place = FARM / "node-modules"
     package = CLIENTS / "package.json"
@@ -69,7 +70,13 @@ def node_program(name: str) -> list[str]:
             _run([str(node), str(place / "node_modules" / script)], environment)
 
     _once(place, package, install)
-    return [str(place / "node_modules" / ".bin" / name)]
+    shutil.copytree(CLIENTS / "programs", place / "programs", dirs_exist_ok=True)
+    return node, place
+
+
+def node_program(name: str) -> list[str]:
+    """The command that starts a program that npm installed."""
+    return [str(node_modules()[1] / "node_modules" / ".bin" / name)]
 
 
 def _once(place: Path, wanted: Path, install: object) -> None:

@@ -33,7 +33,7 @@ BOS = 256
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play – outside 🌞 in the park."
 LAYER = LayerSpec(Gqa(8, 4, 8, 0.35, None), MlpSpec(64))
 SPEC = ModelSpec("llama", 512, 16, (LAYER,), 1e-5, 512, tied_head=True)
-INFO = ModelInfo("fake/tiny", 512, 512, 1_700_000_000, "fp_fake", SPEC, can_embed=True)
+INFO = ModelInfo("fake/tiny", 512, 512, 1_700_000_000, "fp_fake", SPEC, can_embed=True, max_running=8)
 
 
 @dataclass

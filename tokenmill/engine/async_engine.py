@@ -221,7 +221,7 @@ class AsyncEngine:
         """Name and limits of the model."""
         if self._info is None:
             info = self._frontend.info(self._loaded_input_processor().max_context)
-            self._info = replace(info, device=self.core.device)
+            self._info = replace(info, device=self.core.device, max_running=self.core.max_running)
         return self._info
 
     @property

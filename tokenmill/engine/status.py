@@ -31,6 +31,7 @@ class ModelInfo:
     path: Path | None = None  # of the weights
     chat_template: str = ""  # the model's own; empty: it has none
     device: str = ""
+    max_running: int = 0  # sequences computed together at most
     defaults: dict[str, Any] = field(default_factory=dict)  # of a created model: arguments of SamplingParams
     system: str = ""  # of a created model
     manifest: Manifest | None = None  # of a created model

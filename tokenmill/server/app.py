@@ -26,6 +26,8 @@ from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
 from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
+from tokenmill.server.llamacpp.render import LLAMACPP
+from tokenmill.server.llamacpp.routes import llamacpp_endpoints
 from tokenmill.server.middleware import RequestMiddleware
 from tokenmill.server.ollama.render import OLLAMA
 from tokenmill.server.ollama.routes import ollama_endpoints
@@ -39,9 +41,10 @@ from tokenmill.server.tokens import token_endpoints
 
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
-DIALECTS = Dialects(ANTHROPIC, OLLAMA, TGI, OPENAI)
+DIALECTS = Dialects(ANTHROPIC, LLAMACPP, OLLAMA, TGI, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     anthropic_endpoints,
+    llamacpp_endpoints,
     ollama_endpoints,
     openai_endpoints,
     tgi_endpoints,

@@ -1,0 +1,1 @@
+"""The native dialect of llama.cpp's server."""

@@ -1,0 +1,204 @@
+"""llama.cpp's native request bodies into native requests.
+
+Names that llama.cpp shares with OpenAI's and vLLM's bodies are read by the same parser. Its own become:
+
+| field | here |
+|---|---|
+| n_predict | max_tokens; -1 and -2: up to the end of the context; 0 reads the prompt only |
+| repeat_penalty | repetition_penalty, over the whole context; `repeat_last_n` 0 switches it off, -1 is that |
+| n_probs | logprobs |
+| grammar, json_schema | what the answer must follow |
+| logit_bias | a list of pairs (token or text, number or false), or an object |
+| cache_prompt false | a cache salt of its own |
+| n_keep | context_keep, where the context shifts |
+
+Defaults are llama.cpp's: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05. What can't be honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.input_processor import require_plausible_length
+from tokenmill.engine.request_ids import new_id
+from tokenmill.params import INT64_MAX, NUMBERS, SamplingParams
+from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
+from tokenmill.server.openai.params import MAX_COUNT, MAX_TOP_LOGPROBS, parse_completion_params
+from tokenmill.server.registry import ServedEngine
+from tokenmill.types import PromptRequest
+
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+SHARED = (
+    *("dry_allowed_length", "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers"),
+    *("dynatemp_exponent", "dynatemp_range", "frequency_penalty", "ignore_eos", "min_p", "mirostat", "mirostat_eta"),
+    *("mirostat_tau", "presence_penalty", "stop", "stream", "temperature", "top_k", "top_n_sigma", "top_p"),
+    *("typical_p", "xtc_probability", "xtc_threshold"),
+)
+OFF = {"n_indent": 0, "min_keep": 0, "t_max_predict_ms": 0, "id_slot": -1, "n_discard": 0}  # no other value is accepted
+UNSUPPORTED = ("lora", "post_sampling_probs", "response_fields", "return_progress", "samplers", "timings_per_token")
+MAX_FILES = 256
+
+
+@dataclass(frozen=True)
+class NativeCall:
+    """One call of /completion or /infill, and what its reply has to show."""
+
+    requests: list[PromptRequest]
+    is_stream: bool
+    is_listed: bool  # several prompts were asked for, so the reply is a list
+    wants_tokens: bool
+
+
+def parse_native_completion(body: dict[str, Any], engine: ServedEngine, config: ServerConfig) -> NativeCall:
+    fields = BodyFields(body)
+    params = _params(fields, engine, config)
+    given: Any = body.get("prompt")
+    is_listed = _is_list_of_prompts(given)
+    if is_listed and len(given) > config.max_prompts:
+        refuse("prompt", f"takes at most {config.max_prompts} prompts, got {len(given)}")
+    prompts = [_prompt(one, engine) for one in (given if is_listed else [given])]
+    salt = _cache_salt(fields)
+    requests = [PromptRequest(prompt=prompt, params=params, cache_salt=salt) for prompt in prompts]
+    return NativeCall(requests, fields.boolean("stream"), is_listed, fields.boolean("return_tokens"))
+
+
+def parse_infill(body: dict[str, Any], engine: ServedEngine, config: ServerConfig) -> NativeCall:
+    """What belongs between `input_prefix` (and `prompt`, the line so far) and `input_suffix`."""
+    fields, info = BodyFields(body), engine.info
+    params = _params(fields, engine, config)
+    if not info.can_fill_in:
+        refuse("input_prefix", "needs a model that can fill in the middle; this one has no tokens for it")
+    prefix = fields.required_text("input_prefix") + (fields.text("prompt") or "")
+    suffix = fields.required_text("input_suffix")
+    files = _files(fields)
+    size = len(prefix) + len(suffix) + sum(len(text) for _, text in files)
+    require_plausible_length(size, info.max_context, "input_prefix")
+    request = PromptRequest(prompt=prefix, suffix=suffix, files=files, params=params, cache_salt=_cache_salt(fields))
+    return NativeCall(
+        [request], fields.boolean("stream"), is_listed=False, wants_tokens=fields.boolean("return_tokens")
+    )
+
+
+def _cache_salt(fields: BodyFields) -> str:
+    """Where the cache must not be used: a salt that no other request has."""
+    return "" if fields.boolean("cache_prompt", True) else new_id()
+
+
+def _files(fields: BodyFields) -> list[tuple[str, str]]:
+    files = []
+    for number, value in enumerate(fields.items("input_extra", MAX_FILES) or []):
+        if not isinstance(value, dict):
+            refuse(f"input_extra[{number}]", f"must be an object with filename and text, got {kind_of(value)}")
+        file = BodyFields(value, f"input_extra[{number}].")
+        files.append((file.text("filename", 1024) or "tmp", file.required_text("text")))
+    return files
+
+
+# ── prompts ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_list_of_prompts(given: Any) -> bool:
+    """A list is one prompt if it holds token ids, alone or between texts; else it is a list of prompts."""
+    return isinstance(given, list) and bool(given) and not any(type(item) is int for item in given)
+
+
+def _prompt(given: Any, engine: ServedEngine) -> str | list[int]:
+    """A text, token ids, or a mixture of both, of which only a text at the beginning gets a begin token."""
+    info = engine.info
+    if isinstance(given, dict):
+        given = BodyFields(given, "prompt.").required_text("prompt_string")
+    if isinstance(given, str):
+        require_plausible_length(len(given), info.max_context, "prompt")
+        return given
+    if not isinstance(given, list) or not given:
+        refuse("prompt", "is required: a text, token ids, a mixture of both, or a list of these")
+    ids: list[int] = []
+    for place, item in enumerate(given):
+        if isinstance(item, str):
+            require_plausible_length(len(item), info.max_context, "prompt")
+            ids += engine.tokenize(item, add_special_tokens=place == 0)
+        else:
+            require_token_ids([item], "prompt", info.vocab_size)
+            ids.append(item)
+    return ids
+
+
+# ── parameters ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _params(fields: BodyFields, engine: ServedEngine, config: ServerConfig) -> SamplingParams:
+    fields.refuse_any(UNSUPPORTED)
+    for name, off in OFF.items():
+        if fields.get(name) not in (None, off):
+            refuse(name, f"other than {off} is not supported by this server")
+    info = engine.info
+    given = {name: fields.get(name) for name in SHARED if fields.get(name) is not None}
+    shared = {**DEFAULTS, **given, **_biases(fields, engine), **_form(fields)}
+    params = parse_completion_params(BodyFields(shared), info, config)
+    count = fields.integer("n_predict", -2, MAX_COUNT)
+    count = fields.integer("max_tokens", -2, MAX_COUNT) if count is None else count
+    seed = fields.integer("seed", -1, INT64_MAX)
+    keep = fields.integer("n_keep", -1, MAX_COUNT) or 0
+    return msgspec.structs.replace(
+        params,
+        max_tokens=None if count is None or count < 0 else count,
+        seed=None if seed == -1 else seed,
+        logprobs=fields.integer("n_probs", 0, MAX_TOP_LOGPROBS) or None,
+        repetition_penalty=_repetition_penalty(fields),
+        context_keep=min(keep, info.max_context // 2) if keep > 0 and info.shifts_context else None,
+    )
+
+
+def _repetition_penalty(fields: BodyFields) -> float:
+    penalty = fields.number("repeat_penalty", *NUMBERS["repetition_penalty"])
+    window = fields.integer("repeat_last_n", -1, MAX_COUNT)
+    if penalty is None or penalty == 1.0 or window == 0:
+        return 1.0
+    if window not in (None, -1):
+        refuse(
+            "repeat_last_n",
+            f"must be -1 (the whole context) or 0 (no penalty), got {window}",
+            hint="repeat_penalty looks at the whole context here",
+        )
+    return penalty
+
+
+def _form(fields: BodyFields) -> dict[str, Any]:
+    """What the answer must follow; an empty grammar is none."""
+    grammar, schema = fields.text("grammar") or None, fields.get("json_schema")
+    if schema is not None and not isinstance(schema, dict):
+        refuse("json_schema", f"must be an object, got {shown(schema)}")
+    if grammar is not None and schema is not None:
+        refuse("json_schema", "does not combine with grammar: an answer follows one of them")
+    return {name: value for name, value in (("guided_grammar", grammar), ("guided_json", schema)) if value is not None}
+
+
+def _biases(fields: BodyFields, engine: ServedEngine) -> dict[str, Any]:
+    given = fields.get("logit_bias")
+    if given is None:
+        return {}
+    pairs = list(given.items()) if isinstance(given, dict) else fields.items("logit_bias", engine.info.vocab_size) or []
+    biases: dict[str, Any] = {}
+    banned: list[int] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            refuse("logit_bias", f"must hold pairs of a token or text and a number or false, got {shown(pair)}")
+        ids = _bias_ids(pair[0], engine, is_key=isinstance(given, dict))
+        if pair[1] is False:
+            banned += ids
+        else:
+            biases.update(dict.fromkeys(map(str, ids), pair[1]))
+    return {**({"logit_bias": biases} if biases else {}), **({"banned_token_ids": banned} if banned else {})}
+
+
+def _bias_ids(token: Any, engine: ServedEngine, *, is_key: bool) -> list[int]:
+    if is_key and isinstance(token, str) and token.isdecimal() and len(token) <= 10:
+        token = int(token)
+    if isinstance(token, str):
+        return engine.tokenize(token, add_special_tokens=False)
+    require_token_ids([token], "logit_bias", engine.info.vocab_size)
+    return [int(token)]

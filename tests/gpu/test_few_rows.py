@@ -93,9 +93,11 @@ def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, i
     norm, router = torch.rand(hidden, device="cuda") + 0.5, drawn(num_experts, hidden, scale=0.05)
     packed = ExpertsWeight(num_experts, (drawn(num_experts, 2 * inter, hidden), drawn(num_experts, hidden, inter)))
     spec = MoeSpec(num_experts, k, MlpSpec(inter, "silu"), RoutingSpec(renormalize=k > 2))
-    done = add_norm_experts(x, residual, norm, 1e-6, LinearWeight(num_experts, hidden, router), packed, spec)
+    done = add_norm_experts(
+        x, residual, norm, 1e-6, LinearWeight(num_experts, hidden, router), packed, Routing(k, spec.routing), "silu"
+    )
     logits, normed, total = norm_and_multiply(x, residual, norm, 1e-6, router)
     chosen = ops.route(logits, Routing(k, spec.routing))  # of equal logits the first, as here
     exact = ExpertsWeight(num_experts, tuple(part.float() for part in packed.packed))
-    near(done[0], PLAIN.experts(normed.float(), *chosen, exact, "silu"), 0.01)
-    assert torch.equal(done[1], total)
+    near(done.result, PLAIN.experts(normed.float(), *chosen, exact, "silu"), 0.01)
+    assert torch.equal(done.total, total)

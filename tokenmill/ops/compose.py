@@ -193,14 +193,14 @@ class ComposedRegions:
         result = self.ops.experts(inputs, weights, ids, moe.experts, moe.spec.expert.activation)
         if moe.latent is not None:
             result = self.ops.linear(result, moe.latent[1].weight, self.mode)
-        return result if moe.shared is None else result + self._shared_expert(normed, moe.shared)
+        return result if moe.shared is None else result + self.shared_expert(normed, moe.shared)
 
     def _gated_linear(
         self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
     ) -> torch.Tensor:
         return self.ops.act_mul(self.ops.linear(x, weight, mode), activation)
 
-    def _shared_expert(self, x: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
+    def shared_expert(self, x: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
         """[T, H] → [T, H], each token's result times its gate"""
         result = self._mlp(x, shared)
         if shared.gate is None:

@@ -125,9 +125,12 @@ class FusedRegions:
         assert stream.delta is not None, "what the mixer's projection left to be added"
         assert moe.norm is not None, "see `is_plain_layer`"
         norm = moe.norm
-        result, total = add_norm_experts(
-            stream.delta, stream.residual, norm.weight, norm.eps, moe.router.weight, moe.experts, moe.spec
-        )
+        result, normed, total = add_norm_experts(
+            stream.delta, stream.residual, norm.weight, norm.eps, moe.router.weight, moe.experts, moe.routing,
+            moe.spec.expert.activation,
+        )  # fmt: skip
+        if moe.shared is not None:
+            result = result + self.composed.shared_expert(normed, moe.shared)
         return self.composed.added(result, PlainStream(total), moe.post_norm, moe.scale)
 
 
@@ -140,5 +143,7 @@ def _are_few(moe: MoeWeights, batch: BatchClass) -> bool:
     if moe.norm is None:
         return False
     gpu, kind = capabilities_of(moe.norm.weight.device), kind_of(moe.experts)
-    is_plain = moe.shared is None and moe.router.is_self_contained and moe.routing.is_plain and moe.latent is None
-    return is_plain and batch.min_rows > 0 and streams_experts(batch.max_rows, kind, gpu, is_fused=True)
+    is_usual = moe.router.is_self_contained and moe.router.weight.bias is None and moe.latent is None
+    is_usual = is_usual and not moe.routing.spec.has_input_norm and not moe.routing.spec.weights_input
+    has_kernel = moe.routing.is_plain or kind == "plain"
+    return is_usual and has_kernel and batch.min_rows > 0 and streams_experts(batch.max_rows, kind, gpu, is_fused=True)

@@ -2,9 +2,9 @@
 
     logits, x ─► act(gate) * up of each chosen expert ─► their downs, weighted and added
 
-The chosen experts are not written down: a program finds the expert it works for in its token's logits, and then streams
-rows of that expert's matrices. A program is a single warp where it can be, and there are about as many programs as the
-GPU holds at once.
+Where a softmax decides, the chosen experts are not written down: a program finds the expert it works for in its token's
+logits, and then streams rows of that expert's matrices. Other kinds of routing are a kernel of their own before that. A
+program is a single warp where it can be, and there are about as many programs as the GPU holds at once.
 
 Experts of packed integers have kernels of their own: a row of a matrix is taken in chunks, neighbouring words whose
 i-th values share a scale, and multiplied in pairs of float16 numbers (`quant/fp16x2.py`). What lies between the two
@@ -13,19 +13,21 @@ kernels is stored in such pairs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.arch.spec import Activation, MoeSpec
-from tokenmill.ops.interface import ExpertsWeight, LinearWeight
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.interface import ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.triton.elementwise.activation import gated
 from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.moe.select import ExpertsKind
-from tokenmill.ops.triton.moe.topk import choice_of, logit_of, next_choice, ordered_logits
+from tokenmill.ops.triton.moe.topk import choice_of, logit_of, next_choice, ordered_logits, route
 from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
@@ -35,18 +37,19 @@ LINES = 2  # of down that a program computes
 
 @kernel
 def _moe_gemv_up(
-    x, logits, gate_up, out, hidden, inter, num_experts, lines_each,
-    K: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    x, choices, gate_up, out, hidden, inter, num_experts, lines_each,
+    K: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ARE_IDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T * K, inter] = act(gate x) * up x"""
+    """out [T * K, inter] = act(gate x) * up x; choices: the router's logits [T, experts], or ids [T, K]"""
     wait_for_previous(OVERLAPS)
-    launch_dependents(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
+    launch_dependents(OVERLAPS)  # not before the choices are there: the next kernel reads them without waiting
     pair = tl.program_id(0)
     token, choice = pair // K, pair % K
     columns = tl.arange(0, WIDTH)
     inside = columns < hidden
     factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
-    expert = choice_of(logits, token, choice, num_experts, K, BLOCK)
+    expert = tl.load(choices + pair) if ARE_IDS else choice_of(choices, token, choice, num_experts, K, BLOCK)
     first = tl.program_id(1) * lines_each
     last = tl.minimum(first + lines_each, inter)
     source = gate_up + (expert * 2 * inter + first) * hidden + columns
@@ -103,6 +106,69 @@ def _moe_gemv_down(
     tl.store(out + token * hidden + lines, (tl.sum(sums, axis=1) / whole).to(out.dtype.element_ty), mask=lines < hidden)
 
 
+@kernel
+def _moe_gemv_down_of(
+    inner, ids, weights, down, out, hidden, inter,
+    K: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The same where experts and their weights, [T, K] each, are known"""
+    launch_dependents(OVERLAPS)
+    token = tl.program_id(1)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < inter
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    is_there = (lines < hidden)[:, None] & inside[None, :]
+    source = down + lines[:, None] * inter + columns[None, :]
+    chosen = ids + token * K
+    part = tl.load(source + tl.load(chosen, cache_modifier=".cg") * hidden * inter, mask=is_there, other=0.0)
+    second = part
+    if K > 1:
+        second = tl.load(source + tl.load(chosen + 1, cache_modifier=".cg") * hidden * inter, mask=is_there, other=0.0)
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros((LINES, WIDTH), tl.float32)
+    for choice in tl.static_range(K):
+        third = second
+        if choice + 2 < K:
+            expert = tl.load(chosen + choice + 2, cache_modifier=".cg")
+            third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
+        share = tl.load(weights + token * K + choice, cache_modifier=".cg")
+        factors = tl.load(inner + (token * K + choice) * inter + columns, mask=inside, other=0.0)
+        sums += part.to(tl.float32) * (factors.to(tl.float32) * share)[None, :]
+        part, second = second, third
+    tl.store(out + token * hidden + lines, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=lines < hidden)
+
+
+def moe_gemv_chosen(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+) -> torch.Tensor:
+    """x [T, H], experts and their weights [T, k] → weighted sum of the chosen experts [T, H]"""
+    _, down = packed.packed
+    (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
+    inner, out, wide = _gate_up(x, ids, packed, k, activation), torch.empty_like(x), next_power_of_2(inter)
+    _moe_gemv_down_of[(cdiv(hidden, LINES), num_tokens)](
+        inner, ids, weights, down, out, hidden, inter, k, LINES, wide, num_warps=_warps_for(wide, 1024),
+        **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _gate_up(
+    x: torch.Tensor, choices: torch.Tensor, packed: ExpertsWeight, num_active: int, activation: Activation
+) -> torch.Tensor:
+    """→ [T * k, inter]; choices: ids [T, k], or logits of any other type"""
+    gate_up, _ = packed.packed
+    (num_tokens, hidden), inter = x.shape, gate_up.shape[1] // 2
+    pairs, wide = num_tokens * num_active, next_power_of_2(hidden)
+    inner = x.new_empty(pairs, inter)
+    each = cdiv(inter, max(1, capabilities_of(x.device).tuning.moe_gemv_programs // pairs))
+    _moe_gemv_up[(pairs, cdiv(inter, each))](
+        x, choices, gate_up, inner, hidden, inter, packed.num_experts, each, num_active, activation, wide,
+        next_power_of_2(packed.num_experts), choices.dtype == torch.int64,
+        num_warps=_warps_for(wide, 2048), **launch_options(),
+    )  # fmt: skip
+    return inner
+
+
 def moe_gemv(
     x: torch.Tensor,
     logits: torch.Tensor,
@@ -118,17 +184,10 @@ def moe_gemv(
     if isinstance(gate_up, PackedIntMatrix):
         return moe_gemv_int(x, logits, gate_up, down, num_active, activation, renormalize=renormalize)
     (num_tokens, hidden), inter = x.shape, down.shape[2]
-    block, pairs = next_power_of_2(packed.num_experts), num_tokens * num_active
-    inner, out = x.new_empty(pairs, inter), torch.empty_like(x)
-    each = cdiv(inter, max(1, capabilities_of(x.device).tuning.moe_gemv_programs // pairs))
-    wide, wide_inner = next_power_of_2(hidden), next_power_of_2(inter)
-    _moe_gemv_up[(pairs, cdiv(inter, each))](
-        x, logits, gate_up, inner, hidden, inter, packed.num_experts, each, num_active, activation, wide, block,
-        num_warps=_warps_for(wide, 2048), **launch_options(),
-    )  # fmt: skip
+    inner, out, wide = _gate_up(x, logits, packed, num_active, activation), torch.empty_like(x), next_power_of_2(inter)
     _moe_gemv_down[(cdiv(hidden, LINES), num_tokens)](
-        inner, logits, down, out, hidden, inter, packed.num_experts, num_active, renormalize, LINES, wide_inner, block,
-        num_warps=_warps_for(wide_inner, 1024), **launch_options(),
+        inner, logits, down, out, hidden, inter, packed.num_experts, num_active, renormalize, LINES, wide,
+        next_power_of_2(packed.num_experts), num_warps=_warps_for(wide, 1024), **launch_options(),
     )  # fmt: skip
     return out
 
@@ -139,6 +198,14 @@ def kind_of(packed: ExpertsWeight) -> ExpertsKind:
     return "plain" if kinds == {torch.Tensor} else "int" if kinds == {PackedIntMatrix} else "mixed"
 
 
+class FewExperts(NamedTuple):
+    """What `add_norm_experts` finds, [T, H] each"""
+
+    result: torch.Tensor  # the chosen experts' weighted sum
+    normed: torch.Tensor  # what they read
+    total: torch.Tensor  # the stream before it was normed
+
+
 def add_norm_experts(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -146,12 +213,17 @@ def add_norm_experts(
     eps: float,
     router: LinearWeight,
     packed: ExpertsWeight,
-    spec: MoeSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A few rows x, residual [T, H] → the chosen experts of rms_norm(x + residual), and x + residual"""
+    routing: Routing,
+    activation: Activation,
+) -> FewExperts:
+    """A few rows x, residual [T, H] through the chosen experts of rms_norm(x + residual)"""
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
-    renormalize, activation = spec.routing.renormalize, spec.expert.activation
-    return moe_gemv(normed, logits, packed, spec.num_active, activation, renormalize=renormalize), total
+    if routing.is_plain:
+        renormalize = routing.spec.renormalize
+        result = moe_gemv(normed, logits, packed, routing.num_active, activation, renormalize=renormalize)
+    else:
+        result = moe_gemv_chosen(normed, *route(logits, routing), packed, activation)
+    return FewExperts(result, normed, total)
 
 
 def _warps_for(width: int, each: int) -> int:

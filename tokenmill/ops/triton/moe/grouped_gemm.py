@@ -19,12 +19,11 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.elementwise.activation import act_mul, gated
+from tokenmill.ops.triton.elementwise.activation import act_mul
 from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
-from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.moe.gemv import kind_of
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, precision_of
+from tokenmill.ops.triton.moe.gemv import kind_of, moe_gemv_chosen
 from tokenmill.ops.triton.moe.select import num_expanded, streams_experts
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, dequantized_rows
@@ -164,63 +163,6 @@ def pick_grouped_int_config(pairs_each: float) -> tuple[int, int, int, int]:
 STRIP = 2  # matrix rows a program streams
 
 
-@kernel
-def _stream_gate_up(
-    x, ids, gate_up, out, hidden, inter,
-    K: tl.constexpr, KIND: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """out [pairs, inter] = act(gate x) * up x"""
-    wait_for_previous(OVERLAPS)
-    launch_dependents(OVERLAPS)  # not before the ids are there: the next kernel reads them without waiting
-    pair = tl.program_id(0)
-    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
-    columns = tl.arange(0, STRIDE)
-    is_row = rows < inter
-    expert = tl.load(ids + pair)
-    lines = gate_up + (expert * 2 * inter + rows)[:, None] * hidden + columns[None, :]
-    source = x + (pair // K).to(tl.int64) * hidden
-    gates = tl.zeros((STRIP, STRIDE), tl.float32)
-    ups = tl.zeros((STRIP, STRIDE), tl.float32)
-    for start in range(0, hidden, STRIDE):
-        inside = start + columns < hidden
-        both = is_row[:, None] & inside[None, :]
-        factors = tl.load(source + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        gates += tl.load(lines + start, mask=both, other=0.0).to(tl.float32) * factors
-        ups += tl.load(lines + inter * hidden + start, mask=both, other=0.0).to(tl.float32) * factors
-    result = gated(tl.sum(gates, axis=1), tl.sum(ups, axis=1), KIND)
-    tl.store(out + pair.to(tl.int64) * inter + rows, result.to(out.dtype.element_ty), mask=is_row)
-
-
-@kernel
-def _stream_down(
-    inner, ids, weights, down, out, hidden, inter,
-    K: tl.constexpr, K_PADDED: tl.constexpr, STRIP: tl.constexpr, STRIDE: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """out [T, hidden] = sum over the choices; their matrices are on their way before `inner` is known"""
-    launch_dependents(OVERLAPS)
-    token = tl.program_id(0)
-    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
-    columns = tl.arange(0, STRIDE)
-    choices = tl.arange(0, K_PADDED)
-    pairs = token * K + choices
-    is_choice = choices < K
-    chosen = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg")
-    lines = down + (chosen[:, None] * hidden + rows[None, :])[:, :, None] * inter + columns[None, None, :]
-    is_line = is_choice[:, None, None] & (rows < hidden)[None, :, None]
-    parts = tl.load(lines, mask=is_line & (columns < inter)[None, None, :], other=0.0)
-    wait_for_previous(OVERLAPS)
-    shares = tl.load(weights + pairs, mask=is_choice, other=0.0)
-    sums = tl.zeros((STRIP, STRIDE), tl.float32)
-    for start in range(0, inter, STRIDE):
-        inside = is_choice[:, None] & (start + columns < inter)[None, :]
-        factors = tl.load(inner + pairs[:, None] * inter + start + columns[None, :], mask=inside, other=0.0)
-        factors = factors.to(tl.float32) * shares[:, None]
-        sums += tl.sum(parts.to(tl.float32) * factors[:, None, :], axis=0)
-        following = start + STRIDE
-        parts = tl.load(lines + following, mask=is_line & (following + columns < inter)[None, None, :], other=0.0)
-    tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
-
-
 @kernel_unspecialized("num_experts")
 def _grouped(
     x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
@@ -264,27 +206,9 @@ def experts(
     if not len(x):
         return torch.empty_like(x)
     if streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False):
-        return _streamed(x.contiguous(), weights, ids, packed, activation)
+        return moe_gemv_chosen(x.contiguous(), weights, ids, packed, activation)
     tile = pick_grouped_config(ids.numel() / packed.num_experts, x.dtype)
     return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
-
-
-def _streamed(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
-) -> torch.Tensor:
-    gate_up, down = packed.packed
-    (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
-    inner = x.new_empty(num_tokens * k, inter)
-    out = torch.empty_like(x)
-    wide = min(2048, next_power_of_2(hidden))
-    _stream_gate_up[(num_tokens * k, cdiv(inter, STRIP))](
-        x, ids, gate_up, inner, hidden, inter, k, activation, STRIP, wide, num_warps=4, **launch_options()
-    )  # fmt: skip
-    _stream_down[(num_tokens, cdiv(hidden, STRIP))](
-        inner, ids, weights, down, out, hidden, inter, k, next_power_of_2(k), STRIP,
-        min(1024, next_power_of_2(inter)), num_warps=4, **launch_options()
-    )  # fmt: skip
-    return out
 
 
 def sorted_experts(

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.speech import SpeechReader
 from tokenmill.text.speech.call_format import CallFormat
+from tokenmill.text.speech.markers import ControlAlphabet
 from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, ThoughtPart, Tool, ToolCall
 
@@ -162,3 +163,34 @@ def read_ids(reader: SpeechReader, tokenizer: Tokenizer, ids: Iterable[int]) -> 
         else:
             parts += reader.push(text.push([token_id]))
     return folded(parts + reader.push(text.finish()) + reader.finish())
+
+
+def mutated(random: Random, text: str, markers: list[str]) -> tuple[str, list[str]]:
+    """Return the text with cuts, doubled and moved pieces and stray markers, and with words that must not be lost."""
+    for _ in range(random.randint(1, 4)):
+        start = random.randrange(len(text))
+        end = min(len(text), start + random.randint(1, 12))
+        match random.randrange(5):
+            case 0:
+                text = text[:start] + text[end:]
+            case 1:
+                text = text[:end] + text[start:]
+            case 2:
+                text = text[:start] + random.choice(WORDS) + text[start:]
+            case 3:
+                marker = random.choice(markers).partition("§")[0]
+                text = text[:start] + marker + text[start:]
+            case 4:
+                text = text[:start] if start > len(text) // 2 else text
+    words = [f"w{random.randrange(1000, 10000)}w" for _ in range(random.randint(1, 3))]
+    for word in words:
+        start = random.randrange(len(text) + 1)
+        text = text[:start] + word + text[start:]
+    return text, [word for word in words if word in text]
+
+
+def controlled_text(text: str, texts: Iterable[str]) -> tuple[dict[str, int], str]:
+    """Return the markers in these texts as control tokens, and the text with one character for each of them."""
+    markers = sorted({found for one in texts for found in MARKER.findall(one)})
+    control = {marker: token_id for token_id, marker in enumerate(markers)}
+    return control, ControlAlphabet(control).encode(text)

@@ -30,6 +30,7 @@ Ids = Literal["call", "nine", "functions"]
 
 _SLOT = re.compile("§(name|args|id|index|key|value|type|is_string)")
 _ALPHANUMERIC = string.ascii_letters + string.digits
+JSON_TYPE_NAMES = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
 

@@ -183,23 +183,24 @@ class AnswerGrammar:
         """Return messages up to one that ends the answer: a call, or text for the user."""
         rules = self._rules
         say, begin = rules.fixed(channels.message), rules.fixed(channels.prompt)
-        text = rules.add("TEXT", without(regex_of(one) for one in (*self._openers(), *channels.ends, *channels.begins)))
-        between = rules.fixed(channels.ends[0] + channels.prompt)
-        thought = rules.add("thought", f"{rules.fixed(channels.thought_header)} {say} {text} {between}")
+        body = without(regex_of(one) for one in (*self._openers(), *channels.ends, *channels.begins))
+        text = rules.add("TEXT", body)
+        ended = rules.until(body, channels.ends[0] + channels.prompt)
+        thought = rules.add("thought", f"{rules.fixed(channels.thought_header)} {say} {ended}")
         last = []
         if self._tools and self._choice.mode != "none":
-            last.append(self._message_calls(channels, between))
+            last.append(self._message_calls(channels))
         if self._choice.mode != "required" or not self._tools:
             said = answer if answer is not None else text
             last += [f"{rules.fixed(header)} {say} {said}" for header in channels.text_headers[:1]]
-        asides = [f"{rules.fixed(header)} {say} {text} {between}" for header in channels.text_headers[1:]]
+        asides = [f"{rules.fixed(header)} {say} {ended}" for header in channels.text_headers[1:]]
         before = rules.add("aside", " | ".join([*([thought] if may_think or is_thinking else []), *asides]) or '""')
         start = [] if primer else [begin]
         if is_thinking:
-            start = [f"{text} {between}"]
+            start = [ended]
         return " ".join([*start, f"{before}*", rules.add("last", " | ".join(last))])
 
-    def _message_calls(self, channels: ChannelFormat, between: str) -> str:
+    def _message_calls(self, channels: ChannelFormat) -> str:
         row, rules = self._row, self._rules
         assert row is not None
         calls = [

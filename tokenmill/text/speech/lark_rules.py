@@ -111,6 +111,8 @@ class LarkRules:
         parts = self.split(closer)
         before = "" if self.is_control(parts[0]) else parts[0]
         if len(parts) == 1 and before:
+            if body != ANY_TEXT:  # a body too short to end here must not go on past a closer
+                body = f"{body} & ~/(?s:.*){regex_of(before)}(?s:.*)/"
             return self.add("until", f"{self.add('BODY', body)} {quoted(before)}", "[lazy]")
         text = self.add("BODY", body)
         if before:

@@ -194,17 +194,19 @@ class SpeechReader:
         tape, reading = self._tape, self._reading
         assert reading.channels is not None
         header = reading.alphabet.decode((yield from tape.until(reading.message_start, _MAX_HEADER)))
-        name = reading.channels.called(header)
-        if name is not None:
-            if self._calls is None:
+        is_thought = reading.channels.is_thought(header)
+        if not is_thought and not reading.channels.is_text(header):
+            name = reading.channels.called(header)
+            if name is None or name not in self._tools or self._calls is None:
                 raise Mismatch
-            yield from self._calls.read_message(name)
-            return
+            if not reading.head:
+                yield from self._calls.read_message(name)
+                return
         tape.commit()
         self._num_primed = 0
         if self._output.is_thinking:
             self._end_thought()
-        if reading.channels.is_thought(header):
+        if is_thought:
             self._begin_thought()
         else:
             self._output.break_text()

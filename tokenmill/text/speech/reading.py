@@ -110,9 +110,9 @@ class Reading:
         return self.calls is not None and self.calls.values in ("python", "gemma")
 
     @property
-    def has_own_ids(self) -> bool:
-        """Return whether a call's text carries an id that its template wants back."""
-        return self.object_keys is not None and self.object_keys.id is not None
+    def key_mark(self) -> str:
+        """What stands between a field's key and its value."""
+        return "=" if self.calls is not None and self.calls.values == "python" else ":"
 
     def entry_of(self, marker: str) -> Entry | None:
         return self._by_marker.get(marker.removeprefix(self.lead)) or self._by_marker.get(marker)

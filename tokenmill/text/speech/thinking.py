@@ -37,7 +37,8 @@ class ChannelFormat:
     message: str
     ends: tuple[str, ...]
     thought: str  # regex on the header
-    call: str  # regex on the header; group 1 is the tool's name; "": calls are marked in the message itself
+    text: str  # regex on the header
+    call: str  # regex on the header; group 1 is the tool's name
     prompt: str  # what the prompt ends with: the beginning of a header
     # For the grammar, the rest of each kind of header; of those of text, the first ends the answer.
     thought_header: str
@@ -45,11 +46,14 @@ class ChannelFormat:
     call_headers: tuple[str, ...]
 
     def is_thought(self, header: str) -> bool:
-        return re.search(self.thought, header) is not None
+        return re.fullmatch(self.thought, header) is not None
+
+    def is_text(self, header: str) -> bool:
+        return re.fullmatch(self.text, header) is not None
 
     def called(self, header: str) -> str | None:
         """Return the name of the tool whose arguments the message is."""
-        found = re.search(self.call, header) if self.call else None
+        found = re.fullmatch(self.call, header)
         return found.group(1) if found else None
 
 
@@ -92,8 +96,12 @@ CHANNEL_FORMATS = {
         begins=("<|start|>", "<|channel|>"),
         message="<|message|>",
         ends=("<|end|>", "<|call|>", "<|return|>"),
-        thought=r"<\|channel\|>\s*analysis",
-        call=r"\bto=(?:functions\.)?([^\s<]+)",
+        thought=r"(<\|start\|>assistant)?\s*<\|channel\|>analysis\s*",
+        text=r"(<\|start\|>assistant)?\s*(<\|channel\|>(final|commentary)\s*)?(<\|constrain\|>\s*\w+\s*)?",
+        call=(
+            r"(?:<\|start\|>assistant)?\s*(?:<\|channel\|>(?:commentary|analysis))?\s*to=(?:functions\.)?([^\s<]+)\s*"
+            r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
+        ),
         prompt="<|start|>assistant",
         thought_header="<|channel|>analysis",
         text_headers=("<|channel|>final", "<|channel|>commentary"),
@@ -107,8 +115,9 @@ CHANNEL_FORMATS = {
         begins=("<|start|>",),
         message="<|message|>",
         ends=("<|eom|>", "<|eot|>"),
-        thought=r"\bto=self\b",
-        call="",
+        thought=r"<\|start\|>assistant to=self\s*",
+        text=r"<\|start\|>assistant( to=user)?\s*",
+        call=r"<\|start\|>assistant to=(\S+)\s*",
         prompt="<|start|>assistant",
         thought_header=" to=self",
         text_headers=(" to=user",),

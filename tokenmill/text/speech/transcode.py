@@ -78,11 +78,14 @@ class Transcoder:
         self._quote = ""
         self._is_key = False
         self._run = _NUMBER_RUN
-        self._held: list[str] = []
-        self._num_held = 0
         self._state: Callable[[str, int], int] = self._value
         if fields_end:
             self._open(Container(fields_end, "}", key_mark), "{")
+
+    @property
+    def is_holding(self) -> bool:
+        """Return whether a number, a word or a bare key waits for what follows it."""
+        return self._state == self._held_run
 
     def take_output(self) -> str:
         output = "".join(self._output)
@@ -96,7 +99,7 @@ class Transcoder:
             state = self._state
             reached = state(text, position)
             if self.has_failed or (reached == position and self._state == state):
-                return position
+                return reached
             position = reached
         return position
 
@@ -108,7 +111,7 @@ class Transcoder:
             if self._is_key:
                 closing += ": null"
         elif self._state == self._held_run:
-            closing = self._completed_run()
+            closing = "null" if not self._is_key and (not self._stack or self._stack[-1].has_keys) else ""
         elif self._state == self._colon:
             closing = ": null"
         elif self._state == self._value and (not self._stack or self._stack[-1].has_keys):
@@ -201,20 +204,15 @@ class Transcoder:
         return position + len(inside)
 
     def _held_run(self, text: str, position: int) -> int:
-        """Collect a number, a word or a bare key, which is known only when it is over."""
+        """Read a number, a word or a bare key, which stays unread until what follows shows that it is over."""
         run = self._run.match(text, position)
         assert run is not None
-        if run.end() > position:
-            self._held.append(run.group())
-            self._num_held += run.end() - position
-        if self._num_held > _MAX_HELD:
+        if run.end() - position > _MAX_HELD:
             return self._fail(position)
         if run.end() == len(text):
-            return run.end()
-        held = "".join(self._held)
-        self._held.clear()
-        self._num_held = 0
-        written = f'"{escaped(held)}"' if self._is_key and held else _scalar(held)
+            return position
+        held = run.group()
+        written = f'"{escaped(held)}"' if self._is_key and held else None if self._is_key else _scalar(held)
         if written is None:
             return self._fail(position)
         self._flush()
@@ -222,8 +220,7 @@ class Transcoder:
         self._mark_filled()
         self._state = self._colon if self._is_key else self._after_value
         self._is_key = False
-        if not self._stack:
-            self.is_done = True
+        self.is_done = not self._stack
         return run.end()
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────────────
@@ -329,15 +326,6 @@ class Transcoder:
                 return position + 2 + length
         self._output.append("\\\\")
         return position + 1
-
-    def _completed_run(self) -> str:
-        held = "".join(self._held)
-        if self._is_key:
-            return f'{"".join(self._lag)}"{escaped(held)}": null' if held else ""
-        written = _scalar(held)
-        if written is not None:
-            return "".join(self._lag) + written
-        return "null" if not self._stack or self._stack[-1].has_keys else ""
 
     def _fail(self, position: int) -> int:
         self.has_failed = True

@@ -1,0 +1,217 @@
+"""Reading tagged arguments, each between markers of its own, into a JSON object.
+
+    <parameter=city>\\nSão Paulo\\n</parameter>     <arg_key>city</arg_key><arg_value>São Paulo</arg_value>
+
+A string stands there without quotes, other values as JSON (or as Python literals); the tool's schema says which, unless
+the format does. One line break around a value belongs to the format where its row writes one, the rest to the value.
+
+A closing tag inside a value is told apart by what follows it: only another argument, or the end of the call, can follow
+the end of a value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from tokenmill.text.speech.call_format import JSON_TYPE_NAMES, Slot
+from tokenmill.text.speech.markers import squeezed
+from tokenmill.text.speech.reading import Reading
+from tokenmill.text.speech.schema_kinds import ALL_TYPES, allowed_types, type_of
+from tokenmill.text.speech.tape import End, Mismatch, Steps, Tape
+from tokenmill.text.speech.transcode import JSON, Notation, Transcoder, escaped, overlap
+
+_STRING = frozenset(("string",))
+_MAX_KEY = 256
+_MAX_SPACE_AFTER_CLOSER = 64
+_CONTROL = re.compile("[\ud800-\udfff]")
+_SPACES = re.compile(r"[ \t\r\n]*")
+
+
+class TaggedReader:
+    """Reads the arguments of one call after another; `call_end` is the marker that ends a call."""
+
+    def __init__(self, reading: Reading, tape: Tape, call_end: str, emit: Callable[[str], None]) -> None:
+        self.has_ended = False  # the marker that ends the call was read
+        self._tape = tape
+        self._emit = emit
+        self._notation = reading.notation
+        self._pieces = reading.arg_pieces
+        opening = str(self._pieces[0]) if self._pieces else ""
+        self._closer = str(self._pieces[-1]) if self._pieces else ""
+        self._options = (squeezed(opening), squeezed(call_end))
+        self._followers = [marker for marker in (opening.strip(), call_end) if marker]
+        self._longest_follower = max(map(len, self._followers), default=0)
+        self._key = ""
+        self._label: str | None = None  # what the format itself says of the value's type
+
+    def read_head(self) -> Steps:
+        """Read the beginning of the next argument up to its value, or the end of the call."""
+        self.has_ended = (yield from self._tape.choose(self._options)) == 1
+        if self.has_ended:
+            return
+        self._key, self._label = "", None
+        for piece, following in zip(self._pieces[1:], self._pieces[2:], strict=False):
+            if isinstance(piece, Slot):
+                if piece.name == "value":
+                    return
+                yield from self._read_slot(piece, str(following))
+            else:
+                yield from self._tape.expect(squeezed(piece))
+                if piece.endswith("\n") and (yield from self._tape.peek()) == "\n":
+                    self._tape.take_to(self._tape.position + 1)
+
+    def _read_slot(self, slot: Slot, following: str) -> Steps:
+        filled = yield from self._tape.run(_key_end(squeezed(following)[:1]), _MAX_KEY)
+        if slot.name == "key":
+            self._key = filled.strip()
+        elif slot.name == "is_string" and filled in ("true", "false"):
+            self._label = "string" if filled == "true" else "other"
+        elif slot.name == "type" and filled in JSON_TYPE_NAMES:
+            self._label = filled
+        else:
+            raise Mismatch
+
+    def read(self, parameters: Mapping[str, Any]) -> Steps:
+        """Pass on all arguments, the first head read already; what does not fit stays on the tape."""
+        before = "{"
+        try:
+            while not self.has_ended:
+                yield from self._read_value(before, parameters)
+                before = ", "
+                if not (yield from self._tape.attempt(self.read_head())):
+                    break
+        except Mismatch:
+            before = ", "
+        except End:
+            before = ", "
+            raise
+        finally:
+            self._emit("{}" if before == "{" else "}")
+
+    # ── values ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_value(self, before: str, parameters: Mapping[str, Any]) -> Steps:
+        types = allowed_types(_schema_of(self._key, parameters), parameters)
+        if self._label is not None:
+            types = _STRING if self._label == "string" else ALL_TYPES - _STRING
+        begun = f'{before}"{escaped(self._key)}": '
+        if types == _STRING:
+            yield from self._read_string(begun)
+        elif not types & _STRING and (yield from self._first_char(begun)) in "[{":
+            yield from self._read_container(begun)
+        else:
+            yield from self._read_other(begun, types)
+
+    def _first_char(self, begun: str) -> Any:
+        try:
+            return (yield from self._tape.skip_space())
+        except End:
+            self._emit(f"{begun}null")
+            raise
+
+    def _read_string(self, begun: str) -> Steps:
+        self._emit(f'{begun}"')
+        try:
+            yield from self._read_raw(lambda text: self._emit(escaped(text)))
+        finally:
+            self._emit('"')
+
+    def _read_container(self, begun: str) -> Steps:
+        self._emit(begun)
+        transcoder = Transcoder(self._notation)
+        try:
+            while not transcoder.is_done:
+                self._tape.take_to(transcoder.feed(self._tape.text, self._tape.position))
+                self._emit(transcoder.take_output())
+                if transcoder.has_failed:
+                    raise Mismatch
+                if not transcoder.is_done:
+                    yield from self._tape.more()
+        finally:
+            if not transcoder.is_done:
+                self._emit(transcoder.complete())
+        if not (yield from self._tape.attempt(self._tape.expect(squeezed(self._closer)))):
+            raise Mismatch
+
+    def _read_other(self, begun: str, types: frozenset[str]) -> Steps:
+        """Read a value that is short, or may be a string or not: only its end shows what it is."""
+        collected: list[str] = []
+        try:
+            yield from self._read_raw(collected.append)
+        finally:
+            self._emit(begun + _as_json("".join(collected), types, self._notation))
+
+    def _read_raw(self, emit: Callable[[str], None]) -> Steps:
+        """Pass on a value as it stands, up to its closing tag, and read that."""
+        tape, core = self._tape, self._closer.strip()
+        wraps = self._closer.startswith("\n")
+        num_searched = 0  # characters from the position on that hold no closer
+        while True:
+            found = tape.text.find(core, tape.position + num_searched)
+            end = found if found >= 0 else len(tape.text) - overlap(tape.text, tape.position, core)
+            if control := _CONTROL.search(tape.text, tape.position, end):
+                emit(tape.take_to(control.start()))
+                raise Mismatch
+            is_end = self._is_value_end(found + len(core)) if found >= 0 else None
+            if is_end is False:
+                num_searched = found + len(core) - tape.position
+                continue
+            has_break = wraps and tape.text[tape.position : end].endswith("\n")
+            emit(tape.take_to(end - 1 if has_break else end))
+            if is_end:
+                tape.take_to(found + len(core))
+                return
+            num_searched = 0
+            try:
+                yield from tape.more()
+            except End:
+                emit(tape.rest())
+                raise
+
+    def _is_value_end(self, position: int) -> bool | None:
+        """Return whether a value ends before this position; None: more text must show it."""
+        text = self._tape.text
+        spaces = _SPACES.match(text, position)
+        assert spaces is not None
+        following = text[spaces.end() : spaces.end() + self._longest_follower]
+        if any(following.startswith(marker) for marker in self._followers) or (self._tape.is_over and not following):
+            return True
+        if spaces.end() - position > _MAX_SPACE_AFTER_CLOSER:
+            return False
+        is_open = spaces.end() + len(following) == len(text) and not self._tape.is_over
+        return None if is_open and any(marker.startswith(following) for marker in self._followers) else False
+
+
+@cache
+def _key_end(following: str) -> re.Pattern[str]:
+    return re.compile(f"[\\n\ud800-\udfff{re.escape(following)}]")
+
+
+def _schema_of(key: str, parameters: Mapping[str, Any]) -> Any:
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return parameters.get("additionalProperties") if schema is None else schema
+
+
+def _as_json(text: str, types: frozenset[str], notation: Notation) -> str:
+    """Return a value as it stands where it is JSON of an allowed type, else as a string."""
+    stripped = text.strip()
+    for one in (JSON, notation):
+        transcoder = Transcoder(one)
+        end = transcoder.feed(stripped + " ", 0)
+        if transcoder.is_done and end >= len(stripped) and stripped[:1] not in "\"'":
+            written = transcoder.take_output()
+            if not types & _STRING or _type_written(written) in types:
+                return written
+    return f'"{escaped(text)}"'
+
+
+def _type_written(written: str) -> str:
+    try:
+        return type_of(json.loads(written))
+    except (ValueError, RecursionError):  # a number of too many digits, lists too deep
+        return {"[": "array", "{": "object"}.get(written[0], "number")

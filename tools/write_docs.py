@@ -297,7 +297,10 @@ def models() -> str:
 
 def about(family: Family) -> str:
     """The first sentence of the file that defines a family."""
-    module = importlib.import_module(f"{families.__name__}.{family.name}")
+    constant = next(name for name, value in vars(families).items() if value is family)
+    is_defined = re.compile(rf"^{constant}\b.* = ", re.MULTILINE).search
+    path = next(path for path in FAMILIES.glob("*.py") if is_defined(path.read_text(encoding="utf-8")))
+    module = importlib.import_module(f"{families.__name__}.{path.stem}")
     return re.split(r"\.\s|;\s", " ".join((module.__doc__ or "").split()))[0].rstrip(" .,")
 
 
@@ -369,6 +372,7 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+FAMILIES = ROOT / "tokenmill" / "arch" / "families"
 PAGES = {"reference.md": reference, "models.md": models}
 
 if __name__ == "__main__":

@@ -59,13 +59,15 @@ def run_front(port: int) -> int:
 @contextmanager
 def serving(model: str | None) -> Iterator[int]:
     """The port of a server that is ready."""
+    import stream_capacity
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
     real = ["-m", "tokenmill", "serve", str(model), "--any-model-name", "--port", str(port), "--log-level", "warning"]
     command = [sys.executable, __file__, "front", str(port)] if model is None else [sys.executable, *real]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as front:
         try:
-            while not is_ready(port):
+            while not stream_capacity.answers(port):
                 if front.poll() is not None:
                     raise SystemExit(f"the server ended with exit code {front.returncode}")
                 time.sleep(0.05)
@@ -75,15 +77,6 @@ def serving(model: str | None) -> Iterator[int]:
             time.sleep(0.1)
             front.send_signal(signal.SIGTERM)  # streams that still run are not waited for
             front.wait(60)
-
-
-def is_ready(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-            return connection.recv(16).startswith(b"HTTP/1.1 200")
-    except OSError:
-        return False
 
 
 # ── clients ────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.metric_values import metric_values
 from tests.support.server_process import ServerProcess, real_server
 
 SECRET = "heliotrope"
@@ -34,12 +34,7 @@ def embedded(process: ServerProcess, texts: list[str], **changes: Any) -> list[A
 
 
 def metrics(process: ServerProcess) -> dict[str, float]:
-    families = text_string_to_metric_families(process.http.get("/metrics").text)
-    return {
-        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    return metric_values(process.http.get("/metrics").text)
 
 
 def test_embeddings_are_unit_vectors_that_know_what_is_alike(process: ServerProcess) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import server_process
 from tests.support.fake_engine import STORY
+from tests.support.metric_values import metric_values
 from tests.support.server_process import ServerProcess, free_port, running
 from tests.support.timing import SOON_S
 from tokenmill.config import EngineConfig
@@ -37,7 +38,7 @@ def ask(process: ServerProcess, stream: bool = False) -> httpx.Response:
 
 def wait_until_running(process: ServerProcess, count: int) -> None:
     deadline = time.monotonic() + SOON_S
-    while f"tokenmill_requests_running {count}.0" not in process.http.get("/metrics").text:
+    while metric_values(process.http.get("/metrics").text)["tokenmill_requests_running"] != count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

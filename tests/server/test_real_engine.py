@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from tests.support.malformed_requests import cases, require_error_body
+from tests.support.metric_values import metric_values
 from tests.support.server_process import ServerProcess, is_alive, real_server
 from tests.support.timing import SOON_S
 
@@ -66,8 +67,7 @@ def streamed(process: ServerProcess, **changes: Any) -> str:
 
 
 def metrics(process: ServerProcess) -> dict[str, float]:
-    lines = [line.rsplit(" ", 1) for line in process.http.get("/metrics").text.splitlines() if line[0] != "#"]
-    return {name: float(value) for name, value in lines}
+    return metric_values(process.http.get("/metrics").text)
 
 
 def stats(process: ServerProcess) -> tuple[float, float]:
@@ -77,7 +77,7 @@ def stats(process: ServerProcess) -> tuple[float, float]:
 
 
 def aborted(process: ServerProcess) -> float:
-    return metrics(process)['tokenmill_requests_total{outcome="abort"}']
+    return metrics(process)["tokenmill_requests_total{abort}"]
 
 
 def wait_until_idle(process: ServerProcess) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tokenmill.weights.packed_cache as packed_cache
 import tokenmill.weights.packed_file as packed_file
 from tokenmill.engine.llm import LLM
 from tokenmill.ops.cpu import is_available

@@ -2,8 +2,7 @@
 
 A projection is a product [T, columns] → [T, rows]. How its matrix is packed (plain, fp8, 4 bits) is the backend's
 choice at load; which kernel multiplies is the backend's choice for each number of rows and mode. What else may belong
-to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has, and
-the slots of adapters that add to the result.
+to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Projection:
     ops: Ops
     weight: LinearWeight
     shard: Shard = WHOLE
-    adapters: object | None = None  # slots of low-rank adapters; no backend has any yet
 
     def __call__(self, x: torch.Tensor, mode: Mode) -> torch.Tensor:
         """x [T, columns] → [T, rows]"""
@@ -60,7 +58,7 @@ class Projection:
 
     @property
     def is_self_contained(self) -> bool:
-        return self.shard.is_whole and self.adapters is None
+        return self.shard.is_whole
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@
 | engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
 
+Every series has the label `model`, the name that the model is served by.
+
 Engine counters arrive as totals since the engine's start; `set_engine` turns them into increments, across a restart.
 """
 
@@ -68,6 +70,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model: str = "") -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
+        self._model = model
         self._declare_requests()
         self._declare_engine()
         info = Gauge("tokenmill_model_info", "The model that is served", ["model"], registry=self.registry)
@@ -75,9 +78,10 @@ class Metrics:
         self._last = NO_ENGINE
 
     def _declare_requests(self) -> None:
-        self._requests = self._counter("requests", "Finished requests by outcome", "outcome")
-        for outcome in get_args(Outcome):
-            self._requests.labels(outcome=outcome)  # exported as zero from the start
+        requests = Counter(
+            "tokenmill_requests", "Finished requests by outcome", ["model", "outcome"], registry=self.registry
+        )
+        self._requests = {one: requests.labels(self._model, one) for one in get_args(Outcome)}  # all exported from 0 on
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
@@ -104,7 +108,7 @@ class Metrics:
         self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes, num_answers: int = 1
     ) -> None:
         """Count a finished request. `num_answers` ran in parallel and have `output_tokens` together."""
-        self._requests.labels(outcome=outcome).inc()
+        self._requests[outcome].inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._generation_tokens.inc(output_tokens)
         self._total.observe(times.total_s)
@@ -117,7 +121,7 @@ class Metrics:
 
     def reject_request(self) -> None:
         """Count a request that was refused before it reached the engine: invalid, too long, or the queue is full."""
-        self._requests.labels(outcome="rejected").inc()
+        self._requests["rejected"].inc()
 
     def set_engine(self, now: EngineState) -> None:
         self._running.set(now.running)
@@ -146,11 +150,12 @@ class Metrics:
 
     # ── declaring ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"tokenmill_{name}", about, labels, registry=self.registry)
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(f"tokenmill_{name}", about, ["model"], registry=self.registry).labels(self._model)
 
     def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(f"tokenmill_{name}", about, registry=self.registry)
+        return Gauge(f"tokenmill_{name}", about, ["model"], registry=self.registry).labels(self._model)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"tokenmill_{name}", about, buckets=buckets, registry=self.registry)
+        series = Histogram(f"tokenmill_{name}", about, ["model"], buckets=buckets, registry=self.registry)
+        return series.labels(self._model)

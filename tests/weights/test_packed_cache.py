@@ -20,6 +20,7 @@ from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import aligned_bytes, layout_digest
 from tokenmill.params import SamplingParams
+from tokenmill.weights import packed_cache
 from tokenmill.weights.packed_cache import PackedCache, Source, open_cache, prune, source_of
 from tokenmill.weights.packed_file import HEADER_BYTES, PackedFile, PackedWriter, Unusable
 

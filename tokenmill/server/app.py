@@ -43,10 +43,10 @@ EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms"
 
 DIALECTS = Dialects(ANTHROPIC, LLAMACPP, OLLAMA, TGI, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
+    openai_endpoints,  # first: the routes that are asked most are found soonest
     anthropic_endpoints,
     llamacpp_endpoints,
     ollama_endpoints,
-    openai_endpoints,
     tgi_endpoints,
     token_endpoints,
 )

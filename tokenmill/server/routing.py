@@ -137,10 +137,11 @@ def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
     methods: set[str] = {endpoint.method for endpoint in endpoints}
     if len(endpoints) == 1:
         return _route(path, endpoints[0].handler, methods)
+    ordered = sorted(endpoints, key=lambda endpoint: endpoint.when is None)  # the one for all others comes last
 
     async def choose(request: Request) -> Response:
         head = head_of(request.scope)
-        for endpoint in endpoints:
+        for endpoint in ordered:
             if endpoint.method == head.method and (endpoint.when is None or endpoint.when(head)):
                 return await endpoint.handler(request)
         raise HTTPException(404, "Not Found")

@@ -138,7 +138,7 @@ def test_tokenize_and_back(server: RunningServer) -> None:
         "token_strs": ["", "H", "\ufffd", "\ufffd"],
     }
     assert server.post("/tokenize", {"prompt": "H", "add_special_tokens": False}).json()["tokens"] == [72]
-    assert server.post("/detokenize", {"tokens": [72, 195, 169]}).json() == {"prompt": "Hé"}
+    assert server.post("/detokenize", {"tokens": [72, 195, 169]}).json() == {"prompt": "Hé", "content": "Hé"}
     chat = server.post("/tokenize", {"messages": CHAT["messages"]}).json()
     assert chat["count"] == server.post("/v1/chat/completions", CHAT).json()["usage"]["prompt_tokens"]
 

@@ -208,6 +208,22 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         load_frontend(EngineConfig(ModelConfig(model=f"scripted:{file}", chat_template=str(tmp_path / "none.jinja"))))
 
 
+def test_the_documented_script_does_what_the_page_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scripted-model.md").read_text(encoding="utf-8")
+    script = json.loads(page.split("```json\n")[1].split("```")[0])
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["city", "n"],
+        "additionalProperties": False,
+    }
+    with scripted_server(script, CHATML) as server:
+        assert text_of(ask(server, "hello")) == "Hello."
+        assert text_of(ask(server, "weather?", "call", "18 degrees")) == "It is 18 degrees in Paris."
+        bent = ask(server, "please refuse", guided_json=schema, temperature=0)
+    assert json.loads(text_of(bent)) == {"city": "No, I will not.", "n": 0}
+
+
 @pytest.mark.slow
 def test_the_command_serves_it(tmp_path: Path) -> None:
     script, template = tmp_path / "script.json", tmp_path / "t.jinja"

@@ -193,7 +193,9 @@ class AnswerGrammar:
         if self._choice.mode != "required" or not self._tools:
             said = answer if answer is not None else text
             last += [f"{rules.fixed(header)} {say} {said}" for header in channels.text_headers[:1]]
-        asides = [f"{rules.fixed(header)} {say} {ended}" for header in channels.text_headers[1:]]
+        is_forced = self._choice.mode == "required" and bool(self._tools)
+        headers = () if is_forced else channels.text_headers[1:]  # else text for the user could go on for ever
+        asides = [f"{rules.fixed(header)} {say} {ended}" for header in headers]
         before = rules.add("aside", " | ".join([*([thought] if may_think or is_thinking else []), *asides]) or '""')
         start = [] if primer else [begin]
         if is_thinking:

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.runner import cuda_runner
+from tokenmill.runner import cuda_runner, device_sampler
 from tokenmill.runner.cuda_runner import CudaRunner
 from tokenmill.runner.decode_graphs import DecodeInputs, PendingTokens
 from tokenmill.runner.device_sampler import DeviceSampler
@@ -91,13 +90,11 @@ def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
     def to_host(self: CudaRunner, drawn: torch.Tensor, rows: list[int]) -> PendingTokens:
         return PendingTokens({row: line for line, row in enumerate(rows)}, drawn, event)
 
-    def to_device(self: CudaRunner, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    def to_device(self: CudaRunner, values: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
-    def keep_allowed(
-        self: DeviceSampler, logits: torch.Tensor, numbers: torch.Tensor, masks: NDArray[np.int32]
-    ) -> None:
-        allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    def keep_allowed(logits: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor) -> None:
+        allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
         logits[numbers.long()] += torch.where(torch.from_numpy(allowed) > 0, 0.0, -torch.inf)
 
     def draw(
@@ -107,7 +104,7 @@ def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
         newest[rows.long()] = drawn
         return drawn
 
-    monkeypatch.setattr(DeviceSampler, "keep_allowed", keep_allowed)
+    monkeypatch.setattr(device_sampler, "keep_allowed", keep_allowed)
     monkeypatch.setattr(DeviceSampler, "draw", draw)
     monkeypatch.setattr(DeviceSampler, "count_fed", lambda *_: None)
     monkeypatch.setattr(cuda_runner, "DecodeGraphs", EagerGraphs)

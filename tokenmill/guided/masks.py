@@ -37,6 +37,16 @@ class StepMasks:
         pairs = zip(rows, num_drafts or [0] * len(rows), strict=True)
         return self._table[[self._draft_masks[row] + n - 1 if n else row for row, n in pairs]].view(np.uint8)
 
+    @property
+    def num_words(self) -> int:
+        """Return the length of a mask in int32."""
+        return int(self._table.shape[1])
+
+    def copy_to(self, room: Table, rows: Sequence[int]) -> None:
+        """Copy the masks of rows that have no drafts into int32 [len(rows), num_words]."""
+        self.wait()
+        np.take(self._table, rows, axis=0, out=room, mode="clip")  # "raise", the default, goes by way of another copy
+
     def wait(self) -> None:
         """Wait until the masks are computed."""
         if self._computing is not None:

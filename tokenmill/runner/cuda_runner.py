@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from tokenmill.guided.masks import StepMasks
@@ -237,11 +236,11 @@ class CudaRunner:
             drawn = best_tokens(self._model, hidden, "eager")
             self._graphs.newest.index_copy_(0, self._to_device(rows, torch.int64), drawn)
             return drawn
-        indices = [plan.output_index for plan in plans]
+        indices, last = [plan.output_index for plan in plans], [plan.token_ids[-1] for plan in plans]
         uniforms = self._to_device(self._sampler.uniforms(rows, indices), torch.float64)
-        row_ids, output_ids = self._to_device(rows, torch.int32), self._to_device(indices, torch.int32)
-        last = [plan.token_ids[-1] for plan in plans]
-        fed = self._to_device(last, torch.int32)
+        padding = [0] * (-len(plans) % 4)  # each begins at a multiple of 16 bytes, as kernels are compiled for
+        sent = self._to_device([[*one, *padding] for one in (rows, indices, last)], torch.int32)
+        row_ids, output_ids, fed = sent[:, : len(plans)]
         if PENDING in last:
             fed = torch.where(fed == PENDING, self._graphs.newest[row_ids].int(), fed)
         self._sampler.count_fed(row_ids, output_ids, fed)
@@ -252,10 +251,9 @@ class CudaRunner:
 
     def _keep_grammatical(self, logits: torch.Tensor, rows: list[int], masks: StepMasks) -> None:
         """Take all tokens from the rows with grammars that their masks do not allow; changes logits [R, vocab]."""
-        guided = [(number, row) for number, row in enumerate(rows) if self._is_guided[row]]
-        numbers = self._to_device([number for number, _ in guided], torch.int32)
-        bits = masks.bits([row for _, row in guided]).view(np.int32)
-        self._sampler.keep_allowed(logits, numbers, bits)
+        numbers = [number for number, row in enumerate(rows) if self._is_guided[row]]
+        guided = [rows[number] for number in numbers]
+        self._sampler.keep_allowed(logits, self._to_device(numbers, torch.int32), masks, guided)
 
     def _launch_host(self, plans: list[RowPlan]) -> HostDraws | RowsForward:
         """Rows that feed one token still go through a graph, up to the hidden states."""
@@ -267,7 +265,7 @@ class CudaRunner:
     def _only_draws(self, plan: RowPlan) -> bool:
         return plan.sample and plan.num_prompt_logprobs is None and self._rows[plan.row].pooler is None
 
-    def _to_device(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    def _to_device(self, values: Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self._storage.device, non_blocking=True)
 
     def _to_host(self, drawn: torch.Tensor, rows: list[int]) -> PendingTokens:

@@ -44,6 +44,7 @@ from tokenmill.ops.triton.batch.decode_inputs import (
     publish_tokens,
 )
 from tokenmill.ops.triton.sampling.argmax import argmax
+from tokenmill.ops.triton.sampling.penalties import keep_allowed
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.memory import graph_sizes, table_width
 
@@ -145,7 +146,7 @@ class DecodeGraphs:
         gathered = self._gather(1, self._padding)
         logits = torch.empty(1, self._model.vocab_size, device=self.newest.device)
         self._sampler.count_fed(gathered.rows, gathered.indices, gathered.token_ids)
-        self._sampler.keep_allowed(logits, gathered.rows, np.zeros((1, -(-self._model.vocab_size // 32)), np.int32))
+        keep_allowed(logits, gathered.rows, gathered.rows.new_zeros(1, -(-self._model.vocab_size // 32)))
         self._sampler.draw(logits, gathered.rows, gathered.indices, gathered.uniforms, self.newest)
 
     def captures(self) -> Iterator[Callable[[], object]]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenmill.guided.masks import StepMasks
 from tokenmill.ops.triton.sampling.penalties import count_fed, edit_logits, keep_allowed
 from tokenmill.ops.triton.sampling.sample import draw_tokens
 from tokenmill.params import DEVICE_PARAM_SLOTS, DEVICE_PARAMS, SamplingParams
@@ -106,9 +107,13 @@ class DeviceSampler:
         edit_logits(logits, rows, indices, self._params_of, self._seen, self._edits)
         return draw_tokens(logits, rows, uniforms, self._params_of, newest)
 
-    def keep_allowed(self, logits: torch.Tensor, numbers: torch.Tensor, masks: NDArray[np.int32]) -> None:
-        """Keep the tokens whose bits are set in masks [M, words], for rows `numbers` int32 [M] of logits [R, vocab]."""
-        keep_allowed(logits, numbers, self._to_device(masks))
+    def keep_allowed(self, logits: torch.Tensor, numbers: torch.Tensor, masks: StepMasks, rows: Sequence[int]) -> None:
+        """Let rows `numbers` int32 [M] of logits [R, vocab] draw only what the masks of `rows` allow. Waits."""
+        # Written where the device reads: torch would copy more than a few of them with all its threads.
+        is_pinned = self._device.type == "cuda"
+        sent = torch.empty(len(rows), masks.num_words, dtype=torch.int32, pin_memory=is_pinned)
+        masks.copy_to(sent.numpy(), rows)
+        keep_allowed(logits, numbers, sent.to(self._device, non_blocking=True))
 
     def count_fed(self, rows: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count the tokens that rows feed last; `indices`: how many output tokens each row has."""

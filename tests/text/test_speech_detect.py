@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,10 +89,15 @@ MENTIONED = {
 }
 
 
-def speech_of(shared_dir: Path, name: str) -> Speech:
+@cache
+def template_and_speech(shared_dir: Path, name: str) -> tuple[ChatTemplate, Speech]:
     source = (shared_dir / "templates" / f"{name}.jinja").read_text()
     template = ChatTemplate(source, {"bos_token": "<BOS>", "eos_token": "<EOS>"})
-    return detect_speech(template, byte_tokenizer())
+    return template, detect_speech(template, byte_tokenizer())
+
+
+def speech_of(shared_dir: Path, name: str) -> Speech:
+    return template_and_speech(shared_dir, name)[1]
 
 
 def named(speech: Speech) -> tuple[str | None, str | None]:

@@ -57,7 +57,7 @@ def assert_fragments_begin_json(parts: Iterable[Part]) -> None:
 def test_written_calls_are_read(row: CallFormat) -> None:
     random = Random(row.name)
     speech = Speech(calls=row)
-    for _ in range(12):
+    for _ in range(5):
         calls = [random_call(random) for _ in range(random.randint(1, 3))]
         text = row.write(calls)
         wanted = parsed(expected_parts(calls))
@@ -141,7 +141,7 @@ def break_and_read(row: CallFormat, num_trials: int, thinking: ThinkingFormat | 
 @pytest.mark.parametrize("row", CALL_FORMATS, ids=lambda row: row.name)
 def test_broken_calls_are_read_without_loss(row: CallFormat) -> None:
     for with_control in (False, True):
-        break_and_read(row, 12, None, with_control)
+        break_and_read(row, 6, None, with_control)
 
 
 @pytest.mark.slow

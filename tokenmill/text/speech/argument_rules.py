@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from tokenmill.text.speech.call_format import CallFormat, Slot, to_json, write_value
+from tokenmill.text.speech.call_format import CDATA, CallFormat, Slot, to_json, write_value
 from tokenmill.text.speech.lark_rules import LAYOUT, LarkRules, json_value, quoted, refuse, regex_of, slashed
 from tokenmill.text.speech.markers import opening_marker
 from tokenmill.text.speech.schema_kinds import allowed_types, resolve
@@ -25,6 +25,8 @@ from tokenmill.types import Tool
 _STRING = frozenset(("string",))
 _LABELS = {"integer": "number", "number": "number", "boolean": "boolean", "null": "null", "array": "array"}
 _FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+_SPELLINGS = {"boolean": '("true" | "false" | "True" | "False")', "null": '("null" | "None")'}  # templates write both
+_NARROWING = frozenset(("enum", "const", "not", "anyOf", "oneOf", "allOf", "$ref"))
 _FREE_KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 
 
@@ -139,18 +141,23 @@ class ArgumentRules:
         if self._row.values == "raw_python" and allowed_types(schema, root) & {"array", "object"}:
             value = NotationRules(self._rules, "python", root).value(schema)
         else:
-            value = json_value(schema, root)
+            given = schema.get("type") if isinstance(schema, Mapping) and not _NARROWING & schema.keys() else None
+            value = _SPELLINGS.get(str(given)) or json_value(schema, root)
         return f"{value} {self._rules.fixed(closer)}"
 
     def _raw_string(self, schema: Mapping[str, Any], closer: str) -> str:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             return "(" + " | ".join(self._rules.fixed(write_value("raw", one) + closer) for one in values) + ")"
-        parts = self._rules.split(closer)
-        if any(self._rules.is_control(part) for part in parts):
-            return self._rules.until(string_body(schema), closer)
+        body = string_body(schema)
+        if any(self._rules.is_control(part) for part in self._rules.split(closer)):
+            return self._rules.until(body, closer)
+        if self._row.has_cdata:
+            wrapped = f"{quoted(CDATA[0])} {self._rules.until(body, CDATA[1] + closer)}"
+            plain = self._rules.until(rf"{body} & /[^<&\n]*/", closer)
+            return f"({wrapped} | {plain})"
         # The reader takes a closing tag for the end where another argument or the end of the call follows it.
-        return self._rules.until(f"{string_body(schema)} & ~/(?s:.*){self._value_end}(?s:.*)/", closer)
+        return self._rules.until(f"{body} & ~/(?s:.*){self._value_end}(?s:.*)/", closer)
 
     @property
     def _value_end(self) -> str:

@@ -28,6 +28,7 @@ from tokenmill.types import ToolCall
 Values = Literal["json", "raw", "raw_python", "python", "gemma"]
 Ids = Literal["call", "nine", "functions"]
 
+CDATA = ("<![CDATA[", "]]>")
 _SLOT = re.compile("§(name|args|id|index|key|value|type|is_string)")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 JSON_TYPE_NAMES = frozenset(("string", "number", "boolean", "null", "array", "object"))
@@ -62,6 +63,7 @@ class CallFormat:
     arg: str | None = None  # one argument; None: the arguments are a JSON object
     arg_join: str = ""
     values: Values = "json"  # raw: strings as they are, others in JSON; raw_python: lists and objects in Python
+    has_cdata: bool = False  # strings with `<`, `&` or a line break stand in a CDATA block
     first_index: int = 0
     ids: Ids = "call"
     header: str = ""  # before each call, in formats made of messages: read as a header, not as part of the call
@@ -112,11 +114,17 @@ class CallFormat:
     def _argument(self, key: str, value: Any) -> str:
         filled = {
             "key": key,
-            "value": write_value(self.values, value),
+            "value": self._value(value),
             "type": _JSON_TYPES.get(type(value), "null"),
             "is_string": "true" if isinstance(value, str) else "false",
         }
         return _filled(self.arg_pieces, filled)
+
+    def _value(self, value: Any) -> str:
+        written = write_value(self.values, value)
+        if self.has_cdata and isinstance(value, str) and any(char in value for char in "<&\n"):
+            return CDATA[0] + written + CDATA[1]
+        return written
 
     # ── ids ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -121,6 +121,7 @@ TAGGED = (
         join="\n",
         arg='<param name="§key">§value</param>',
         values="raw_python",
+        has_cdata=True,
     ),
     CallFormat(
         "glm-4.5",

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cache
 from typing import Any
 
-from tokenmill.text.speech.call_format import JSON_TYPE_NAMES, Slot
+from tokenmill.text.speech.call_format import CDATA, JSON_TYPE_NAMES, Slot
 from tokenmill.text.speech.markers import squeezed
 from tokenmill.text.speech.reading import Reading
 from tokenmill.text.speech.schema_kinds import ALL_TYPES, allowed_types, type_of
@@ -40,6 +40,7 @@ class TaggedReader:
         self._emit = emit
         self._notation = reading.notation
         self._pieces = reading.arg_pieces
+        self._has_cdata = reading.calls is not None and reading.calls.has_cdata
         opening = str(self._pieces[0]) if self._pieces else ""
         self._closer = str(self._pieces[-1]) if self._pieces else ""
         self._options = (squeezed(opening), squeezed(call_end))
@@ -106,7 +107,7 @@ class TaggedReader:
         else:
             yield from self._read_other(begun, types)
 
-    def _first_char(self, begun: str) -> Any:
+    def _first_char(self, begun: str) -> Generator[None, None, str]:
         try:
             return (yield from self._tape.skip_space())
         except End:
@@ -149,6 +150,8 @@ class TaggedReader:
         """Pass on a value as it stands, up to its closing tag, and read that."""
         tape, core = self._tape, self._closer.strip()
         wraps = self._closer.startswith("\n")
+        if self._has_cdata and (yield from self._begins_with(CDATA[0])):
+            core = CDATA[1] + core
         num_searched = 0  # characters from the position on that hold no closer
         while True:
             found = tape.text.find(core, tape.position + num_searched)
@@ -171,6 +174,18 @@ class TaggedReader:
             except End:
                 emit(tape.rest())
                 raise
+
+    def _begins_with(self, opener: str) -> Generator[None, None, bool]:
+        """Read a fixed text if it stands next."""
+        tape = self._tape
+        while len(tape.text) - tape.position < len(opener) and opener.startswith(tape.text[tape.position :]):
+            try:
+                yield from tape.more()
+            except End:
+                return False
+        found = tape.text.startswith(opener, tape.position)
+        tape.take_to(tape.position + (len(opener) if found else 0))
+        return found
 
     def _is_value_end(self, position: int) -> bool | None:
         """Return whether a value ends before this position; None: more text must show it."""

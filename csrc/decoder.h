@@ -20,18 +20,77 @@ struct RopeTable {
   int positions = 0, half = 0;
 };
 
+struct Norm {
+  Vector weight, bias;  // no weight: there is no norm; a bias only where the decoder's norms are centred
+
+  bool empty() const { return weight.empty(); }
+};
+
 struct Mlp {
-  Linear gate, up, down;
+  Linear gate, up, down;  // an empty gate: down(act(up))
   Activation activation = Activation::Silu;
+
+  bool is_gated() const { return gate.w.data != nullptr; }
+  // The first product of a gated one is with `gate`, and `up` beside it.
+  const Linear& first() const { return is_gated() ? gate : up; }
+  const Linear* second() const { return is_gated() ? &up : nullptr; }
+};
+
+enum class Score : uint8_t { Softmax, Sigmoid, SqrtSoftplus };
+
+// How a token's experts are chosen and weighted.
+struct Routing {
+  int num_active = 0;
+  Score score = Score::Softmax;
+  bool renormalize = true;
+  float epsilon = 0.0f;  // added to the sum that weights are divided by
+  Vector choice_bias;    // added to scores for the choice alone
+  int num_groups = 1, kept_groups = 1;
+  int judged_by = 2;  // so many of a group's best, added
+  float scale = 1.0f;
+  Vector expert_scales;
+  bool weights_input = false;  // an expert's input is weighted, not its output
 };
 
 struct Moe {
   Linear router;
   std::vector<Mlp> experts;
-  int num_active = 0;
-  bool renormalize = false;
+  Routing routing;
   std::optional<Mlp> shared;
+  Vector shared_gate;  // [hidden]: the shared expert is weighted by the sigmoid of its product with the input
+  Vector router_norm;  // the router reads a norm of the stream of its own
+  Linear latent_in, latent_out;  // experts work on a projection of their input; empty: on the input itself
 };
+
+// The layer's own embeddings of the tokens, which are added through a gate that reads the stream.
+struct LayerInput {
+  Linear gate, up;
+  Norm norm;
+  Activation activation = Activation::GeluTanh;
+};
+
+// What of a layer does not depend on its mixer.
+struct LayerFrame {
+  Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;  // empty where the model has none
+  std::optional<Mlp> mlp;
+  std::optional<Moe> moe;  // beside the MLP where there is one, then with the norms of `side`
+  struct Side {
+    Norm norm, post_norm, mlp_post_norm;
+  } side;
+  bool is_parallel = false;  // the MLP reads the stream that the mixer read
+  float residual_scale = 1.0f;  // multiplies what is added to the stream
+  std::optional<LayerInput> input;
+  float stream_scale = 1.0f;  // multiplies the stream at the end
+};
+
+enum class HeadNorm : uint8_t { None, Before, After, Joint };  // of queries and keys: the rotation, or all heads at once
+
+struct QueryGrowth {
+  float beta = 0.0f;  // 0: queries don't grow with their positions
+  int length = 1, first = 0;
+};
+
+enum class OutputGate : uint8_t { None, PerHead, PerElement };
 
 // A gated short convolution: out(c * conv(b * x)). Every token's input b * x is kept in the paged cache, where the next
 // kernel - 1 tokens of its sequence read it.
@@ -46,19 +105,24 @@ struct ShortConv {
 
 inline constexpr int kMaxConvKernel = 16;
 
-struct Layer {
-  Vector attn_norm, mlp_norm;
-  Vector attn_post_norm, mlp_post_norm;  // empty unless the model has them
+struct Layer : LayerFrame {
+  explicit Layer(LayerFrame frame) : LayerFrame(std::move(frame)) {}
+
   Vector q_norm, k_norm, sinks;
-  Linear q, k, v, o;
+  HeadNorm head_norm = HeadNorm::None;
+  bool has_value_norm = false;
+  QueryGrowth growth;
+  Linear q, k, v, o;  // without k and v the layer reads another one's cache
+  Linear gate;        // of what attention puts out
+  OutputGate output_gate = OutputGate::None;
+  bool is_softplus_gate = false;
   AttentionTask attention;
   int rope = -1;
   int group = 0;
   int num_blocks = 0;
   std::optional<ShortConv> conv;  // in the place of attention: then `o` projects its output, and q, k and v are empty
-  std::optional<Mlp> mlp;
-  std::optional<Moe> moe;
 
+  bool has_own_kv() const { return k.w.data != nullptr; }
   bool has_cache() const { return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr; }
   int block_size() const { return conv ? conv->block_size : attention.cache.block_size; }
 };
@@ -68,12 +132,16 @@ class Decoder {
   // `outlier_threshold`: see Form. Where some blocks have 16 bits, all of the last layer's and the head's do.
   Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
           float outlier_threshold, const Kernels& kernels);
+  void set_norms(bool are_centred) { are_norms_centred_ = are_centred; }
+  void set_logit_scale(float scale) { logit_scale_ = scale; }
+  // Embeddings that each layer has for itself: [vocab][layers * width], [layers * width][hidden], [width].
+  void set_layer_inputs(Linear table, Linear project, Vector norm);
 
   int add_rope(RopeTable table);
   void add_layer(Layer layer);
   void set_embedding(Linear embedding);
   void set_head(Linear head);
-  void set_final_norm(Vector weight) { final_norm_ = std::move(weight); }
+  void set_final_norm(Norm norm) { final_norm_ = std::move(norm); }
   // The cache of a layer of attention, or of a convolution; `group` says which of a batch's block tables is its own.
   void set_cache(int layer, int group, const PagedCache& cache, int num_blocks);
   void set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size);
@@ -114,6 +182,9 @@ class Decoder {
   bool pays_to_split(const Layer& layer, const BatchView& batch) const;
   void attend_placed(const Layer& layer, const BatchView& batch);
   void norm_rope_head(const Layer& layer, const Vector& norm, int64_t position, float* head) const;
+  void prepare_query(const Layer& layer, int64_t position, float* head) const;
+  void norm_joint_heads(const Layer& layer, int tokens);
+  void gate_outputs(const Layer& layer, int token, int head, float* out) const;
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
   void attend_all(const Layer& layer, const BatchView& batch);
   void attend_singles(const Layer& layer, const BatchView& batch, int segments);
@@ -126,18 +197,29 @@ class Decoder {
   void take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
                     const Partial* partial, int partial_stride);
   void feed_forward(const Layer& layer, int tokens);
+  void feed(const Layer& layer, int tokens);
+  void mlp_of_stream(const Layer& layer, int tokens, Gemm::Mode mode, float* out);
+  void moe_of_stream(const Layer& layer, const Norm& norm, int tokens, float* out);
   void mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out);
   void moe(const Moe& moe, int tokens, float outlier_threshold, float* out);
+  void route(const Moe& moe, int tokens);
+  void add_shared_expert(const Moe& moe, int tokens, float outlier_threshold, float* out);
+  void layer_inputs(const BatchView& batch);
+  void add_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows);
+  void end_layer(const Layer& layer, int number, int tokens, const int64_t* rows);
+  bool frame_fits(const Layer& layer) const;
   // body(t, out) gives the `cols` numbers of row t, which are kept in the form that is asked for.
   template <class Body>
   void fill_rows(int tokens, int cols, int work_per_row, Activations& to, const Form& form, const Body& body);
-  void norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form);
+  void norm_rows(const Norm& norm, const float* x, int tokens, Activations& to, const Form& form);
+  void norm_row(const Norm& norm, const float* x, float* out) const;
   void mark_outliers(Activations& rows);
   float outlier_threshold(const Layer& layer) const {
     return &layer == &layers_.back() ? threshold_at_end() : outlier_threshold_;
   }
   float threshold_at_end() const;
-  void add_normed(const Vector& weight, int tokens);
+  void norm_in_place(const Norm& norm, float* rows, int tokens);
+  void add_result(const Norm& norm, float scale, int tokens);
   Rows head_input(const float* hidden, int rows);
 
   const Kernels* kernels_;
@@ -149,7 +231,11 @@ class Decoder {
   std::vector<RopeTable> ropes_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;
-  Vector final_norm_;
+  Norm final_norm_;
+  bool are_norms_centred_ = false;
+  float logit_scale_ = 1.0f;
+  Linear input_table_, input_project_;
+  Vector input_norm_;
 
   // ── buffers of a step, grown when needed ──
   PageVector<float> x_;       // [T][hidden] the residual stream
@@ -157,7 +243,9 @@ class Decoder {
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
-  Activations normed_, heads_, inner_;
+  PageVector<float> side_;    // [T][hidden] of experts beside an MLP, or of the shared expert
+  PageVector<float> layer_inputs_, input_gates_;  // [T][layers][width], [T][width]
+  Activations normed_, heads_, inner_, routed_, latent_, latent_sums_, input_rows_;
   std::vector<Vector> row_scratch_;                      // one per thread: the rows of a tile
   std::vector<PageVector<uint8_t>> attention_scratch_;   // one per thread
   uint64_t num_attended_ = 0;  // phases of chunks so far

@@ -127,7 +127,8 @@ void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
   float* gates = room(thread, 0, rows);
   float* ups = room(thread, 1, rows);
   product(*gemm.w, gemm.in, span, {gates, kPair, false}, thread);
-  product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread);
+  if (gemm.up != nullptr) product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread);
+  else std::fill_n(ups, static_cast<size_t>(rows) * kPair, 1.0f);  // an MLP without a gate: act(x) * 1
   if (gemm.gated->is_quantised())
     kernels_.gate_rows(gates, ups, rows, gemm.activation, gemm.gated->quant(), row, span.panel / 2);
   if (!gemm.gated->is_plain()) return;
@@ -146,6 +147,7 @@ void Runner::best(const Gemm& gemm, const Span& span, int thread) {
   product(*gemm.w, gemm.in, span, {sums, kPair, false}, thread);
   Best* seen = gemm.best + static_cast<size_t>(thread) * gemm.in.quant.rows + row;
   for (int r = 0; r < rows; ++r) {
+    if (gemm.scale != 1.0f) kernels_.scale(sums + r * kPair, gemm.scale, columns);
     if (gemm.softcap > 0.0f) kernels_.softcap(sums + r * kPair, gemm.softcap, columns);
     if (Pool::takes_next(thread)) kernels_.take_best(sums + r * kPair, columns, column, seen[r]);
     else take_best_before(sums + r * kPair, columns, column, seen[r]);

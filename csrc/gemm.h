@@ -63,6 +63,7 @@ struct Gemm {
   Activations* gated = nullptr;  // Gate: where act(gate) * up goes
   Best* best = nullptr;  // Best: [threads][rows], of what each thread computed
   float softcap = 0.0f;  // Best: 0: none
+  float scale = 1.0f;  // Best: multiplies what is compared, before it is capped
 };
 
 class Runner {

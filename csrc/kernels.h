@@ -62,7 +62,7 @@ struct Rows {
 };
 
 enum class Store : uint8_t { F32, F16, BF16, I8 };
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh };
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu2, SwigluOai };
 
 struct PagedCache {
   void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]; of I8 see kernels/attention_int8.h
@@ -78,6 +78,7 @@ struct AttentionTask {
   int heads = 0;
   float scale = 1.0f;
   int window = 0;       // 0: none
+  bool is_chunked = false;  // the window begins anew at its multiples
   float softcap = 0.0f;  // 0: none
   const float* sinks = nullptr;
 };
@@ -142,8 +143,12 @@ struct Kernels {
   // the same for so many rows, which become one block of rows [row, row + rows) of `to`; the first begins a tile
   void (*gate_rows)(const float* gates, const float* ups, int rows, Activation, const QuantRows& to, int row, int block);
   void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
+  // rms_norm of x less its mean, plus the bias, which may be null
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size, float* out);
   void (*add)(float* x, const float* y, int size);
   void (*multiply)(const float* x, const float* y, int size, float* out);
+  void (*scale)(float* x, float factor, int size);
+  void (*sigmoid)(const float* x, int size, float* out);
   // gate * (bias + the sum of taps[k] * weight[k]), each of `size` numbers; a tap that is null counts as zeros
   void (*short_conv)(const float* const* taps, const float* weight, const float* bias, const float* gate, int kernel,
                      int size, float* out);

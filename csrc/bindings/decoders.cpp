@@ -10,6 +10,8 @@ Activation activation_named(const std::string& name) {
   if (name == "silu") return Activation::Silu;
   if (name == "gelu") return Activation::Gelu;
   if (name == "gelu_tanh") return Activation::GeluTanh;
+  if (name == "relu2") return Activation::Relu2;
+  if (name == "swiglu_oai") return Activation::SwigluOai;
   throw std::invalid_argument("unknown activation " + name);
 }
 
@@ -65,26 +67,15 @@ void bind_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys, AnyAr
              {std::move(keys), std::move(values), std::move(key_scales), std::move(value_scales), std::nullopt});
 }
 
-// What all layers have, whatever their mixer is.
-Layer layer_of(const HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm,
-               std::optional<FloatVector> attn_post_norm, std::optional<FloatVector> mlp_post_norm,
-               std::optional<Mlp> mlp, std::optional<Moe> moe) {
-  Layer layer;
-  const size_t hidden = static_cast<size_t>(self.hidden());
-  layer.attn_norm = vector_of(attn_norm, hidden, "attn_norm");
-  layer.mlp_norm = vector_of(mlp_norm, hidden, "mlp_norm");
-  layer.attn_post_norm = vector_of(attn_post_norm, hidden, "attn_post_norm");
-  layer.mlp_post_norm = vector_of(mlp_post_norm, hidden, "mlp_post_norm");
-  layer.mlp = std::move(mlp);
-  layer.moe = std::move(moe);
-  return layer;
+using MaybeVector = std::optional<FloatVector>;
+
+Vector copied(const MaybeVector& array) {
+  return array ? Vector(array->data(), array->data() + array->size()) : Vector();
 }
 
-void add_conv_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm,
-                    std::optional<FloatVector> attn_post_norm, std::optional<FloatVector> mlp_post_norm,
-                    const Linear& in, const Linear& out, Array<const float, 2> weight, std::optional<FloatVector> bias,
-                    std::optional<Mlp> mlp, std::optional<Moe> moe) {
-  Layer layer = layer_of(self, attn_norm, mlp_norm, attn_post_norm, mlp_post_norm, std::move(mlp), std::move(moe));
+void add_conv_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& in, const Linear& out,
+                    Array<const float, 2> weight, MaybeVector bias) {
+  Layer layer(frame);
   ShortConv conv;
   conv.in = in;
   conv.weight.assign(weight.data(), weight.data() + weight.size());
@@ -95,46 +86,114 @@ void add_conv_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_no
   self.add_layer(std::move(layer));
 }
 
-void add_layer(HeldDecoder& self, FloatVector attn_norm, FloatVector mlp_norm, std::optional<FloatVector> attn_post_norm,
-               std::optional<FloatVector> mlp_post_norm, const Linear& q, const Linear& k, const Linear& v,
-               const Linear& o, std::optional<FloatVector> q_norm, std::optional<FloatVector> k_norm,
-               std::optional<FloatVector> sinks, int heads, int kv_heads, int head_dim, float scale, int window,
-               float softcap, int rope, std::optional<Mlp> mlp, std::optional<Moe> moe) {
-  Layer layer = layer_of(self, attn_norm, mlp_norm, attn_post_norm, mlp_post_norm, std::move(mlp), std::move(moe));
-  layer.q_norm = vector_of(q_norm, static_cast<size_t>(head_dim), "q_norm");
-  layer.k_norm = vector_of(k_norm, static_cast<size_t>(head_dim), "k_norm");
+HeadNorm head_norm_named(const std::string& name) {
+  if (name.empty()) return HeadNorm::None;
+  if (name == "head") return HeadNorm::Before;
+  if (name == "head_after_rope" || name == "l2_after_rope") return HeadNorm::After;
+  if (name == "all") return HeadNorm::Joint;
+  throw std::invalid_argument("unknown norm of heads " + name);
+}
+
+void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std::optional<Linear> k,
+               std::optional<Linear> v, const Linear& o, std::optional<Linear> gate, bool is_gate_per_head,
+               bool is_softplus_gate, const std::string& head_norm, MaybeVector q_norm, MaybeVector k_norm,
+               bool has_value_norm, MaybeVector sinks, int heads, int kv_heads, int head_dim, float scale, int window,
+               bool is_chunked, float softcap, int rope, float growth, int growth_length, int growth_first) {
+  Layer layer(frame);
+  layer.head_norm = head_norm_named(head_norm);
+  layer.q_norm = copied(q_norm);
+  layer.k_norm = copied(k_norm);
+  layer.has_value_norm = has_value_norm;
   layer.sinks = vector_of(sinks, static_cast<size_t>(heads), "sinks");
+  layer.growth = {growth, growth_length, growth_first};
   layer.q = q;
-  layer.k = k;
-  layer.v = v;
+  if (k) layer.k = *k;
+  if (v) layer.v = *v;
   layer.o = o;
+  if (gate) {
+    layer.gate = *gate;
+    layer.output_gate = is_gate_per_head ? OutputGate::PerHead : OutputGate::PerElement;
+    layer.is_softplus_gate = is_softplus_gate;
+  }
   layer.attention.heads = heads;
   layer.attention.cache.kv_heads = kv_heads;
   layer.attention.cache.head_dim = head_dim;
   layer.attention.scale = scale;
   layer.attention.window = window;
+  layer.attention.is_chunked = is_chunked;
   layer.attention.softcap = softcap;
   layer.rope = rope;
   self.add_layer(std::move(layer));
 }
 
+Score score_named(const std::string& name) {
+  if (name == "softmax") return Score::Softmax;
+  if (name == "sigmoid") return Score::Sigmoid;
+  if (name == "sqrt_softplus") return Score::SqrtSoftplus;
+  throw std::invalid_argument("unknown score of experts " + name);
+}
+
+void bind_parts(nb::module_& m) {
+  nb::class_<Norm>(m, "Norm").def("__init__", [](Norm* self, FloatVector weight, MaybeVector bias) {
+    new (self) Norm{copied(weight), vector_of(bias, weight.size(), "the bias of a norm")};
+  }, "weight"_a, "bias"_a.none());
+
+  nb::class_<Mlp>(m, "Mlp").def("__init__", [](Mlp* self, std::optional<Linear> gate, const Linear& up, const Linear& down,
+                                               const std::string& activation) {
+    if ((gate && (gate->w.rows != up.w.rows || gate->w.cols != up.w.cols)) || down.w.cols != up.w.rows)
+      throw std::invalid_argument("gate, up and down do not fit together");
+    new (self) Mlp{gate.value_or(Linear()), up, down, activation_named(activation)};
+  }, "gate"_a.none(), "up"_a, "down"_a, "activation"_a);
+
+  nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_active, const std::string& score,
+                                                       bool renormalize, float epsilon, MaybeVector choice_bias,
+                                                       int num_groups, int kept_groups, int judged_by, float scale,
+                                                       MaybeVector expert_scales, bool weights_input) {
+    new (self) Routing{num_active, score_named(score), renormalize, epsilon, copied(choice_bias), num_groups, kept_groups,
+                       judged_by, scale, copied(expert_scales), weights_input};
+  }, "num_active"_a, "score"_a = "softmax", "renormalize"_a = true, "epsilon"_a = 0.0f, "choice_bias"_a.none() = nb::none(),
+     "num_groups"_a = 1, "kept_groups"_a = 1, "judged_by"_a = 2, "scale"_a = 1.0f,
+     "expert_scales"_a.none() = nb::none(), "weights_input"_a = false);
+
+  nb::class_<Moe>(m, "Moe").def("__init__", [](Moe* self, const Linear& router, std::vector<Mlp> experts,
+                                               const Routing& routing, std::optional<Mlp> shared, MaybeVector shared_gate,
+                                               MaybeVector router_norm, std::optional<Linear> latent_in,
+                                               std::optional<Linear> latent_out) {
+    if (router.w.rows != static_cast<int>(experts.size())) throw std::invalid_argument("the router does not fit the experts");
+    const size_t hidden = static_cast<size_t>(router.w.cols);
+    new (self) Moe{router, std::move(experts), routing, std::move(shared), vector_of(shared_gate, hidden, "shared_gate"),
+                   vector_of(router_norm, hidden, "router_norm"), latent_in.value_or(Linear()),
+                   latent_out.value_or(Linear())};
+  }, "router"_a, "experts"_a, "routing"_a, "shared"_a.none() = nb::none(), "shared_gate"_a.none() = nb::none(),
+     "router_norm"_a.none() = nb::none(), "latent_in"_a.none() = nb::none(), "latent_out"_a.none() = nb::none());
+
+  nb::class_<LayerInput>(m, "LayerInput").def("__init__", [](LayerInput* self, const Linear& gate, const Linear& up,
+                                                             const Norm& norm, const std::string& activation) {
+    new (self) LayerInput{gate, up, norm, activation_named(activation)};
+  }, "gate"_a, "up"_a, "norm"_a, "activation"_a);
+
+  nb::class_<LayerFrame>(m, "LayerFrame").def("__init__", [](LayerFrame* self, int hidden, std::optional<Norm> attn_norm,
+      std::optional<Norm> mlp_norm, std::optional<Norm> attn_post_norm, std::optional<Norm> mlp_post_norm,
+      std::optional<Mlp> mlp, std::optional<Moe> moe, std::optional<Norm> side_norm, std::optional<Norm> side_post_norm,
+      std::optional<Norm> side_mlp_post_norm, bool is_parallel, float residual_scale, std::optional<LayerInput> input,
+      float stream_scale) {
+    const auto given = [&](const std::optional<Norm>& norm) {
+      if (norm && norm->weight.size() != static_cast<size_t>(hidden)) throw std::invalid_argument("a norm is not [hidden]");
+      return norm.value_or(Norm());
+    };
+    new (self) LayerFrame{given(attn_norm), given(mlp_norm), given(attn_post_norm), given(mlp_post_norm), std::move(mlp),
+                          std::move(moe), {given(side_norm), given(side_post_norm), given(side_mlp_post_norm)}, is_parallel,
+                          residual_scale, std::move(input), stream_scale};
+  }, "hidden"_a, "attn_norm"_a.none() = nb::none(), "mlp_norm"_a.none() = nb::none(), "attn_post_norm"_a.none() = nb::none(),
+     "mlp_post_norm"_a.none() = nb::none(), "mlp"_a.none() = nb::none(), "moe"_a.none() = nb::none(),
+     "side_norm"_a.none() = nb::none(), "side_post_norm"_a.none() = nb::none(), "side_mlp_post_norm"_a.none() = nb::none(),
+     "is_parallel"_a = false, "residual_scale"_a = 1.0f, "input"_a.none() = nb::none(), "stream_scale"_a = 1.0f);
+}
+
 }  // namespace
 
 nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
-  nb::class_<Mlp>(m, "Mlp").def("__init__", [](Mlp* self, const Linear& gate, const Linear& up, const Linear& down,
-                                               const std::string& activation) {
-    if (gate.w.rows != up.w.rows || gate.w.cols != up.w.cols || down.w.cols != gate.w.rows)
-      throw std::invalid_argument("gate, up and down do not fit together");
-    new (self) Mlp{gate, up, down, activation_named(activation)};
-  }, "gate"_a, "up"_a, "down"_a, "activation"_a);
-
-  nb::class_<Moe>(m, "Moe").def("__init__", [](Moe* self, const Linear& router, std::vector<Mlp> experts, int num_active,
-                                               bool renormalize, std::optional<Mlp> shared) {
-    if (router.w.rows != static_cast<int>(experts.size()) || num_active < 1 || num_active > router.w.rows)
-      throw std::invalid_argument("the router does not fit the experts");
-    new (self) Moe{router, std::move(experts), num_active, renormalize, std::move(shared)};
-  }, "router"_a, "experts"_a, "num_active"_a, "renormalize"_a, "shared"_a.none());
-
+  bind_parts(m);
   nb::class_<HeldDecoder> decoder(m, "Decoder");
   decoder
       .def("__init__", [](HeldDecoder* self, int hidden, int vocab, float eps, float embedding_scale, float logit_softcap,
@@ -155,17 +214,24 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
         table.sin.assign(sin.data(), sin.data() + sin.size());
         return self.add_rope(std::move(table));
       }, "cos"_a, "sin"_a)
-      .def("add_layer", &add_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(), "mlp_post_norm"_a.none(),
-           "q"_a, "k"_a, "v"_a, "o"_a, "q_norm"_a.none(), "k_norm"_a.none(), "sinks"_a.none(), "heads"_a, "kv_heads"_a,
-           "head_dim"_a, "scale"_a, "window"_a, "softcap"_a, "rope"_a, "mlp"_a.none(), "moe"_a.none())
-      .def("add_conv_layer", &add_conv_layer, "attn_norm"_a, "mlp_norm"_a, "attn_post_norm"_a.none(),
-           "mlp_post_norm"_a.none(), "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none(), "mlp"_a.none(), "moe"_a.none())
+      .def("add_layer", &add_layer, "frame"_a, "q"_a, "k"_a.none(), "v"_a.none(), "o"_a, "gate"_a.none() = nb::none(),
+           "is_gate_per_head"_a = false, "is_softplus_gate"_a = false, "head_norm"_a = "", "q_norm"_a.none() = nb::none(),
+           "k_norm"_a.none() = nb::none(), "has_value_norm"_a = false, "sinks"_a.none() = nb::none(), "heads"_a,
+           "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0, "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
+           "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0)
+      .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())
+      .def("set_norms", &HeldDecoder::set_norms, "are_centred"_a)
+      .def("set_logit_scale", &HeldDecoder::set_logit_scale, "scale"_a)
+      .def("set_layer_inputs", [](HeldDecoder& self, const Linear& table, const Linear& project, FloatVector norm) {
+        self.set_layer_inputs(table, project, copied(norm));
+      }, "table"_a, "project"_a, "norm"_a)
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
       .def("set_head", &HeldDecoder::set_head, "head"_a)
-      .def("set_final_norm", [](HeldDecoder& self, FloatVector weight) {
-        self.set_final_norm(vector_of(weight, static_cast<size_t>(self.hidden()), "final_norm"));
-      }, "weight"_a)
+      .def("set_final_norm", [](HeldDecoder& self, const Norm& norm) {
+        if (norm.weight.size() != static_cast<size_t>(self.hidden())) throw std::invalid_argument("final_norm is not [hidden]");
+        self.set_final_norm(norm);
+      }, "norm"_a)
       .def("bind_cache", &bind_cache, "layer"_a, "group"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
            "key_scales"_a.none().noconvert() = nb::none(), "value_scales"_a.none().noconvert() = nb::none())
       .def_ro("kernel_s", &HeldDecoder::kernel_s)

@@ -1,6 +1,8 @@
 // Attention of a step: who computes which queries over which part of their contexts. The arithmetic is in
 // kernels/attention.h.
 #include <algorithm>
+#include <array>
+#include <cmath>
 
 #include "decoder/phases.h"
 
@@ -9,9 +11,23 @@ namespace {
 
 constexpr int kMaxQueryTile = 64, kMaxHeadDim = 256;
 
+constexpr std::array<float, kMaxHeadDim> make_ones() {
+  std::array<float, kMaxHeadDim> ones{};
+  for (float& one : ones) one = 1.0f;
+  return ones;
+}
+constexpr std::array<float, kMaxHeadDim> kOneEach = make_ones();
+constexpr const float* kOnes = kOneEach.data();
+
 int most_segments(const BatchView& batch) {
   const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows);
   return (longest + kSegment - 1) / kSegment;
+}
+
+// The first key that a query at this position sees.
+int oldest(const AttentionTask& task, int position) {
+  if (task.window <= 0) return 0;
+  return task.is_chunked ? position / task.window * task.window : std::max(0, position - task.window + 1);
 }
 
 int padded16(int size) { return (size + 15) / 16 * 16; }
@@ -23,10 +39,10 @@ struct QueryTile {
   float* q[kMaxQueryTile];
   int first[kMaxQueryTile], limit[kMaxQueryTile], token[kMaxQueryTile], head[kMaxQueryTile];
 
-  QueryTile(const Layer& layer, const BatchView& batch, const float* qkv, int row, int kv_head, int start, int count) {
+  QueryTile(const Layer& layer, const BatchView& batch, const float* qkv, size_t stride, int row, int kv_head, int start,
+            int count) {
     const AttentionTask& task = layer.attention;
     const int dim = task.cache.head_dim, per_kv = task.heads / task.cache.kv_heads;
-    const size_t stride = static_cast<size_t>(task.heads + 2 * task.cache.kv_heads) * dim;
     const int begin = batch.query_starts[row], queries = batch.query_starts[row + 1] - begin;
     for (int i = 0; i < count; ++i) {
       const int index = (start + i) / per_kv;
@@ -35,7 +51,7 @@ struct QueryTile {
       q[i] = copies + i * dim;
       std::copy_n(qkv + static_cast<size_t>(token[i]) * stride + static_cast<size_t>(head[i]) * dim, dim, q[i]);
       limit[i] = batch.context_lens[row] - queries + index + 1;
-      first[i] = task.window > 0 ? std::max(0, limit[i] - task.window) : 0;
+      first[i] = oldest(task, limit[i] - 1);
     }
   }
 };
@@ -62,14 +78,37 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   const int q_size = layer.attention.heads * layer.attention.cache.head_dim;
   const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
   const size_t stride = projected_width(layer);
-  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
-            form_for({&layer.q, &layer.k, &layer.v}, outlier_threshold(layer)));
+  Form form = layer.has_own_kv() ? form_for({&layer.q, &layer.k, &layer.v}, outlier_threshold(layer))
+                                 : form_for({&layer.q}, outlier_threshold(layer));
+  if (layer.output_gate != OutputGate::None) {
+    const Form gate = form_for({&layer.gate}, outlier_threshold(layer));
+    form.quantised |= gate.quantised;
+    form.plain |= gate.plain;
+  }
+  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form);
   grow(projected_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
-  const Gemm gemms[3] = {{&layer.q, nullptr, in, Gemm::Mode::Store, projected_.data(), stride},
-                         {&layer.k, nullptr, in, Gemm::Mode::Store, projected_.data() + q_size, stride},
-                         {&layer.v, nullptr, in, Gemm::Mode::Store, projected_.data() + q_size + kv_size, stride}};
-  runner_.run(gemms, 3);
+  Gemm gemms[4];
+  int count = 0, at = 0;
+  const auto add = [&](const Linear& linear, int size) {
+    gemms[count++] = {&linear, nullptr, in, Gemm::Mode::Store, projected_.data() + at, stride};
+    at += size;
+  };
+  add(layer.q, q_size);
+  if (layer.has_own_kv()) add(layer.k, kv_size), add(layer.v, kv_size);
+  if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.w.rows);
+  runner_.run(gemms, count);
+  if (layer.head_norm == HeadNorm::Joint) norm_joint_heads(layer, batch.tokens);
+}
+
+// All heads of a token's queries together, and of its keys.
+void Decoder::norm_joint_heads(const Layer& layer, int tokens) {
+  const int q_size = static_cast<int>(layer.q_norm.size()), kv_size = static_cast<int>(layer.k_norm.size());
+  for_rows(pool_, tokens, 2 * (q_size + kv_size), [&](int t) {
+    float* row = projected_.data() + static_cast<size_t>(t) * projected_width(layer);
+    kernels_->rms_norm(row, layer.q_norm.data(), eps_, q_size, row);
+    if (kv_size > 0) kernels_->rms_norm(row + q_size, layer.k_norm.data(), eps_, kv_size, row + q_size);
+  });
 }
 
 void Decoder::prepare_heads(const Layer& layer, int tokens) {
@@ -88,11 +127,22 @@ void Decoder::finish_heads(const Layer& layer, int tokens) {
 
 // Norms and rotates a query or a key in its place.
 void Decoder::norm_rope_head(const Layer& layer, const Vector& norm, int64_t position, float* head) const {
-  if (!norm.empty()) kernels_->rms_norm(head, norm.data(), eps_, layer.attention.cache.head_dim, head);
-  if (layer.rope < 0) return;
-  const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
-  const size_t at = static_cast<size_t>(position) * rope.half;
-  kernels_->rotate(head, rope.cos.data() + at, rope.sin.data() + at, rope.half);
+  const int dim = layer.attention.cache.head_dim;
+  if (layer.head_norm == HeadNorm::Before) kernels_->rms_norm(head, norm.data(), eps_, dim, head);
+  if (layer.rope >= 0) {
+    const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
+    const size_t at = static_cast<size_t>(position) * rope.half;
+    kernels_->rotate(head, rope.cos.data() + at, rope.sin.data() + at, rope.half);
+  }
+  if (layer.head_norm == HeadNorm::After) kernels_->rms_norm(head, norm.data(), eps_, dim, head);
+}
+
+void Decoder::prepare_query(const Layer& layer, int64_t position, float* head) const {
+  norm_rope_head(layer, layer.q_norm, position, head);
+  const QueryGrowth& growth = layer.growth;
+  if (growth.beta == 0.0f) return;
+  const float stretches = std::floor(static_cast<float>(position + growth.first) / static_cast<float>(growth.length));
+  kernels_->scale(head, 1.0f + growth.beta * std::log1p(stretches), layer.attention.cache.head_dim);
 }
 
 // Norms and rotates a token's key and writes it to the cache, with its value. (Queries are normed and rotated by the piece
@@ -102,8 +152,9 @@ void Decoder::place_token(const Layer& layer, const BatchView& batch, int token,
   const int dim = task.cache.head_dim;
   float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
   float* key = row + static_cast<size_t>(task.heads + kv_head) * dim;
-  const float* value = key + static_cast<size_t>(task.cache.kv_heads) * dim;
+  float* value = key + static_cast<size_t>(task.cache.kv_heads) * dim;
   norm_rope_head(layer, layer.k_norm, batch.positions[token], key);
+  if (layer.has_value_norm) kernels_->rms_norm(value, kOnes, eps_, dim, value);
   kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
 }
 
@@ -128,7 +179,7 @@ bool Decoder::pays_to_split(const Layer& layer, const BatchView& batch) const {
 
 void Decoder::attend_all(const Layer& layer, const BatchView& batch) {
   if (is_decode(layer, batch) && !pays_to_split(layer, batch)) return attend_singles(layer, batch, most_segments(batch));
-  place_all(layer, batch);
+  if (layer.has_own_kv()) place_all(layer, batch);
   attend_placed(layer, batch);
 }
 
@@ -146,7 +197,7 @@ void Decoder::attend_singles(const Layer& layer, const BatchView& batch, int seg
   const int per_piece = std::clamp(static_cast<int>(4e-6 / seconds), 1, most);
   pool_.run((all + per_piece - 1) / per_piece, [&](int piece, int thread) {
     for (int i = piece * per_piece; i < std::min(all, (piece + 1) * per_piece); ++i) {
-      place_token(layer, batch, i / kv_heads, i % kv_heads);
+      if (layer.has_own_kv()) place_token(layer, batch, i / kv_heads, i % kv_heads);
       attend_tile(layer, batch, i / kv_heads, i % kv_heads, 0, per_kv, 0, thread);
     }
   });
@@ -189,6 +240,23 @@ void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
   });
 }
 
+// What a head puts out, times the sigmoid or softplus of its gate.
+void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) const {
+  const int dim = layer.attention.cache.head_dim;
+  const bool is_per_head = layer.output_gate == OutputGate::PerHead;
+  const float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
+  const float* gate = row + projected_width(layer) - layer.gate.w.rows + static_cast<size_t>(head) * (is_per_head ? 1 : dim);
+  float weights[kMaxHeadDim];
+  const int count = is_per_head ? 1 : dim;
+  if (layer.is_softplus_gate) {
+    for (int d = 0; d < count; ++d) weights[d] = gate[d] > 20.0f ? gate[d] : std::log1p(std::exp(gate[d]));
+  } else {
+    kernels_->sigmoid(gate, count, weights);
+  }
+  if (is_per_head) kernels_->scale(out, weights[0], dim);
+  else kernels_->multiply(out, weights, dim, out);
+}
+
 // Numerators of some tokens' same head, `stride` apart, become that head's output.
 void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
                            const Partial* partial, int partial_stride) {
@@ -197,6 +265,7 @@ void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, 
   for (int t = 0; t < tokens; ++t) {
     float* out = sums + t * stride;
     kernels_->finish(out, partial[t * partial_stride], sink, dim, out);
+    if (layer.output_gate != OutputGate::None) gate_outputs(layer, token + t, head, out);
     if (heads_.is_plain()) std::copy_n(out, dim, heads_.row(token + t) + static_cast<size_t>(head) * dim);
   }
   const int blocks = dim / kBlock;
@@ -206,8 +275,8 @@ void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, 
 
 void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, int kv_head, int first, int count,
                           uint64_t keys_id, int thread) {
-  QueryTile tile(layer, batch, projected_.data(), row, kv_head, first, count);
-  for (int i = 0; i < count; ++i) norm_rope_head(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
+  QueryTile tile(layer, batch, projected_.data(), projected_width(layer), row, kv_head, first, count);
+  for (int i = 0; i < count; ++i) prepare_query(layer, batch.positions[tile.token[i]], tile.q[i]);
   const int wide = padded16(layer.attention.cache.head_dim);
   float sums[kMaxQueryTile * kMaxHeadDim];
   Partial partial[kMaxQueryTile];
@@ -226,8 +295,8 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
 void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
   const int segments = most_segments(batch);
-  QueryTile tile(layer, batch, projected_.data(), row, kv_head, 0, per_kv);
-  for (int i = 0; i < per_kv; ++i) norm_rope_head(layer, layer.q_norm, batch.positions[tile.token[i]], tile.q[i]);
+  QueryTile tile(layer, batch, projected_.data(), projected_width(layer), row, kv_head, 0, per_kv);
+  for (int i = 0; i < per_kv; ++i) prepare_query(layer, batch.positions[tile.token[i]], tile.q[i]);
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
                    segment * kSegment, (segment + 1) * kSegment, 0,

@@ -2,6 +2,7 @@
 // expert's own small product.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "decoder/phases.h"
@@ -9,30 +10,52 @@
 namespace tokenmill {
 
 void Decoder::feed_forward(const Layer& layer, int tokens) {
-  const bool post = !layer.mlp_post_norm.empty();
-  if (layer.mlp) {
-    norm_rows(layer.mlp_norm, x_.data(), tokens, normed_,
-              form_for({&layer.mlp->gate, &layer.mlp->up}, outlier_threshold(layer)));
-    mlp(*layer.mlp, normed_.view(), outlier_threshold(layer), post ? Gemm::Mode::Store : Gemm::Mode::Add,
-        post ? mixed_.data() : x_.data());
-    if (post) add_normed(layer.mlp_post_norm, tokens);
-    return;
-  }
-  Form form = form_for({&layer.moe->router}, outlier_threshold(layer));
-  if (layer.moe->shared) form.quantised |= form_for({&layer.moe->shared->gate, &layer.moe->shared->up}, 0.0f).quantised;
-  form.plain = true;  // experts take copies
-  norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, form);
-  moe(*layer.moe, tokens, outlier_threshold(layer), mixed_.data());
-  if (post) return add_normed(layer.mlp_post_norm, tokens);
+  const bool is_added = layer.mlp_post_norm.empty() && layer.residual_scale == 1.0f;
+  if (layer.mlp && !layer.moe && is_added) return mlp_of_stream(layer, tokens, Gemm::Mode::Add, x_.data());
+  feed(layer, tokens);
+  add_result(layer.mlp_post_norm, layer.residual_scale, tokens);
+}
+
+// The MLP, the experts, or both side by side: into `mixed_`.
+void Decoder::feed(const Layer& layer, int tokens) {
+  if (!layer.moe) return mlp_of_stream(layer, tokens, Gemm::Mode::Store, mixed_.data());
+  if (!layer.mlp) return moe_of_stream(layer, layer.is_parallel ? layer.attn_norm : layer.mlp_norm, tokens, mixed_.data());
+  mlp_of_stream(layer, tokens, Gemm::Mode::Store, mixed_.data());
+  norm_in_place(layer.side.mlp_post_norm, mixed_.data(), tokens);
+  grow(side_, static_cast<size_t>(tokens) * hidden_);
+  moe_of_stream(layer, layer.side.norm, tokens, side_.data());
+  norm_in_place(layer.side.post_norm, side_.data(), tokens);
   for_rows(pool_, tokens, hidden_, [&](int t) {
     const size_t at = static_cast<size_t>(t) * hidden_;
-    kernels_->add(x_.data() + at, mixed_.data() + at, hidden_);
+    kernels_->add(mixed_.data() + at, side_.data() + at, hidden_);
   });
 }
 
+void Decoder::mlp_of_stream(const Layer& layer, int tokens, Gemm::Mode mode, float* out) {
+  const Norm& norm = layer.is_parallel ? layer.attn_norm : layer.mlp_norm;
+  norm_rows(norm, x_.data(), tokens, normed_, form_of_input(*layer.mlp, outlier_threshold(layer)));
+  mlp(*layer.mlp, normed_.view(), outlier_threshold(layer), mode, out);
+}
+
+void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, float* out) {
+  const Moe& moe = *layer.moe;
+  const float threshold = outlier_threshold(layer);
+  Form form = form_for({&moe.router}, threshold);
+  if (!moe.router_norm.empty()) {
+    fill_rows(tokens, hidden_, 2 * hidden_, routed_, form, [&](int t, float* row) {
+      kernels_->rms_norm(x_.data() + static_cast<size_t>(t) * hidden_, moe.router_norm.data(), eps_, hidden_, row);
+    });
+  }
+  if (moe.shared) form.quantised |= form_of_input(*moe.shared, 0.0f).quantised;
+  if (moe.latent_in.w.data != nullptr) form.quantised |= is_quantised(moe.latent_in.w.kind);
+  form.plain = true;  // experts take copies
+  norm_rows(norm, x_.data(), tokens, normed_, form);
+  this->moe(moe, tokens, threshold, out);
+}
+
 void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out) {
-  inner_.prepare(in.quant.rows, mlp.gate.w.rows, *kernels_, form_for({&mlp.down}, outlier_threshold));
-  Gemm gate{&mlp.gate, &mlp.up, in, Gemm::Mode::Gate};
+  inner_.prepare(in.quant.rows, mlp.up.w.rows, *kernels_, form_for({&mlp.down}, outlier_threshold));
+  Gemm gate{&mlp.first(), mlp.second(), in, Gemm::Mode::Gate};
   gate.activation = mlp.activation;
   gate.gated = &inner_;
   runner_.run(&gate, 1);
@@ -43,38 +66,98 @@ void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm:
 
 namespace {
 
-void choose_experts(const float* logits, int experts, int active, bool renormalize, int32_t* ids, float* shares) {
-  std::vector<float> weights(logits, logits + experts);
-  const float top = *std::max_element(weights.begin(), weights.end());
-  float total = 0.0f, chosen = 0.0f;
-  for (float& w : weights) total += w = std::exp(w - top);
-  for (int k = 0; k < active; ++k) {
-    const auto best = std::max_element(weights.begin(), weights.end());
-    ids[k] = static_cast<int32_t>(best - weights.begin());
-    chosen += shares[k] = *best / total;
-    *best = -1.0f;
+// Of equal numbers the first is taken, here and wherever a best one is looked for.
+float take_best(std::vector<float>& numbers, int& place) {
+  const auto best = std::max_element(numbers.begin(), numbers.end());
+  const float value = *best;
+  place = static_cast<int>(best - numbers.begin());
+  *best = -std::numeric_limits<float>::infinity();
+  return value;
+}
+
+void score_all(const float* logits, int experts, Score score, std::vector<float>& scores) {
+  scores.assign(logits, logits + experts);
+  if (score == Score::Sigmoid) {
+    for (float& s : scores) s = 1.0f / (1.0f + std::exp(-s));
+  } else if (score == Score::SqrtSoftplus) {
+    for (float& s : scores) s = std::sqrt(s > 20.0f ? s : std::log1p(std::exp(s)));
+  } else {
+    const float top = *std::max_element(scores.begin(), scores.end());
+    float total = 0.0f;
+    for (float& s : scores) total += s = std::exp(s - top);
+    for (float& s : scores) s /= total;
   }
-  if (renormalize)
-    for (int k = 0; k < active; ++k) shares[k] /= chosen;
+}
+
+// Experts whose group is not among the best are no longer wanted.
+void keep_best_groups(const Routing& routing, std::vector<float>& wanted) {
+  const int size = static_cast<int>(wanted.size()) / routing.num_groups;
+  std::vector<float> judged(static_cast<size_t>(routing.num_groups));
+  for (int g = 0; g < routing.num_groups; ++g) {
+    std::vector<float> own(wanted.begin() + g * size, wanted.begin() + (g + 1) * size);
+    int place;
+    for (int i = 0; i < std::min(routing.judged_by, size); ++i) judged[static_cast<size_t>(g)] += take_best(own, place);
+  }
+  std::vector<bool> is_kept(static_cast<size_t>(routing.num_groups), false);
+  for (int i = 0; i < routing.kept_groups; ++i) {
+    int place;
+    take_best(judged, place);
+    is_kept[static_cast<size_t>(place)] = true;
+  }
+  for (size_t e = 0; e < wanted.size(); ++e)
+    if (!is_kept[e / static_cast<size_t>(size)]) wanted[e] = -std::numeric_limits<float>::infinity();
+}
+
+void choose_experts(const Routing& routing, const float* logits, int experts, int32_t* ids, float* shares) {
+  std::vector<float> scores;
+  score_all(logits, experts, routing.score, scores);
+  std::vector<float> wanted = scores;
+  for (size_t e = 0; e < routing.choice_bias.size(); ++e) wanted[e] += routing.choice_bias[e];
+  if (routing.num_groups > 1) keep_best_groups(routing, wanted);
+  float chosen = routing.epsilon;
+  for (int k = 0; k < routing.num_active; ++k) {
+    int place;
+    take_best(wanted, place);
+    ids[k] = place;
+    chosen += shares[k] = scores[static_cast<size_t>(place)];
+  }
+  for (int k = 0; k < routing.num_active; ++k) {
+    if (routing.renormalize) shares[k] /= chosen;
+    shares[k] *= routing.scale;
+    if (!routing.expert_scales.empty()) shares[k] *= routing.expert_scales[static_cast<size_t>(ids[k])];
+  }
 }
 
 }  // namespace
 
-void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* out) {
-  const int experts = static_cast<int>(moe.experts.size()), active = moe.num_active;
+void Decoder::route(const Moe& moe, int tokens) {
+  const int experts = static_cast<int>(moe.experts.size()), active = moe.routing.num_active;
   grow(router_logits_, static_cast<size_t>(tokens) * experts);
   grow(expert_ids_, static_cast<size_t>(tokens) * active);
   grow(expert_shares_, static_cast<size_t>(tokens) * active);
-  grow(expert_out_, static_cast<size_t>(tokens) * active * hidden_);
-  expert_in_.resize(std::max(expert_in_.size(), static_cast<size_t>(experts)));
-  expert_inner_.resize(expert_in_.size());
-  const Gemm router{&moe.router, nullptr, normed_.view(), Gemm::Mode::Store, router_logits_.data(),
-                    static_cast<size_t>(experts)};
+  const Rows in = moe.router_norm.empty() ? normed_.view() : routed_.view();
+  const Gemm router{&moe.router, nullptr, in, Gemm::Mode::Store, router_logits_.data(), static_cast<size_t>(experts)};
   runner_.run(&router, 1);
   for (int t = 0; t < tokens; ++t)
-    choose_experts(router_logits_.data() + static_cast<size_t>(t) * experts, experts, active, moe.renormalize,
+    choose_experts(moe.routing, router_logits_.data() + static_cast<size_t>(t) * experts, experts,
                    expert_ids_.data() + static_cast<size_t>(t) * active,
                    expert_shares_.data() + static_cast<size_t>(t) * active);
+}
+
+void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* out) {
+  const int experts = static_cast<int>(moe.experts.size()), active = moe.routing.num_active;
+  const bool is_latent = moe.latent_in.w.data != nullptr;
+  const int width = is_latent ? moe.latent_in.w.rows : hidden_;  // of what experts read and write
+  route(moe, tokens);
+  grow(expert_out_, static_cast<size_t>(tokens) * active * width);
+  expert_in_.resize(std::max(expert_in_.size(), static_cast<size_t>(experts)));
+  expert_inner_.resize(expert_in_.size());
+  if (is_latent) {
+    latent_.prepare(tokens, width, *kernels_, {false, true, outlier_threshold});
+    const Gemm in{&moe.latent_in, nullptr, normed_.view(), Gemm::Mode::Store, latent_.row(0), static_cast<size_t>(width)};
+    runner_.run(&in, 1);
+  }
+  Activations& inputs = is_latent ? latent_ : normed_;
 
   std::vector<int> counts(static_cast<size_t>(experts), 0), places(static_cast<size_t>(tokens) * active);
   for (size_t i = 0; i < places.size(); ++i) places[i] = counts[static_cast<size_t>(expert_ids_[i])]++;
@@ -86,19 +169,23 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
     const size_t at = static_cast<size_t>(e);
     if (counts[at] == 0) continue;
     const Mlp& expert = moe.experts[at];
-    expert_in_[at].prepare(counts[at], hidden_, *kernels_, form_for({&expert.gate, &expert.up}, outlier_threshold));
-    expert_inner_[at].prepare(counts[at], expert.gate.w.rows, *kernels_, form_for({&expert.down}, outlier_threshold));
-    Gemm gate{&expert.gate, &expert.up, expert_in_[at].view(), Gemm::Mode::Gate};
+    expert_in_[at].prepare(counts[at], width, *kernels_, form_of_input(expert, outlier_threshold));
+    expert_inner_[at].prepare(counts[at], expert.up.w.rows, *kernels_, form_for({&expert.down}, outlier_threshold));
+    Gemm gate{&expert.first(), expert.second(), expert_in_[at].view(), Gemm::Mode::Gate};
     gate.activation = expert.activation;
     gate.gated = &expert_inner_[at];
     gates.push_back(gate);
     downs.push_back({&expert.down, nullptr, expert_inner_[at].view(), Gemm::Mode::Store,
-                     expert_out_.data() + static_cast<size_t>(starts[at]) * hidden_, static_cast<size_t>(hidden_)});
+                     expert_out_.data() + static_cast<size_t>(starts[at]) * width, static_cast<size_t>(width)});
   }
-  for_rows(pool_, tokens * active, 2 * hidden_, [&](int i) {
-    Activations& to = expert_in_[static_cast<size_t>(expert_ids_[static_cast<size_t>(i)])];
-    const int place = places[static_cast<size_t>(i)];
-    to.put_row(place, normed_.row(i / active), *kernels_);
+  for_rows(pool_, tokens * active, 2 * width, [&](int i) {
+    const size_t pair = static_cast<size_t>(i);
+    Activations& to = expert_in_[static_cast<size_t>(expert_ids_[pair])];
+    const float* row = inputs.row(i / active);
+    if (!moe.routing.weights_input) return to.put_row(places[pair], row, *kernels_);
+    Vector weighted(row, row + width);
+    kernels_->scale(weighted.data(), expert_shares_[pair], width);
+    to.put_row(places[pair], weighted.data(), *kernels_);
   });
   const auto mark_used = [&](std::vector<Activations>& rows) {
     for (size_t e = 0; e < counts.size(); ++e)
@@ -108,18 +195,38 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
   runner_.run(gates.data(), static_cast<int>(gates.size()));
   mark_used(expert_inner_);
   runner_.run(downs.data(), static_cast<int>(downs.size()));
-  for_rows(pool_, tokens, active * hidden_, [&](int t) {
-    float* to = out + static_cast<size_t>(t) * hidden_;
-    std::fill_n(to, hidden_, 0.0f);
+  const auto sum_experts = [&](int t, float* to) {
+    std::fill_n(to, width, 0.0f);
     for (int k = 0; k < active; ++k) {
       const size_t i = static_cast<size_t>(t) * active + k;
       const size_t row = static_cast<size_t>(starts[static_cast<size_t>(expert_ids_[i])] + places[i]);
-      const float share = expert_shares_[i];
-      const float* from = expert_out_.data() + row * hidden_;
-      for (int d = 0; d < hidden_; ++d) to[d] += share * from[d];
+      const float share = moe.routing.weights_input ? 1.0f : expert_shares_[i];
+      const float* from = expert_out_.data() + row * width;
+      for (int d = 0; d < width; ++d) to[d] += share * from[d];
     }
+  };
+  if (is_latent) {
+    fill_rows(tokens, width, active * width, latent_sums_, form_for({&moe.latent_out}, outlier_threshold), sum_experts);
+    const Gemm back{&moe.latent_out, nullptr, latent_sums_.view(), Gemm::Mode::Store, out, static_cast<size_t>(hidden_)};
+    runner_.run(&back, 1);
+  } else {
+    for_rows(pool_, tokens, active * width, [&](int t) { sum_experts(t, out + static_cast<size_t>(t) * hidden_); });
+  }
+  if (moe.shared) add_shared_expert(moe, tokens, outlier_threshold, out);
+}
+
+void Decoder::add_shared_expert(const Moe& moe, int tokens, float outlier_threshold, float* out) {
+  if (moe.shared_gate.empty()) return mlp(*moe.shared, normed_.view(), outlier_threshold, Gemm::Mode::Add, out);
+  grow(side_, static_cast<size_t>(tokens) * hidden_);
+  mlp(*moe.shared, normed_.view(), outlier_threshold, Gemm::Mode::Store, side_.data());
+  for_rows(pool_, tokens, 4 * hidden_, [&](int t) {
+    const size_t at = static_cast<size_t>(t) * hidden_;
+    const float* row = normed_.row(t);
+    float product = 0.0f;
+    for (int d = 0; d < hidden_; ++d) product += row[d] * moe.shared_gate[static_cast<size_t>(d)];
+    kernels_->scale(side_.data() + at, 1.0f / (1.0f + std::exp(-product)), hidden_);
+    kernels_->add(out + at, side_.data() + at, hidden_);
   });
-  if (moe.shared) mlp(*moe.shared, normed_.view(), outlier_threshold, Gemm::Mode::Add, out);
 }
 
 }  // namespace tokenmill

@@ -20,9 +20,11 @@ void Decoder::logits(const float* hidden, int rows, float* out) {
   if (rows == 0) return;
   const Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Store, out, static_cast<size_t>(vocab_)};
   runner_.run(&head, 1);
-  if (logit_softcap_ > 0.0f)
+  if (logit_scale_ != 1.0f || logit_softcap_ > 0.0f)
     for_rows(pool_, rows, vocab_, [&](int r) {
-      kernels_->softcap(out + static_cast<size_t>(r) * vocab_, logit_softcap_, vocab_);
+      float* row = out + static_cast<size_t>(r) * vocab_;
+      if (logit_scale_ != 1.0f) kernels_->scale(row, logit_scale_, vocab_);
+      if (logit_softcap_ > 0.0f) kernels_->softcap(row, logit_softcap_, vocab_);
     });
 }
 
@@ -33,6 +35,7 @@ void Decoder::best_logits(const float* hidden, int rows, int64_t* places, float*
   Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Best};
   head.best = best_.data();
   head.softcap = logit_softcap_;
+  head.scale = logit_scale_;
   runner_.run(&head, 1);
   for (size_t r = 0; r < count; ++r) {
     Best best = best_[r];

@@ -49,4 +49,10 @@ inline Form form_for(std::initializer_list<const Linear*> readers, float outlier
   return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
 }
 
+// What the input of an MLP must be kept as.
+inline Form form_of_input(const Mlp& mlp, float outlier_threshold) {
+  if (!mlp.is_gated()) return form_for({&mlp.up}, outlier_threshold);
+  return form_for({&mlp.gate, &mlp.up}, outlier_threshold);
+}
+
 }  // namespace tokenmill

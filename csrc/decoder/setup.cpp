@@ -35,9 +35,18 @@ bool Decoder::attention_fits(const Layer& layer) const {
   const AttentionTask& task = layer.attention;
   const int dim = task.cache.head_dim;
   const int64_t width = static_cast<int64_t>(task.heads) * dim, kv_width = static_cast<int64_t>(task.cache.kv_heads) * dim;
+  const bool keys_fit = layer.has_own_kv() ? fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_)
+                                           : layer.v.w.data == nullptr;
+  const int64_t gates = layer.output_gate == OutputGate::PerHead ? task.heads : width;
+  const bool gate_fits = layer.output_gate == OutputGate::None ? layer.gate.w.data == nullptr : fits(layer.gate, gates, hidden_);
+  const bool is_joint = layer.head_norm == HeadNorm::Joint, has_norms = layer.head_norm != HeadNorm::None;
+  const auto norm_fits = [&](const Vector& norm, int64_t all) {
+    return norm.size() == static_cast<size_t>(!has_norms ? 0 : is_joint ? all : dim);
+  };
   return task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= 256 &&
-         fits(layer.q, width, hidden_) && fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_) &&
-         fits(layer.o, hidden_, width) && layer.rope < static_cast<int>(ropes_.size()) &&
+         fits(layer.q, width, hidden_) && keys_fit && gate_fits && fits(layer.o, hidden_, width) &&
+         norm_fits(layer.q_norm, width) && (layer.has_own_kv() ? norm_fits(layer.k_norm, kv_width) : layer.k_norm.empty()) &&
+         layer.growth.length > 0 && layer.rope < static_cast<int>(ropes_.size()) &&
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= dim);
 }
 
@@ -49,13 +58,36 @@ bool Decoder::conv_fits(const Layer& layer) const {
          fits(layer.o, hidden_, hidden_);
 }
 
+// What does not depend on the mixer.
+bool Decoder::frame_fits(const Layer& layer) const {
+  const auto mlp_fits = [](const Mlp& m, int width) {
+    return m.up.w.cols == width && m.down.w.rows == width && m.down.w.cols == m.up.w.rows &&
+           (!m.is_gated() || fits(m.gate, m.up.w.rows, width));
+  };
+  if (!layer.mlp && !layer.moe) return false;
+  if (layer.mlp && !mlp_fits(*layer.mlp, hidden_)) return false;
+  if (layer.input && (!fits(layer.input->gate, static_cast<int64_t>(input_norm_.size()), hidden_) ||
+                      !fits(layer.input->up, hidden_, static_cast<int64_t>(input_norm_.size()))))
+    return false;
+  if (!layer.moe) return true;
+  const Moe& moe = *layer.moe;
+  const Routing& routing = moe.routing;
+  const int experts = static_cast<int>(moe.experts.size());
+  const bool is_latent = moe.latent_in.w.data != nullptr;
+  const int width = is_latent ? moe.latent_in.w.rows : hidden_;
+  const auto of_experts = [&](const Vector& v) { return v.empty() || v.size() == moe.experts.size(); };
+  return fits(moe.router, experts, hidden_) && routing.num_active >= 1 && routing.num_active <= experts &&
+         routing.num_groups >= 1 && experts % routing.num_groups == 0 && routing.kept_groups >= 1 &&
+         routing.kept_groups <= routing.num_groups &&
+         experts / routing.num_groups * routing.kept_groups >= routing.num_active && of_experts(routing.choice_bias) &&
+         of_experts(routing.expert_scales) &&
+         (!is_latent || (moe.latent_in.w.cols == hidden_ && fits(moe.latent_out, hidden_, width))) &&
+         (!moe.shared || mlp_fits(*moe.shared, hidden_)) &&
+         std::all_of(moe.experts.begin(), moe.experts.end(), [&](const Mlp& m) { return mlp_fits(m, width); });
+}
+
 void Decoder::add_layer(Layer layer) {
-  bool good = layer.conv ? conv_fits(layer) : attention_fits(layer);
-  const auto mlp_fits = [&](const Mlp& m) { return m.gate.w.cols == hidden_ && m.down.w.rows == hidden_; };
-  good = good && layer.mlp.has_value() != layer.moe.has_value() && (!layer.mlp || mlp_fits(*layer.mlp));
-  if (layer.moe)
-    good = good && layer.moe->router.w.cols == hidden_ && (!layer.moe->shared || mlp_fits(*layer.moe->shared)) &&
-           std::all_of(layer.moe->experts.begin(), layer.moe->experts.end(), mlp_fits);
+  const bool good = (layer.conv ? conv_fits(layer) : attention_fits(layer)) && frame_fits(layer);
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
@@ -63,6 +95,15 @@ void Decoder::add_layer(Layer layer) {
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
+}
+
+void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {
+  if (norm.empty() || !fits(table, vocab_, project.w.rows) || project.w.cols != hidden_ ||
+      project.w.rows % static_cast<int>(norm.size()) != 0)
+    throw std::invalid_argument("the layers' own embeddings do not fit together");
+  input_table_ = std::move(table);
+  input_project_ = std::move(project);
+  input_norm_ = std::move(norm);
 }
 
 void Decoder::set_embedding(Linear embedding) {
@@ -102,7 +143,7 @@ void Decoder::set_cache(int layer, int group, const PagedCache& cache, int num_b
 }
 
 size_t Decoder::weight_bytes() const {
-  size_t total = head_.w.num_bytes();
+  size_t total = head_.w.num_bytes() + input_project_.w.num_bytes();
   const auto add = [&](const Mlp& m) {
     total += m.gate.w.num_bytes() + m.up.w.num_bytes() + m.down.w.num_bytes();
   };
@@ -110,8 +151,13 @@ size_t Decoder::weight_bytes() const {
     for (const Linear* l : {&layer.q, &layer.k, &layer.v, &layer.o}) total += l->w.num_bytes();
     if (layer.conv) total += layer.conv->in.w.num_bytes();
     if (layer.mlp) add(*layer.mlp);
-    if (layer.moe)
+    total += layer.gate.w.num_bytes();
+    if (layer.input) total += layer.input->gate.w.num_bytes() + layer.input->up.w.num_bytes();
+    if (layer.moe) {
       for (const Mlp& expert : layer.moe->experts) add(expert);
+      if (layer.moe->shared) add(*layer.moe->shared);
+      total += layer.moe->latent_in.w.num_bytes() + layer.moe->latent_out.w.num_bytes();
+    }
   }
   return total;
 }
@@ -119,6 +165,8 @@ size_t Decoder::weight_bytes() const {
 void Decoder::check(const BatchView& batch) const {
   if (layers_.empty() || embedding_.w.data == nullptr || final_norm_.empty())
     throw std::invalid_argument("a decoder computes once it has layers, an embedding and a final norm");
+  for (const Layer& layer : layers_)
+    require(!layer.input || input_project_.w.rows == num_layers() * static_cast<int>(input_norm_.size()), "layer inputs");
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.rows] == batch.tokens, "query_starts");
   for (int t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < vocab_, "a token id is outside the vocabulary");

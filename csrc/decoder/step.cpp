@@ -16,11 +16,12 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
   for (size_t i = 0; i + 1 < layers_.size(); ++i) {
     mixer(layers_[i], batch);
     output_and_mlp(layers_[i], batch.tokens);
+    end_layer(layers_[i], static_cast<int>(i), batch.tokens, nullptr);
   }
   last_layer(layers_.back(), batch);
   for_rows(pool_, batch.wanted, hidden_, [&](int i) {
     const size_t at = static_cast<size_t>(i) * hidden_;
-    kernels_->rms_norm(x_.data() + at, final_norm_.data(), eps_, hidden_, hidden + at);
+    norm_row(final_norm_, x_.data() + at, hidden + at);
   });
 }
 
@@ -31,22 +32,25 @@ void Decoder::mixer(const Layer& layer, const BatchView& batch) {
 
 size_t Decoder::projected_width(const Layer& layer) const {
   if (layer.conv) return 3 * static_cast<size_t>(hidden_);
-  return static_cast<size_t>(layer.attention.heads + 2 * layer.attention.cache.kv_heads) * layer.attention.cache.head_dim;
+  const int heads = layer.attention.heads + (layer.has_own_kv() ? 2 * layer.attention.cache.kv_heads : 0);
+  return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.w.rows);
 }
 
 // Of the last layer every token's key and value (or input of the convolution) is kept, but only the wanted tokens go on
 // from there: each of them is then a row of its own whose context ends with it.
 void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
+  const int number = num_layers() - 1;
   if (batch.wants_all()) {
     mixer(layer, batch);
-    return output_and_mlp(layer, batch.tokens);
+    output_and_mlp(layer, batch.tokens);
+    return end_layer(layer, number, batch.tokens, nullptr);
   }
   if (layer.conv) {
     project_conv(layer, batch);
     write_conv_inputs(layer, batch);
   } else {
     project(layer, batch);
-    place_all(layer, batch);
+    if (layer.has_own_kv()) place_all(layer, batch);
   }
   keep_wanted(batch, projected_width(layer), projected_);
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
@@ -54,12 +58,13 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   narrowed_.take(batch, layer.group);
   if (layer.conv) {
     conv_outputs(layer, narrowed_.view, false);
-    return output_and_mlp(layer, batch.wanted);
+  } else {
+    prepare_heads(layer, batch.wanted);
+    attend_placed(layer, narrowed_.view);
+    finish_heads(layer, batch.wanted);
   }
-  prepare_heads(layer, batch.wanted);
-  attend_placed(layer, narrowed_.view);
-  finish_heads(layer, batch.wanted);
   output_and_mlp(layer, batch.wanted);
+  end_layer(layer, number, batch.wanted, batch.logit_rows);
 }
 
 void Decoder::keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows) {
@@ -77,21 +82,50 @@ void Decoder::embed(const BatchView& batch) {
     kernels_->embed(embedding_.w, static_cast<int>(batch.token_ids[t]), embedding_scale_,
                     x_.data() + static_cast<size_t>(t) * hidden_);
   });
+  if (!input_norm_.empty()) layer_inputs(batch);
 }
 
-// What follows the mixer: its output product, then the feed-forward part.
+// What follows the mixer: its output product, then the feed-forward part. Where both read the same stream, what the MLP
+// makes of it waits in `side_` until the mixer's output is added.
 void Decoder::output_and_mlp(const Layer& layer, int tokens) {
-  const bool post = !layer.attn_post_norm.empty();
-  const Gemm o{&layer.o, nullptr, heads_.view(), post ? Gemm::Mode::Store : Gemm::Mode::Add,
-               post ? mixed_.data() : x_.data(), static_cast<size_t>(hidden_)};
+  if (layer.is_parallel) {
+    feed(layer, tokens);
+    grow(side_, static_cast<size_t>(tokens) * hidden_);
+    std::swap(side_, mixed_);
+  }
+  const bool is_added = layer.attn_post_norm.empty() && layer.residual_scale == 1.0f;
+  const Gemm o{&layer.o, nullptr, heads_.view(), is_added ? Gemm::Mode::Add : Gemm::Mode::Store,
+               is_added ? x_.data() : mixed_.data(), static_cast<size_t>(hidden_)};
   runner_.run(&o, 1);
-  if (post) add_normed(layer.attn_post_norm, tokens);
-  feed_forward(layer, tokens);
+  if (!is_added) add_result(layer.attn_post_norm, layer.residual_scale, tokens);
+  if (!layer.is_parallel) return feed_forward(layer, tokens);
+  std::swap(side_, mixed_);
+  add_result(layer.mlp_post_norm, layer.residual_scale, tokens);
 }
 
-void Decoder::norm_rows(const Vector& weight, const float* x, int tokens, Activations& to, const Form& form) {
+// The layer's own embeddings and its number, where it has them. `rows`: which of the step's tokens are left; null: all.
+void Decoder::end_layer(const Layer& layer, int number, int tokens, const int64_t* rows) {
+  if (layer.input) add_layer_input(layer, number, tokens, rows);
+  if (layer.stream_scale == 1.0f) return;
+  for_rows(pool_, tokens, hidden_, [&](int t) {
+    kernels_->scale(x_.data() + static_cast<size_t>(t) * hidden_, layer.stream_scale, hidden_);
+  });
+}
+
+void Decoder::norm_row(const Norm& norm, const float* x, float* out) const {
+  if (norm.empty()) {
+    std::copy_n(x, hidden_, out);
+  } else if (are_norms_centred_) {
+    const float* bias = norm.bias.empty() ? nullptr : norm.bias.data();
+    kernels_->layer_norm(x, norm.weight.data(), bias, eps_, hidden_, out);
+  } else {
+    kernels_->rms_norm(x, norm.weight.data(), eps_, hidden_, out);
+  }
+}
+
+void Decoder::norm_rows(const Norm& norm, const float* x, int tokens, Activations& to, const Form& form) {
   fill_rows(tokens, hidden_, 2 * hidden_, to, form, [&](int t, float* out) {
-    kernels_->rms_norm(x + static_cast<size_t>(t) * hidden_, weight.data(), eps_, hidden_, out);
+    norm_row(norm, x + static_cast<size_t>(t) * hidden_, out);
   });
 }
 
@@ -101,10 +135,19 @@ void Decoder::mark_outliers(Activations& rows) {
            [&](int t) { rows.mark_outliers(t, *kernels_); });
 }
 
-void Decoder::add_normed(const Vector& weight, int tokens) {
+void Decoder::norm_in_place(const Norm& norm, float* rows, int tokens) {
+  for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
+    float* row = rows + static_cast<size_t>(t) * hidden_;
+    norm_row(norm, row, row);
+  });
+}
+
+// What lies in `mixed_`, normed and scaled, is added to the stream.
+void Decoder::add_result(const Norm& norm, float scale, int tokens) {
   for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
     float* mixed = mixed_.data() + static_cast<size_t>(t) * hidden_;
-    kernels_->rms_norm(mixed, weight.data(), eps_, hidden_, mixed);
+    if (!norm.empty()) norm_row(norm, mixed, mixed);
+    if (scale != 1.0f) kernels_->scale(mixed, scale, hidden_);
     kernels_->add(x_.data() + static_cast<size_t>(t) * hidden_, mixed, hidden_);
   });
 }

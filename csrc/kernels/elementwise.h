@@ -31,6 +31,10 @@ inline Floats tanh(Floats x) { return sub(splat(1.0f), div(splat(2.0f), add(exp(
 
 inline Floats activate(Floats x, Activation kind) {
   if (kind == Activation::Silu) return mul(x, sigmoid(x));
+  if (kind == Activation::Relu2) {
+    const Floats positive = max(x, zeros());
+    return mul(positive, positive);
+  }
   if (kind == Activation::GeluTanh) {
     const Floats cube = mul(mul(x, x), x);
     const Floats inner = mul(splat(0.7978845608028654f), fma(splat(0.044715f), cube, x));
@@ -41,8 +45,13 @@ inline Floats activate(Floats x, Activation kind) {
   for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678118654752f));
   return load(lanes);
 }
+inline Floats gated(Floats g, Floats up, Activation kind) {
+  if (kind != Activation::SwigluOai) return mul(activate(g, kind), up);
+  const Floats limit = splat(7.0f), low = min(g, limit), between = max(min(up, limit), splat(-7.0f));
+  return mul(mul(low, sigmoid(mul(low, splat(1.702f)))), add(between, splat(1.0f)));
+}
 inline void gate(const float* g, const float* up, Activation kind, float* out) {
-  for (int i = 0; i < kBlock; i += 16) store(out + i, mul(activate(load(g + i), kind), load(up + i)));
+  for (int i = 0; i < kBlock; i += 16) store(out + i, gated(load(g + i), load(up + i), kind));
 }
 
 // Runs body(first lane, vector count of lanes) over `size` numbers; the tail goes through a padded buffer.
@@ -69,6 +78,20 @@ inline void rms_norm(const float* x, const float* weight, float eps, int size, f
   int i = 0;
   for (; i + 16 <= size; i += 16) store(out + i, mul(mul(load(x + i), splat(factor)), load(weight + i)));
   for (; i < size; ++i) out[i] = x[i] * factor * weight[i];
+}
+inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, int size, float* out) {
+  Floats sums = zeros();
+  in_vectors(size, x, [&](int, Floats a, int) { sums = add(sums, a); });
+  const float mean = sum_lanes(sums) / static_cast<float>(size);
+  for (int i = 0; i < size; ++i) out[i] = x[i] - mean;
+  rms_norm(out, weight, eps, size, out);
+  for (int i = 0; bias != nullptr && i < size; ++i) out[i] += bias[i];
+}
+inline void scale(float* x, float factor, int size) {
+  in_vectors(size, x, [&](int i, Floats a, int count) { store_some(x + i, mul(a, splat(factor)), count); });
+}
+inline void sigmoid_all(const float* x, int size, float* out) {
+  in_vectors(size, x, [&](int i, Floats a, int count) { store_some(out + i, sigmoid(a), count); });
 }
 inline void add_into(float* x, const float* y, int size) {
   in_vectors(size, x, [&](int i, Floats a, int count) {

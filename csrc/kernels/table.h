@@ -15,8 +15,11 @@ inline Kernels make_table(const char* name) {
   k.gate = gate;
   k.gate_rows = gate_rows;
   k.rms_norm = rms_norm;
+  k.layer_norm = layer_norm;
   k.add = add_into;
   k.multiply = multiply;
+  k.scale = scale;
+  k.sigmoid = sigmoid_all;
   k.short_conv = short_conv;
   k.embed = embed;
   k.rotate = rotate;

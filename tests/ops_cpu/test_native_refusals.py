@@ -36,9 +36,14 @@ def mlp(hidden: int = HIDDEN) -> Any:
     return native().Mlp(linear(48, hidden), linear(48, hidden), linear(hidden, 48), "silu")
 
 
-def moe(router_cols: int = HIDDEN, shared: int | None = None) -> Any:
-    experts = [mlp(), mlp()]
-    return native().Moe(linear(2, router_cols), experts, 1, True, None if shared is None else mlp(shared))
+def moe(router_cols: int = HIDDEN, shared: int | None = None, **routing: Any) -> Any:
+    chosen = native().Routing(1, **routing)
+    return native().Moe(linear(2, router_cols), [mlp(), mlp()], chosen, shared=None if shared is None else mlp(shared))
+
+
+def layer_input() -> Any:
+    norm = native().Norm(np.ones(HIDDEN, np.float32), None)
+    return native().LayerInput(linear(8, HIDDEN), linear(HIDDEN, 8), norm, "silu")
 
 
 def bare_decoder() -> Any:
@@ -46,12 +51,12 @@ def bare_decoder() -> Any:
 
 
 def add_layer(decoder: Any, **changes: object) -> None:
-    width, ones = HEADS * HEAD_DIM, np.ones(HIDDEN, np.float32)
-    parts: dict[str, object] = dict.fromkeys(("attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "sinks", "moe"))
-    parts |= {part: linear(width, HIDDEN) for part in "qkv"} | {"o": linear(HIDDEN, width), "mlp": mlp()}
-    parts |= {"attn_norm": ones, "mlp_norm": ones, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
-    parts |= {"scale": 1.0, "window": 0, "softcap": 0.0, "rope": -1}
-    decoder.add_layer(**(parts | changes))
+    width, norm = HEADS * HEAD_DIM, native().Norm(np.ones(HIDDEN, np.float32), None)
+    frame: dict[str, object] = {"attn_norm": norm, "mlp_norm": norm, "mlp": mlp(), "moe": None, "input": None}
+    frame |= {name: changes.pop(name) for name in list(changes) if name in frame}
+    parts: dict[str, object] = {part: linear(width, HIDDEN) for part in "qkv"} | {"o": linear(HIDDEN, width)}
+    parts |= {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "scale": 1.0}
+    decoder.add_layer(native().LayerFrame(HIDDEN, **frame), **(parts | changes))
 
 
 def bind_cache(decoder: Any, layer: int = 0, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK) -> None:
@@ -62,7 +67,7 @@ def bind_cache(decoder: Any, layer: int = 0, num_blocks: int = NUM_BLOCKS, block
 def add_ends(decoder: Any) -> None:
     decoder.set_embedding(linear(VOCAB, HIDDEN))
     decoder.set_head(linear(VOCAB, HIDDEN))
-    decoder.set_final_norm(np.ones(HIDDEN, np.float32))
+    decoder.set_final_norm(native().Norm(np.ones(HIDDEN, np.float32), None))
 
 
 def small_decoder() -> Any:
@@ -185,7 +190,15 @@ WRONG_PARTS: dict[str, Callable[[Any], None]] = {
     "a narrow embedding": lambda d: d.set_embedding(linear(VOCAB, HIDDEN - 1)),
     "a long head": lambda d: d.set_head(linear(VOCAB + 1, HIDDEN)),
     "a wide head": lambda d: d.set_head(linear(VOCAB, HIDDEN + 1)),
-    "a short norm": lambda d: d.set_final_norm(np.ones(HIDDEN - 1, np.float32)),
+    "a short norm": lambda d: d.set_final_norm(native().Norm(np.ones(HIDDEN - 1, np.float32), None)),
+    "a short norm of a layer": lambda d: add_layer(d, mlp_norm=native().Norm(np.ones(HIDDEN - 1, np.float32), None)),
+    "a bias of another size": lambda d: native().Norm(np.ones(HIDDEN, np.float32), np.ones(HIDDEN + 1, np.float32)),
+    "a gate of another width": lambda d: add_layer(d, gate=linear(HEADS + 1, HIDDEN), is_gate_per_head=True),
+    "keys without values": lambda d: add_layer(d, v=None),
+    "norms of heads that are missing": lambda d: add_layer(d, head_norm="head"),
+    "embeddings of layers that there are none of": lambda d: add_layer(d, input=layer_input()),
+    "groups that experts don't fill": lambda d: add_layer(d, mlp=None, moe=moe(num_groups=3)),
+    "a choice bias of other experts": lambda d: add_layer(d, mlp=None, moe=moe(choice_bias=np.ones(3, np.float32))),
     "a wide router": lambda d: add_layer(d, mlp=None, moe=moe(router_cols=2 * HIDDEN)),
     "a wide shared expert": lambda d: add_layer(d, mlp=None, moe=moe(shared=2 * HIDDEN)),
     "more heads than can be counted": lambda d: add_layer(d, heads=2**28 + HEADS, kv_heads=2**28 + HEADS),

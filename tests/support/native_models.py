@@ -6,7 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, ShortConv
+from tokenmill.arch.spec import (
+    AttentionGate,
+    Gqa,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    QueryGrowth,
+    RopeSpec,
+    RoutingSpec,
+    ShortConv,
+)
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
@@ -53,11 +65,47 @@ VARIANTS = {
     "gelu_exact": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(50, "gelu")),)),
     "experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(5, 2, MlpSpec(48))), LAYER)),
     "own_head": replace(LLAMA, tied_head=False),
+    "norm_of_all_heads": with_attention(qk_norm="all"),
+    "norm_after_rope": with_attention(qk_norm="head_after_rope", query_growth=QueryGrowth(0.3, 16)),
+    "l2_after_rope": with_attention(qk_norm="l2_after_rope", window=24, is_chunked=True),
+    "gate": with_attention(gate=AttentionGate(), qkv_bias=True),
+    "gate_per_head": with_attention(gate=AttentionGate("softplus", is_per_head=True)),
+    "value_is_key": with_attention(value_is_key=True, has_value_norm=True, qk_norm="head"),
+    "shared_keys": replace(
+        LLAMA, layers=(LAYER, replace(LAYER, mixer=replace(ATTENTION, shares_kv_of=0)), LAYER)
+    ),
+    "norms_after": replace(LLAMA, layers=(replace(LAYER, norms="after"), LAYER)),
+    "layer_norm": replace(LLAMA, norm=NormSpec("layer", has_bias=True), layers=(replace(LAYER, norms="both"), LAYER)),
+    "parallel": replace(
+        LLAMA, norm=NormSpec("layer"), layers=(replace(LAYER, is_parallel=True), LAYER), logit_scale=0.3
+    ),
+    "multipliers": replace(
+        LLAMA, layers=(replace(LAYER, residual_scale=0.4), replace(LAYER, has_scale=True)), tied_head=False,
+        has_head_bias=True,
+    ),
+    "ungated": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(72, "relu2", is_gated=False, bias=True)), LAYER)),
+    "layer_inputs": replace(LLAMA, layers=(replace(LAYER, input_width=24), replace(LAYER, input_width=24))),
+    "shared_gate": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        5, 2, MlpSpec(48), RoutingSpec(renormalize=False), shared=MlpSpec(40), has_shared_gate=True)), LAYER)),
+    "sigmoid_groups": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        8, 3, MlpSpec(48), RoutingSpec("sigmoid", epsilon=1e-6, has_choice_bias=True, num_groups=4, kept_groups=2,
+        scale=1.7), shared=MlpSpec(32))), LAYER)),
+    "sqrt_softplus": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        6, 2, MlpSpec(48), RoutingSpec("sqrt_softplus", has_router_bias=True, num_groups=3, kept_groups=2,
+        group_score="best"))), LAYER)),
+    "biased_experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        5, 2, MlpSpec(48, "swiglu_oai", bias=True), RoutingSpec(has_router_bias=True))), LAYER)),
+    "latent_experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        5, 2, MlpSpec(48, "relu2", is_gated=False), RoutingSpec("sigmoid"), latent_size=32)), LAYER)),
+    "weighted_input": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        4, 1, MlpSpec(48), RoutingSpec("sigmoid", renormalize=False, weights_input=True))), LAYER)),
+    "side_by_side": replace(LLAMA, layers=(replace(LAYER, norms="both", side_experts=MoeSpec(
+        5, 2, MlpSpec(48), RoutingSpec(has_input_norm=True, has_expert_scales=True))), LAYER)),
     "conv": replace(LLAMA, layers=(CONV, LAYER, CONV, replace(CONV, mixer=ShortConv(64, 4, bias=True)), LAYER)),
     "conv_last": replace(LLAMA, layers=(LAYER, CONV)),
     "conv_odd": replace(LLAMA, hidden_size=40, layers=(replace(CONV, mixer=ShortConv(40, 5), norms="both"), LAYER)),
     "conv_experts": replace(LLAMA, layers=(replace(CONV, mlp=MoeSpec(5, 2, MlpSpec(48))), LAYER)),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

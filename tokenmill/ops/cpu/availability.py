@@ -10,12 +10,11 @@ from importlib import import_module
 from types import ModuleType
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, ModelSpec, MoeSpec, RoutingSpec, ShortConv
+from tokenmill.arch.spec import Gqa, MixerSpec, Mla, ShortConv
 from tokenmill.ops.compute_request import ComputeRequest
 
 MAX_HEAD_DIM = 256
 MAX_CONV_KERNEL = 16
-NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @cache
@@ -45,39 +44,19 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
-    found = next(filter(None, map(_layer_reason, dict.fromkeys(request.spec.layers))), None)
-    return found or _model_reason(request.spec)
+    return next(filter(None, (_mixer_reason(layer.mixer) for layer in dict.fromkeys(request.spec.layers))), None)
 
 
-def _model_reason(spec: ModelSpec) -> str | None:
-    if spec.norm != RMS_NORM:
-        return "LayerNorm, which the native kernels don't have"
-    if spec.logit_scale != 1.0:
-        return "scaled logits, which the native kernels don't have"
-    return "a head with a bias, which the native kernels don't have" if spec.has_head_bias else None
-
-
-def _layer_reason(layer: LayerSpec) -> str | None:
-    """What of a layer the native kernels don't have."""
-    mixer, feed = layer.mixer, layer.mlp
+def _mixer_reason(mixer: MixerSpec) -> str | None:
+    """What of a mixer the native kernels don't have."""
     if isinstance(mixer, ShortConv) and mixer.kernel > MAX_CONV_KERNEL:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Mla):
         return "latent attention, which the native kernels don't have"
     if isinstance(mixer, Recurrent):
         return "recurrent layers, which the native kernels don't have"
-    if isinstance(mixer, Gqa) and (not mixer.is_plain or mixer.is_chunked):
-        return "this kind of attention, which the native kernels don't have"
-    if layer != LayerSpec(mixer, feed, "both" if layer.has_post_norms else "before"):
-        return "layers of this kind, which the native kernels don't have"
-    if isinstance(feed, MoeSpec) and feed.has_shared_gate:
-        return "a shared expert with a gate of its own, which the native kernels don't have"
-    plain = (RoutingSpec(renormalize=True), RoutingSpec(renormalize=False))
-    if isinstance(feed, MoeSpec) and (feed.routing not in plain or feed.expert.bias or feed.latent_size is not None):
-        return "this kind of routing or experts, which the native kernels don't have"
-    mlp = feed.expert if isinstance(feed, MoeSpec) else feed
-    if not mlp.is_gated or mlp.activation not in NATIVE_ACTIVATIONS:
-        return f"MLPs with {mlp.activation}, which the native kernels don't have"
+    if isinstance(mixer, Gqa) and (mixer.value_dim not in (None, mixer.head_dim) or mixer.value_scale != 1.0):
+        return "values of another width or scale than keys, which the native kernels don't have"
     return None
 
 

@@ -16,6 +16,7 @@ import torch
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import (
+    AddInput,
     Experts,
     Feed,
     LayerRegions,
@@ -25,7 +26,7 @@ from tokenmill.arch.regions import (
     SideBySide,
     layer_regions,
 )
-from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, RopeSpec, ShortConv
+from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
@@ -76,7 +77,12 @@ class NativeDecoder:
             outlier_threshold=OUTLIER_THRESHOLDS[activation_bits],
             isa=instruction_set,
         )
-        self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept))
+        self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept), spec.norm.has_bias)
+        self._decoder.set_norms(spec.norm.kind == "layer")
+        if spec.input_width:
+            parts, name = self._parts, "layer_inputs"
+            table, project = parts.linear(f"{name}.embed"), parts.linear(f"{name}.project")
+            self._decoder.set_layer_inputs(table, project, parts.vector(f"{name}.norm.weight"))
         self._cache_owner: object = None
         self._logits = torch.empty(0, spec.vocab_size)
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
@@ -158,65 +164,109 @@ class NativeDecoder:
         """Tells the kernels where the cache lies; once, unless it moves."""
         if self._cache_owner is storage:
             return
-        for number in range(self.spec.num_layers):
-            group, fields = storage.group(number), storage.fields(number)
+        for number, layer in enumerate(self.spec.layers):
+            kept = number
+            if isinstance(layer.mixer, Gqa) and layer.mixer.shares_kv_of is not None:
+                kept = layer.mixer.shares_kv_of
+            group, fields = storage.group(kept), storage.fields(kept)
             if "inputs" in fields:
                 self._decoder.bind_conv_cache(number, group, fields["inputs"])
                 continue
-            cache = storage.layer(number)
+            cache = storage.layer(kept)
             self._decoder.bind_cache(number, group, cache.keys, cache.values, cache.key_scales, cache.value_scales)
         self._cache_owner = storage
 
     def _add_ends(self) -> None:
-        embedding = self._parts.linear("embed")
+        spec, parts = self.spec, self._parts
+        embedding = parts.linear("embed")
         self._decoder.set_embedding(embedding)
-        self._decoder.set_head(embedding if self.spec.tied_head else self._parts.linear("head"))
-        self._decoder.set_final_norm(self._parts.norm("final_norm"))
+        head = embedding if spec.tied_head else parts.linear("head", spec.has_head_bias)
+        self._decoder.set_head(head)
+        self._decoder.set_final_norm(parts.norm("final_norm"))
+        self._decoder.set_logit_scale(spec.logit_scale)
 
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
         """The regions of a layer as the arguments of one call."""
-        project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
-        common = {
-            "attn_norm": self._parts.norm(project.norm),
-            "attn_post_norm": self._parts.norm(add.post_norm),
-            **self._feed(feed),
-        }
+        project, attend, add = regions.project, regions.attend, regions.add
+        frame = native().LayerFrame(
+            self.spec.hidden_size,
+            attn_norm=self._parts.norm(project.norm),
+            attn_post_norm=self._parts.norm(add.post_norm),
+            is_parallel=regions.is_parallel,
+            residual_scale=add.scale,
+            input=self._layer_input(regions.add_input),
+            stream_scale=1.0 if regions.scale is None else float(self._parts.vector(regions.scale)),
+            **self._feed(regions.feed),
+        )
         match attend.mixer:
             case Gqa() as mixer:
-                self._decoder.add_layer(**common, **self._attention(project, mixer, attend.name, add, ropes))
+                self._decoder.add_layer(frame, **self._attention(project, mixer, attend.name, add, ropes))
             case ShortConv() as mixer:
-                self._decoder.add_conv_layer(**common, **self._convolution(project, mixer, attend.name, add))
+                self._decoder.add_conv_layer(frame, **self._convolution(project, mixer, attend.name, add))
             case Mla() | Recurrent():
                 raise AssertionError("refused by `unsupported_reason`")
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
-        assert not isinstance(feed, SideBySide), "refused by `unsupported_reason`"
-        norms = {"mlp_norm": self._parts.norm(feed.norm), "mlp_post_norm": self._parts.norm(feed.post_norm)}
+        parts = self._parts
+        if isinstance(feed, SideBySide):
+            mlp, experts = feed.mlp, feed.experts
+            return {
+                "mlp_norm": parts.norm(mlp.norm),
+                "mlp_post_norm": parts.norm(feed.post_norm),
+                "mlp": parts.mlp(mlp.gate_up, mlp.down, mlp.spec),
+                "moe": parts.moe(experts),
+                "side_norm": parts.norm(experts.norm),
+                "side_post_norm": parts.norm(experts.post_norm),
+                "side_mlp_post_norm": parts.norm(mlp.post_norm),
+            }
+        norms = {"mlp_norm": parts.norm(feed.norm), "mlp_post_norm": parts.norm(feed.post_norm)}
         if isinstance(feed, Experts):
-            return {**norms, "mlp": None, "moe": self._parts.moe(feed)}
-        return {**norms, "mlp": self._parts.mlp(feed.gate_up, feed.down, feed.spec), "moe": None}
+            return {**norms, "moe": parts.moe(feed)}
+        return {**norms, "mlp": parts.mlp(feed.gate_up, feed.down, feed.spec)}
+
+    def _layer_input(self, region: AddInput | None) -> Any:
+        if region is None:
+            return None
+        (gate,), (up,) = self._parts.linears(region.gate), self._parts.linears(region.up)
+        return native().LayerInput(gate, up, self._parts.norm(region.norm), region.activation)
 
     def _attention(
         self, project: NormProject, attention: Gqa, name: str, add: ProjectAdd, ropes: Mapping[RopeSpec, int]
     ) -> dict[str, Any]:
-        q, k, v = self._parts.linears(project.projection)
+        q, *others = self._parts.linears(project.projection)
+        k, v = others[:2] if attention.has_own_kv else (None, None)
         (o,) = self._parts.linears(add.projection)
+        gate, growth = attention.gate, attention.query_growth
         return {
             "q": q,
             "k": k,
             "v": v,
             "o": o,
-            "q_norm": self._parts.norm(f"{name}.q_norm" if attention.qk_norm else None),
-            "k_norm": self._parts.norm(f"{name}.k_norm" if attention.qk_norm else None),
+            "gate": None if gate is None else others[-1],
+            "is_gate_per_head": gate is not None and gate.is_per_head,
+            "is_softplus_gate": gate is not None and gate.function == "softplus",
+            "head_norm": attention.qk_norm or "",
+            **self._head_norms(attention, name),
+            "has_value_norm": attention.has_value_norm,
             "sinks": self._parts.vector(f"{name}.sinks") if attention.has_sinks else None,
             "heads": attention.num_heads,
             "kv_heads": attention.num_kv_heads,
             "head_dim": attention.head_dim,
             "scale": attention.scale,
             "window": attention.window or 0,
+            "is_chunked": attention.is_chunked,
             "softcap": attention.softcap or 0.0,
             "rope": -1 if attention.rope is None else ropes[attention.rope],
+            **({} if growth is None else _growth(growth)),
         }
+
+    def _head_norms(self, attention: Gqa, name: str) -> dict[str, Any]:
+        if attention.qk_norm is None:
+            return {}
+        names = ("q_norm", "k_norm") if attention.has_own_kv else ("q_norm",)
+        if attention.qk_norm == "l2_after_rope":
+            return {norm: torch.ones(attention.head_dim) for norm in names}
+        return {norm: self._parts.vector(f"{name}.{norm}.weight") for norm in names}
 
     def _convolution(self, project: NormProject, conv: ShortConv, name: str, add: ProjectAdd) -> dict[str, Any]:
         (conv_in,), (conv_out,) = self._parts.linears(project.projection), self._parts.linears(add.projection)
@@ -228,35 +278,81 @@ class NativeDecoder:
         }
 
 
+def _growth(growth: QueryGrowth) -> dict[str, Any]:
+    return {"growth": growth.beta, "growth_length": growth.length, "growth_first": growth.first}
+
+
 class _Parts:
     """Weights by name, in the forms the native decoder is built from."""
 
-    def __init__(self, weights: Weights, dense: Dense, packer: Packer) -> None:
+    def __init__(self, weights: Weights, dense: Dense, packer: Packer, has_norm_biases: bool) -> None:
         self.weights, self.dense, self.packer = weights, dense, packer
+        self.has_norm_biases = has_norm_biases
 
     def vector(self, name: str) -> torch.Tensor:
         return self.dense(self.weights.get(name)).float().contiguous()
 
-    def norm(self, name: str | None) -> torch.Tensor | None:
-        return None if name is None else self.vector(f"{name}.weight")
+    def norm(self, name: str | None) -> Any:
+        if name is None:
+            return None
+        bias = self.vector(f"{name}.bias") if self.has_norm_biases else None
+        return native().Norm(self.vector(f"{name}.weight"), bias)
 
     def linear(self, name: str, has_bias: bool = False) -> Any:
         matrix = self.packer.matrix(f"{name}.weight")
         return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
 
     def linears(self, matrices: Matrices) -> list[Any]:
-        return [self.linear(name, matrices.has_bias) for name in matrices.names]
+        made = {name: self.linear(name, matrices.has_bias) for name in dict.fromkeys(matrices.names)}
+        return [made[name] for name in matrices.names]  # values that are keys have the same matrix
 
     def mlp(self, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> Any:
-        return native().Mlp(*self.linears(gate_up), *self.linears(down), spec.activation)
+        *gate, up = self.linears(gate_up)
+        return native().Mlp(gate[0] if gate else None, up, *self.linears(down), spec.activation)
 
     def moe(self, region: Experts) -> Any:
         spec = region.spec
-        packed = [self.packer.experts(f"{name}.weight") for name in (region.gates, region.ups, region.downs) if name]
-        linears = ([native().Linear(matrix, None) for matrix in matrices] for matrices in packed)
-        experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(*linears, strict=True)]
+        gates = [None] * spec.num_experts if region.gates is None else self._experts(region.gates, spec.expert)
+        ups, downs = (self._experts(name, spec.expert) for name in (region.ups, region.downs))
+        experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(gates, ups, downs, strict=True)]
         (router,) = self.linears(region.router)
-        shared = None
-        if region.shared is not None and spec.shared is not None:
-            shared = self.mlp(*region.shared, spec.shared)
-        return native().Moe(router, experts, spec.num_active, spec.routing.renormalize, shared)
+        latent = [self.linears(matrices)[0] for matrices in region.latent] if region.latent else [None, None]
+        return native().Moe(
+            router,
+            experts,
+            self._routing(region),
+            shared=None if region.shared is None or spec.shared is None else self.mlp(*region.shared, spec.shared),
+            shared_gate=self._optional(region.shared_gate and f"{region.shared_gate}.weight"),
+            router_norm=self._router_norm(region),
+            latent_in=latent[0],
+            latent_out=latent[1],
+        )
+
+    def _experts(self, name: str, spec: MlpSpec) -> list[Any]:
+        """One linear per expert"""
+        matrices = self.packer.experts(f"{name}.weight")
+        biases = self.vector(f"{name}.bias").unbind() if spec.bias else [None] * len(matrices)
+        return [native().Linear(matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
+
+    def _routing(self, region: Experts) -> Any:
+        routing = region.spec.routing
+        return native().Routing(
+            region.spec.num_active,
+            score=routing.score,
+            renormalize=routing.renormalize,
+            epsilon=routing.epsilon,
+            choice_bias=self._optional(region.choice_bias),
+            num_groups=routing.num_groups,
+            kept_groups=routing.kept_groups,
+            judged_by=1 if routing.group_score == "best" else 2,
+            scale=routing.scale,
+            expert_scales=self._optional(region.expert_scales),
+            weights_input=routing.weights_input,
+        )
+
+    def _optional(self, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self.vector(name).view(-1)
+
+    def _router_norm(self, region: Experts) -> torch.Tensor | None:
+        weight = self._optional(region.router_norm and f"{region.router_norm}.weight")
+        return None if weight is None else weight * len(weight) ** -0.5

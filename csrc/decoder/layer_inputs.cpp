@@ -1,0 +1,61 @@
+// Embeddings that each layer has for itself (Gemma 4): a second table's row of the token and a projection of its embedding,
+// joined once a step; a layer adds its own through a gate that reads the stream.
+//
+//   input[t][l] = (norm(project(x_t)[l] / sqrt(hidden)) + table[token][l] * sqrt(width)) / sqrt(2)
+//   x += norm(up(act(gate(x)) * input[t][l]))
+#include <algorithm>
+#include <cmath>
+
+#include "decoder/phases.h"
+
+namespace tokenmill {
+
+void Decoder::layer_inputs(const BatchView& batch) {
+  const int width = static_cast<int>(input_norm_.size()), all = input_project_.w.rows;
+  grow(layer_inputs_, static_cast<size_t>(batch.tokens) * all);
+  fill_rows(batch.tokens, hidden_, hidden_, input_rows_, form_for({&input_project_}, outlier_threshold_),
+            [&](int t, float* out) { std::copy_n(x_.data() + static_cast<size_t>(t) * hidden_, hidden_, out); });
+  const Gemm project{&input_project_, nullptr, input_rows_.view(), Gemm::Mode::Store, layer_inputs_.data(),
+                     static_cast<size_t>(all)};
+  runner_.run(&project, 1);
+  const float narrower = 1.0f / std::sqrt(static_cast<float>(hidden_)), wider = std::sqrt(static_cast<float>(width));
+  for_rows(pool_, batch.tokens, 4 * all, [&](int t) {
+    float* row = layer_inputs_.data() + static_cast<size_t>(t) * all;
+    Vector embedded(static_cast<size_t>(all));
+    kernels_->embed(input_table_.w, static_cast<int>(batch.token_ids[t]), wider, embedded.data());
+    kernels_->scale(row, narrower, all);
+    for (int at = 0; at < all; at += width) kernels_->rms_norm(row + at, input_norm_.data(), eps_, width, row + at);
+    kernels_->add(row, embedded.data(), all);
+    kernels_->scale(row, std::sqrt(0.5f), all);
+  });
+}
+
+void Decoder::add_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows) {
+  const LayerInput& input = *layer.input;
+  const int width = static_cast<int>(input_norm_.size()), all = input_project_.w.rows;
+  const float threshold = outlier_threshold(layer);
+  fill_rows(tokens, hidden_, hidden_, input_rows_, form_for({&input.gate}, threshold),
+            [&](int t, float* out) { std::copy_n(x_.data() + static_cast<size_t>(t) * hidden_, hidden_, out); });
+  grow(input_gates_, static_cast<size_t>(tokens) * width);
+  const Gemm gate{&input.gate, nullptr, input_rows_.view(), Gemm::Mode::Store, input_gates_.data(),
+                  static_cast<size_t>(width)};
+  runner_.run(&gate, 1);
+  fill_rows(tokens, width, width, inner_, form_for({&input.up}, threshold), [&](int t, float* out) {
+    const size_t token = static_cast<size_t>(rows == nullptr ? t : rows[t]);
+    const float* own = layer_inputs_.data() + token * all + static_cast<size_t>(number) * width;
+    const float* gates = input_gates_.data() + static_cast<size_t>(t) * width;
+    for (int at = 0; at < width; at += kBlock) {
+      float blocks[3][kBlock] = {};
+      const int count = std::min(kBlock, width - at);
+      std::copy_n(gates + at, count, blocks[0]);
+      std::copy_n(own + at, count, blocks[1]);
+      kernels_->gate(blocks[0], blocks[1], input.activation, blocks[2]);
+      std::copy_n(blocks[2], count, out + at);
+    }
+  });
+  const Gemm up{&input.up, nullptr, inner_.view(), Gemm::Mode::Store, mixed_.data(), static_cast<size_t>(hidden_)};
+  runner_.run(&up, 1);
+  add_result(input.norm, 1.0f, tokens);
+}
+
+}  // namespace tokenmill

@@ -1,6 +1,6 @@
 """The state of one sequence in its grammar.
 
-    Matcher      the grammar engine's state: advance, roll back, fork, forced tokens, mask
+    Matcher      the grammar engine's state: advance, fork, forced tokens, mask
     RowGrammar   a row of the runner that follows a grammar: its matcher, and forced tokens not taken yet
 
 A grammar forces text; the tokens that it proposes are only the tokenizer's way to split that text. A request may
@@ -33,7 +33,6 @@ class Matcher:
     def __init__(self, ll: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self.ll = ll
         self._vocabulary = vocabulary
-        self._num_tokens = 0
         self._has_ended = False  # an end token was taken; the grammar engine does not count it, so it never sees it
 
     @property
@@ -54,23 +53,12 @@ class Matcher:
             self._has_ended = True
         elif not self.ll.consume_token(token_id):
             return False
-        self._num_tokens += 1
         return True
-
-    def rollback(self, num_tokens: int) -> None:
-        """Remove the last tokens."""
-        assert 0 <= num_tokens <= self._num_tokens, "rolled back beyond the beginning"
-        self._num_tokens -= num_tokens
-        if num_tokens and self._has_ended:
-            self._has_ended = False
-            num_tokens -= 1
-        if num_tokens:
-            self.ll.rollback(num_tokens)
 
     def fork(self) -> Matcher:
         """Return an independent copy."""
         copy = Matcher(self.ll.deep_copy(), self._vocabulary)
-        copy._num_tokens, copy._has_ended = self._num_tokens, self._has_ended
+        copy._has_ended = self._has_ended
         return copy
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -159,20 +147,22 @@ class RowGrammar:
         return self.matcher.num_allowed(drafts)
 
     def walk(self, drafts: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the choices after each draft, as long as the drafts are allowed; then roll back.
+        """Yield the choices after each draft, as long as the drafts are allowed.
 
-        While a value is being used, the matcher stands after that draft.
+        While a value is being used, the matcher stands after that draft: a copy, which is then dropped. The grammar
+        engine can roll back too, but not over places where it was asked for forced tokens; it would refuse what
+        follows later.
         """
-        forced, taken = self.forced, 0
+        here, forced = self.matcher, self.forced
+        self.matcher = here.fork()
         try:
-            for draft in drafts[: self.num_allowed(drafts)]:
+            for taken, draft in enumerate(drafts[: self.num_allowed(drafts)], 1):
                 if not self.matcher.advance([draft]):
                     break
-                taken += 1
                 forced = forced[1:] or self._forced(taken)
                 yield self._choices(forced)
         finally:
-            self.matcher.rollback(taken)
+            self.matcher = here
 
     def _forced(self, num_drafts: int) -> list[int]:
         """Return the forced tokens, up to the first that the request excludes; the matcher has taken `num_drafts`

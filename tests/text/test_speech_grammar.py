@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any, Literal
 
 import jsonschema
 import pytest
@@ -23,6 +24,7 @@ from tests.support.speech_samples import (
 )
 from tests.support.stubborn_model import bent_answer, random_schema
 from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.params import Guided
 from tokenmill.text.load import load_tokenizer
 from tokenmill.text.speech import Speech, SpeechStart
 from tokenmill.text.speech.call_format import CallFormat
@@ -201,6 +203,41 @@ def test_messages_with_headers() -> None:
     ids = model.tokenizer.encode(thought + final, add_special_tokens=False)
     parts = read_ids(model.speech.reader([CITY], start), model.tokenizer, ids)
     assert parts == [ThoughtPart("hm"), TextPart("Sunny.")]
+
+
+@pytest.mark.parametrize("kind", ["regex", "lark"])
+@pytest.mark.parametrize("style", STYLES)
+def test_custom_tools_follow_their_own_grammar(style: str, kind: Literal["regex", "lark"]) -> None:
+    row, text = ROWS[style], {"regex": "[0-9]{2,3}(a|b)", "lark": 'start: NUMBER ("a" | "b")\nNUMBER: /[0-9]{2,3}/'}
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tool = Tool(name="calc", kind="custom", parameters=parameters, input_grammar=Guided(kind, text[kind]))
+    model = controlled(row)
+    grammar = model.speech.grammar([tool], ToolChoice(mode="required"))
+    for given, is_allowed in {"12a": True, "123b": True, "1a": False, "12c": False, "12a ": False}.items():
+        written = row.write([ToolCall(id="abcd12345", name="calc", arguments=json.dumps({"input": given}))])
+        if (style, kind) == ("pythonic", "lark"):  # a grammar for text between double quotes
+            written = written.replace("'", '"')
+        assert model.accepts(grammar, written) == is_allowed, written
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_objects_without_declared_properties_and_with_many(style: str) -> None:
+    row, model = ROWS[style], controlled(ROWS[style])
+    free = Tool(name="ask", parameters={"type": "object"})
+    extra = Tool(name="ask", parameters={**(CITY.parameters or {}), "additionalProperties": {"type": "integer"}})
+    none = Tool(name="ask")
+    many = {f"p{place}": {"type": "integer"} for place in range(70)}
+    wide = Tool(name="ask", parameters={"type": "object", "properties": many, "required": ["p3", "p69"]})
+
+    def accepts(tool: Tool, arguments: dict[str, Any]) -> bool:
+        written = row.write([ToolCall(id="abcd12345", name="ask", arguments=json.dumps(arguments))])
+        return model.accepts(model.speech.grammar([tool], ToolChoice(mode="required")), written)
+
+    assert accepts(free, {}) and accepts(free, {"x": 3, "y": "z"})
+    assert accepts(extra, {"city": "X", "n": 3}) and not accepts(extra, {"city": "X", "n": [3]})
+    assert accepts(none, {}) and not accepts(none, {"x": 3})
+    assert accepts(wide, {"p3": 1, "p69": 2}) and accepts(wide, {"p3": 1, "p69": 2, "p5": 7})
+    assert not accepts(wide, {"p3": 1})
 
 
 @pytest.mark.parametrize("is_special", [True, False], ids=["special", "added"])

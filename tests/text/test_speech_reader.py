@@ -99,6 +99,29 @@ def test_text_around_calls_stays(row: CallFormat) -> None:
             assert parts == wanted, text
 
 
+def test_ids_as_families_want_them() -> None:
+    def ids(row: str, text: str) -> list[str]:
+        reader = Speech(calls=ROWS[row]).reader(TOOLS)
+        return [part.id for part in reader.push(text) + reader.finish() if isinstance(part, CallStart)]
+
+    calls = [ToolCall(id="abcd12345", name="get"), ToolCall(id="abcd12346", name="get_weather")]
+    assert ids("mistral-id", ROWS["mistral-id"].write(calls)) == ["abcd12345", "abcd12346"]
+    assert ids("solar", ROWS["solar"].write(calls)) == ["abcd12345", "abcd12346"]
+    kimi = ROWS["kimi-k2"].write(calls).replace(":1<", ":7<")
+    assert ids("kimi-k2", kimi) == ["functions.get:0", "functions.get_weather:7"]
+    for row in ("mistral", "mistral-nemo"):
+        assert all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in ids(row, ROWS[row].write(calls)))
+    assert all(re.fullmatch("call_[a-zA-Z0-9]{24}", one) for one in ids("hermes", ROWS["hermes"].write(calls)))
+
+
+def test_ids_of_other_servers_become_ids_that_a_template_accepts() -> None:
+    nine, any_id = ROWS["mistral"].history_id, ROWS["hermes"].history_id
+    assert nine("abcd12345") == "abcd12345" and any_id("call_x") == "call_x"
+    mapped = {nine(f"call_{place}") for place in range(1000)}
+    assert len(mapped) == 1000 and all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in mapped)
+    assert nine("call_7") == nine("call_7")
+
+
 # ── nothing is lost ──────────────────────────────────────────────────────────────────────────────────────
 
 

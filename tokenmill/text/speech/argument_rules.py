@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from tokenmill.text.speech.call_format import CDATA, CallFormat, Slot, to_json, write_value
-from tokenmill.text.speech.lark_rules import LAYOUT, LarkRules, json_value, quoted, refuse, regex_of, slashed
+from tokenmill.text.speech.lark_rules import LAYOUT, LarkRules, json_value, quoted, refuse, regex_of
 from tokenmill.text.speech.markers import opening_marker
 from tokenmill.text.speech.schema_kinds import allowed_types, resolve
 from tokenmill.text.speech.value_rules import NotationRules, is_plain_object, string_body
@@ -67,7 +67,7 @@ class ArgumentRules:
 
     def _json_argument(self, tool: Tool, name: str, value: Any, root: Mapping[str, Any], before: str) -> str:
         grammar = _input_grammar(tool, name)
-        said = f'"\\"" {grammar} "\\""' if grammar else json_value(value, root)
+        said = f'"\\"" {grammar} "\\""' if grammar else json_value(_input_schema(tool, name, value), root)
         return f"{quoted(before + to_json(name) + ': ')} {said}"
 
     # ── one argument of a tagged call, or one field ──────────────────────────────────────────────────────
@@ -75,13 +75,11 @@ class ArgumentRules:
     def _argument(self, tool: Tool, name: str, value: Any, root: Mapping[str, Any], before: str) -> str:
         self._require_writable(name)
         grammar = _input_grammar(tool, name)
+        value = _input_schema(tool, name, value)
         if self._row.values in ("python", "gemma"):
             return self._filled(before, name, "", self._field_value(value, root, grammar))
         if grammar:
-            closer = self._after_value()
-            is_regex = grammar.startswith("/")
-            said = self._rules.until(grammar, closer) if is_regex else f"{grammar} {self._rules.fixed(closer)}"
-            return self._filled(before, name, "string", said)
+            return self._filled(before, name, "string", f"{grammar} {self._rules.fixed(self._after_value())}")
         return " | ".join(self._filled(before, name, label, said) for label, said in self._options(value, root))
 
     def _field_value(self, value: Any, root: Mapping[str, Any], grammar: str) -> str:
@@ -176,13 +174,19 @@ class ArgumentRules:
 
 
 def _input_grammar(tool: Tool, name: str) -> str:
-    """Return the right-hand side for the input of a custom tool with a grammar of its own."""
+    """Return the right-hand side for the input of a custom tool with a Lark grammar of its own."""
     grammar = tool.input_grammar
-    if tool.kind != "custom" or grammar is None or name != "input":
+    if tool.kind != "custom" or grammar is None or name != "input" or grammar.kind != "lark":
         return ""
-    if grammar.kind == "regex":
-        return f"/{slashed(grammar.text)}/"
     return f"%lark {{\n{grammar.text}\n}}"
+
+
+def _input_schema(tool: Tool, name: str, value: Any) -> Any:
+    """Return the schema of a parameter; that of a custom tool's input with the regex it must match."""
+    grammar = tool.input_grammar
+    if tool.kind != "custom" or grammar is None or name != "input" or grammar.kind != "regex":
+        return value
+    return {"type": "string", "pattern": f"^({grammar.text})$"}
 
 
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -226,6 +226,8 @@ class CallReader:
                 name = filled
             elif piece.name == "id":
                 call_id = filled or None
+            elif self._reading.has_index_ids:
+                call_id = f"functions.{name}:{filled}"
 
     def _slot(self, slot: Slot, following: str | Slot) -> Generator[None, None, str]:
         yield from self._tape.skip_space()

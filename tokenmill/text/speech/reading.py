@@ -110,6 +110,11 @@ class Reading:
         return self.calls is not None and self.calls.values in ("python", "gemma")
 
     @property
+    def has_index_ids(self) -> bool:
+        """Return whether a call's name and index are its id, which its template wants back."""
+        return self.calls is not None and self.calls.ids == "functions"
+
+    @property
     def key_mark(self) -> str:
         """What stands between a field's key and its value."""
         return "=" if self.calls is not None and self.calls.values == "python" else ":"

@@ -8,7 +8,8 @@ Faults, each of which makes the exit code 1:
   a top-level package that has no layer;
 - a broad `except` (bare, `Exception` or `BaseException`, `contextlib.suppress` of them) that the table of
   docs/ARCHITECTURE.md does not list, or a row of that table without such an `except`;
-- a docstring whose first sentence has no subject of its own ("Of a step: …", "Or nothing.", "Whose tile it is").
+- a docstring whose first sentence has no subject of its own ("Of a step: …", "Or nothing.", "Whose tile it is");
+- two test files of one name, which pytest does not collect together.
 
 Sizes and numbers of parameters are places to look at, not limits.
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "tokenmill"
+TESTS = ROOT / "tests"
 BROAD = {"Exception", "BaseException"}
 WITHOUT_LAYER = {"__main__", "testing", "version"}  # beside the layers: the entry point, models for tests, a constant
 NO_SUBJECT = re.compile(
@@ -182,6 +184,14 @@ def docstring_faults(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"docstring without a subject: {module.file}:{getattr(node, 'lineno', 1)}: {first}"
 
 
+def test_name_faults(_modules: dict[str, Module]) -> Iterator[str]:
+    """Test files of one name that pytest would collect in one run. The interpreted ones have a run of their own."""
+    paths = [path for path in sorted(TESTS.rglob("test_*.py")) if "triton_interpreted" not in path.parts]
+    for name, count in Counter(path.name for path in paths).items():
+        if count > 1:
+            yield f"{count} test files are called {name}"
+
+
 def print_sizes(modules: dict[str, Module]) -> None:
     functions, classes, parameters = [], [], []
     for module in modules.values():
@@ -216,7 +226,7 @@ def main(arguments: list[str]) -> int:
     modules = read_modules()
     if "--quiet" not in arguments:
         print_sizes(modules)
-    checks = (class_faults, cycle_faults, layer_faults, except_faults, docstring_faults)
+    checks = (class_faults, cycle_faults, layer_faults, except_faults, docstring_faults, test_name_faults)
     faults = [fault for check in checks for fault in check(modules)]
     for fault in faults:
         print(fault)

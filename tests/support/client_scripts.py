@@ -8,7 +8,7 @@ from typing import Any
 QWEN3 = "Qwen-Qwen3-0.6B.jinja"
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 

@@ -91,12 +91,52 @@ def ollama_stream(process: ServerProcess) -> Reply:
     return "".join(line["message"]["content"] for line in lines), last["prompt_eval_count"], last["eval_count"]
 
 
+def rendered(process: ServerProcess) -> str:
+    """The conversation as a text, for dialects that know none."""
+    return str(json.loads(post(process, "/apply-template", {"messages": CHAT}))["prompt"])
+
+
+def llamacpp_whole(process: ServerProcess) -> Reply:
+    body = {"prompt": rendered(process), "temperature": 0, "n_predict": MAX_TOKENS}
+    reply = json.loads(post(process, "/completion", body))
+    return reply["content"], reply["tokens_evaluated"], reply["tokens_predicted"]
+
+
+def llamacpp_stream(process: ServerProcess) -> Reply:
+    body = {"prompt": rendered(process), "temperature": 0, "n_predict": MAX_TOKENS, "stream": True}
+    chunks = events(post(process, "/completion", body))
+    last = chunks[-1]
+    return "".join(chunk["content"] for chunk in chunks), last["tokens_evaluated"], last["tokens_predicted"]
+
+
+def tgi_body(process: ServerProcess) -> dict[str, Any]:
+    return {"inputs": rendered(process), "parameters": {"max_new_tokens": MAX_TOKENS, "details": True}}
+
+
+def tgi_whole(process: ServerProcess) -> Reply:
+    reply = process.http.post("/generate", json=tgi_body(process))
+    content = reply.json()
+    return content["generated_text"], int(reply.headers["x-prompt-tokens"]), content["details"]["generated_tokens"]
+
+
+def tgi_stream(process: ServerProcess) -> Reply:
+    lines = post(process, "/generate_stream", tgi_body(process)).splitlines()
+    chunks = [json.loads(line.removeprefix("data:")) for line in lines if line]
+    details = chunks[-1]["details"]
+    text = "".join(chunk["token"]["text"] for chunk in chunks)
+    return text, details["input_length"], details["generated_tokens"]
+
+
 ASKED: dict[str, Ask] = {
     "OpenAI, streamed": openai_stream,
     "Anthropic": anthropic_whole,
     "Anthropic, streamed": anthropic_stream,
     "Ollama": ollama_chat,
     "Ollama, streamed": ollama_stream,
+    "llama.cpp": llamacpp_whole,
+    "llama.cpp, streamed": llamacpp_stream,
+    "TGI": tgi_whole,
+    "TGI, streamed": tgi_stream,
 }
 
 

@@ -39,6 +39,9 @@ READABLE = {
     "meta-llama--Meta-Llama-3.1-8B_config.json",
     "mistralai--Mixtral-8x22B-v0.1_config.json",
     "mistralai--Mixtral-8x7B-v0.1_config.json",
+    "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16_config.json",
+    "nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16_config.json",
+    "nvidia--Nemotron-H-56B-Base-8K_config.json",
     # quantised by a file beside config.json, which only the directory reader sees
     "nvidia--Llama-3.1-70B-Instruct-FP8_config.json",
     "nvidia--Qwen3-235B-A22B-NVFP4_config.json",

@@ -142,7 +142,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # The same, of families that came later: compared in one go each (`tests/models/test_current_families.py`).
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF_ROPE = {**ROPE, "partial_rotary_factor": 0.5}
+MAMBA = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
 CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1], "mlp_bias": True, "rope_parameters": HALF_ROPE}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA, **MOE, "num_local_experts": 5, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_proj_bias": True,
+         "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+         "time_step_limit": [0.01, 0.9]},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {**MOE, "head_dim": 12, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+         "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+         "n_routed_experts": 5, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+         "moe_latent_size": 20, "chunk_size": 16},
+    ),
+    "granitemoehybrid_dense": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA, "num_local_experts": 0, "shared_intermediate_size": 40,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "ministral3": (
         "Ministral3Config",

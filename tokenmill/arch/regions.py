@@ -112,7 +112,7 @@ class LayerRegions:
     project: NormProject
     attend: Attend
     add: ProjectAdd
-    feed: Feed
+    feed: Feed | None
     is_parallel: bool = False
     add_input: AddInput | None = None
     scale: str | None = None  # what the stream is multiplied by at the end
@@ -150,7 +150,9 @@ def _inputs(mixer: Gqa) -> tuple[str, ...]:
     return ("q", *own, *(("attn_gate",) if mixer.gate is not None else ()))
 
 
-def _feed(spec: LayerSpec, name: str) -> Feed:
+def _feed(spec: LayerSpec, name: str) -> Feed | None:
+    if spec.mlp is None:
+        return None
     norm = f"{name}.attn_norm" if spec.is_parallel else f"{name}.mlp_norm"
     norm_before = norm if spec.has_pre_norms else None
     post_norm, scale = f"{name}.mlp_post_norm" if spec.has_post_norms else None, spec.residual_scale
@@ -185,9 +187,10 @@ def _experts(moe: MoeSpec, name: str, norm: str | None, post_norm: str | None, s
 
 
 def _add_input(spec: LayerSpec, name: str) -> AddInput | None:
-    if not spec.input_width:
+    mlp = spec.mlp.expert if isinstance(spec.mlp, MoeSpec) else spec.mlp
+    if not spec.input_width or mlp is None:
         return None
-    activation = spec.mlp.activation if isinstance(spec.mlp, MlpSpec) else spec.mlp.expert.activation
+    activation = mlp.activation
     gate, up = _stacked(name, ("input_gate",)), _stacked(name, ("input_up",))
     return AddInput(gate, up, f"{name}.input_norm", activation)
 

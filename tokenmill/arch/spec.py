@@ -291,7 +291,7 @@ NormPlace = Literal["before", "after", "both"]
 @dataclass(frozen=True)
 class LayerSpec:
     mixer: MixerSpec
-    mlp: FeedSpec
+    mlp: FeedSpec | None  # None: nothing is fed behind the mixer
     norms: NormPlace = "before"  # of mixer and MLP; what stands after is applied before the residual is added
     is_parallel: bool = False  # the MLP reads the same normed stream as the mixer; both results are added
     residual_scale: float = 1.0  # multiplies what is added to the stream
@@ -333,6 +333,7 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the logits, before they are capped
     has_head_bias: bool = False
     norm: NormSpec = RMS_NORM
+    layer_numbers: tuple[tuple[int, int], ...] = ()  # where a checkpoint counts mixers and MLPs as layers: of each both
     num_extra_layers: int = 0  # of the checkpoint, behind the last: heads that predict further tokens, left out
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None

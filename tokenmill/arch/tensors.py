@@ -71,6 +71,8 @@ def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpe
     yield from _mixer(layer.mixer, hidden, prefix)
     if layer.has_post_norms:
         yield from _norm(prefix + "attn_post_norm", hidden, norm)
+    if layer.mlp is None:
+        return
     if layer.has_pre_norms and not layer.is_parallel:
         yield from _norm(prefix + "mlp_norm", hidden, norm)
     yield from _feed(layer.mlp, hidden, prefix)
@@ -244,7 +246,8 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     _, index, part = name.split(".", 2)
     layer, rule = spec.layers[int(index)], _rule(rules, "layers.{i}." + part, spec)
     is_vector = not part.endswith(".weight")
-    source = TensorSource((rule.pattern.replace("{i}", index),), shape, is_vector=is_vector, add=rule.add)
+    number = _their_number(spec, int(index), part)
+    source = TensorSource((rule.pattern.replace("{i}", str(number)),), shape, is_vector=is_vector, add=rule.add)
     if rule.interleaved:
         source = _interleaved(source, layer, part)
     if rule.fused:
@@ -259,6 +262,15 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     if "{e}" in rule.pattern:
         source = _per_expert(source)
     return source
+
+
+def _their_number(spec: ModelSpec, index: int, part: str) -> int:
+    """The checkpoint's number of the layer that has a part of ours."""
+    if not spec.layer_numbers:
+        return index
+    mixer, fed = spec.layer_numbers[index]
+    own = {tensor.name for tensor in _mixer(spec.layers[index].mixer, spec.hidden_size, "")}
+    return mixer if part in own or part.startswith("attn_") else fed
 
 
 def _rule(rules: Rules, name: str, spec: ModelSpec) -> Rule:
@@ -317,10 +329,10 @@ def _num_rows(layer: LayerSpec, part: str) -> dict[str, int]:
     attention, feed = layer.mixer, layer.mlp
     if part.startswith("side.") and layer.side_experts is not None:
         feed = layer.side_experts
-    mlp = feed if isinstance(feed, MlpSpec) else feed.expert
+    mlp = feed.expert if isinstance(feed, MoeSpec) else feed
     if isinstance(feed, MoeSpec) and feed.shared is not None and "shared." in part:
         mlp = feed.shared
-    sizes = {"gate": mlp.intermediate_size, "up": mlp.intermediate_size}
+    sizes = {} if mlp is None else {"gate": mlp.intermediate_size, "up": mlp.intermediate_size}
     if isinstance(attention, Gqa):
         sizes |= {"q": attention.q_size, "k": attention.kv_size, "v": attention.v_size}
     if isinstance(attention, Recurrent):

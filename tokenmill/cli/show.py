@@ -140,7 +140,9 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
 
 
 def _mlp_in_words(spec: ModelSpec) -> str:
-    mlp = spec.layers[-1].mlp
+    mlp = next((layer.mlp for layer in reversed(spec.layers) if layer.mlp is not None), None)
+    if mlp is None:
+        return "none"
     if isinstance(mlp, MoeSpec):
         return f"{mlp.num_experts} experts of {mlp.expert.intermediate_size}, {mlp.num_active} per token"
     return f"{mlp.intermediate_size} wide, {mlp.activation}"

@@ -72,11 +72,11 @@ class Layer:
         if output_rows is not None:
             mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
             regions = self.regions[after]
-        if weights.is_parallel:
+        if weights.is_parallel and weights.feed is not None:
             stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
         else:
             stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm, weights.scale)
-            stream = _fed(regions, stream, weights.feed)
+            stream = stream if weights.feed is None else _fed(regions, stream, weights.feed)
         if weights.add_input is not None:
             stream = regions.add_input(stream, step.layer_inputs_of(self.number, output_rows), weights.add_input)
         return stream if weights.stream_scale is None else regions.scale(stream, weights.stream_scale)
@@ -125,7 +125,7 @@ class LayerLoader:
             self.load.projection(project.projection),
             self.load.projection(add.projection),
             self._norm(add.post_norm),
-            self.feed(regions.feed),
+            None if regions.feed is None else self.feed(regions.feed),
             add.scale,
             regions.is_parallel,
             self._input(regions.add_input),

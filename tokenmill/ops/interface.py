@@ -179,7 +179,7 @@ class LayerWeights:
     project_in: ProjectionWeights  # the mixer's inputs: queries, keys and values as one matrix
     project_out: ProjectionWeights
     post_norm: Norm | None
-    feed: FeedWeights
+    feed: FeedWeights | None  # None: nothing is fed behind the mixer
     scale: float = 1.0  # multiplies what the mixer adds
     is_parallel: bool = False  # the feed reads the stream that the mixer read
     add_input: InputWeights | None = None

@@ -108,7 +108,9 @@ def _layer_width(spec: ModelSpec, index: int) -> int:
     return (mixer + fed if layer.is_parallel else max(mixer, fed)) + spec.num_layers * layer.input_width * 3
 
 
-def _feed_width(feed: FeedSpec, hidden: int) -> int:
+def _feed_width(feed: FeedSpec | None, hidden: int) -> int:
+    if feed is None:
+        return 0
     if not isinstance(feed, MoeSpec):
         return 3 * feed.intermediate_size
     shared = 3 * feed.shared.intermediate_size + hidden if feed.shared else 0

@@ -79,6 +79,8 @@ def _sizes(spec: ModelSpec, attention: Gqa) -> Metadata:
 
 
 def _mlp(layer: LayerSpec) -> Metadata:
+    if layer.mlp is None:
+        raise UnsupportedModel("layers without an MLP cannot be written as GGUF")
     if not isinstance(layer.mlp, MoeSpec):
         return {"feed_forward_length": layer.mlp.intermediate_size}
     if layer.mlp != MoeSpec(layer.mlp.num_experts, layer.mlp.num_active, layer.mlp.expert):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenmill.arch.families.bamba import BAMBA
 from tokenmill.arch.families.cohere2 import COHERE2
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
@@ -12,6 +13,7 @@ from tokenmill.arch.families.gemma4 import GEMMA4
 from tokenmill.arch.families.glm4_moe import GLM4_MOE
 from tokenmill.arch.families.gpt_oss import GPT_OSS
 from tokenmill.arch.families.granite import GRANITE
+from tokenmill.arch.families.granitemoehybrid import GRANITE_HYBRID
 from tokenmill.arch.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from tokenmill.arch.families.lfm2 import LFM2
 from tokenmill.arch.families.lfm2_moe import LFM2_MOE
@@ -21,6 +23,7 @@ from tokenmill.arch.families.minimax_m2 import MINIMAX_M2
 from tokenmill.arch.families.ministral3 import MINISTRAL3
 from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.families.mixtral import MIXTRAL
+from tokenmill.arch.families.nemotron_h import NEMOTRON_H
 from tokenmill.arch.families.olmo import OLMO2, OLMO3
 from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3
@@ -78,6 +81,9 @@ ALL: tuple[Family, ...] = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    BAMBA,
+    GRANITE_HYBRID,
+    NEMOTRON_H,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

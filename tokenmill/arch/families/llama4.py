@@ -39,7 +39,7 @@ def _experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
 
 
 def _adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSpec:
-    if isinstance(layer.mlp, MoeSpec):
+    if not isinstance(layer.mlp, MlpSpec):
         return layer
     return replace(layer, mlp=replace(layer.mlp, intermediate_size=fields.integer("intermediate_size_mlp")))
 

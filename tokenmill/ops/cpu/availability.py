@@ -44,6 +44,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
+    if any(layer.mlp is None for layer in request.spec.layers):
+        return "layers without an MLP, which the native kernels don't have"
     return next(filter(None, (_mixer_reason(layer.mixer) for layer in dict.fromkeys(request.spec.layers))), None)
 
 

@@ -187,7 +187,8 @@ class NativeDecoder:
 
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
         """The regions of a layer as the arguments of one call."""
-        project, attend, add = regions.project, regions.attend, regions.add
+        project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
+        assert feed is not None, "refused by `unsupported_reason`"
         frame = native().LayerFrame(
             self.spec.hidden_size,
             attn_norm=self._parts.norm(project.norm),
@@ -196,7 +197,7 @@ class NativeDecoder:
             residual_scale=add.scale,
             input=self._layer_input(regions.add_input),
             stream_scale=1.0 if regions.scale is None else float(self._parts.vector(regions.scale)),
-            **self._feed(regions.feed),
+            **self._feed(feed),
         )
         match attend.mixer:
             case Gqa() as mixer:

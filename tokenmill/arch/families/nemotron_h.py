@@ -1,0 +1,180 @@
+"""Nemotron-H and Nemotron 3: Mamba-2, attention without rotation, squared-ReLU MLPs and experts, one to a layer.
+
+A layer of ours has a mixer and what is fed behind it, so two of theirs are one where an MLP or experts follow a mixer
+(`layers_block_type`, or a letter each in `hybrid_override_pattern`); a mixer that another one follows has nothing
+behind it.
+
+    theirs   M  E  M  *  E  M  -        M: Mamba-2, *: attention, E: experts, -: MLP
+    ours    [M  E][M ][*  E][M  -]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from tokenmill.arch.families.bamba import hf_mamba
+from tokenmill.arch.family import Family
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.recurrent import OutputNorm, Recurrent
+from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
+
+LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+MIXERS = ("linear_attention", "full_attention")
+PAIRS = "_layer_pairs"  # (kind and number of a mixer, kind and number of what follows it or None)
+
+
+def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with our layers counted instead of theirs, and what each is made of."""
+    pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    fields = ConfigFields({"layers_block_type": kinds}, "nemotron_h")
+    if not isinstance(kinds, list) or not kinds:
+        fields.refuse("neither layers_block_type nor hybrid_override_pattern says what the layers are: 0 layers")
+    kinds = [OLDER_KINDS.get(kind, kind) for kind in kinds]
+    pairs: list[tuple[str, int, str | None, int]] = []
+    for number, kind in enumerate(kinds):
+        if kind in MIXERS:
+            pairs.append((kind, number, None, number))
+        elif kind not in LETTERS.values():
+            fields.refuse(f"layer type {kind!r} is not implemented")
+        elif not pairs or pairs[-1][2] is not None:
+            fields.refuse(
+                f"layer {number} is {kind!r} without attention or Mamba-2 before it, which is not implemented"
+            )
+        else:
+            pairs[-1] = (*pairs[-1][:2], kind, number)
+    given = {"head_dim": config["attention_head_dim"]} if "attention_head_dim" in config else {}
+    return {**given, **config, "num_hidden_layers": len(pairs), PAIRS: pairs}
+
+
+def _mamba2(fields: ConfigFields) -> Recurrent:
+    groups, heads = fields.integer("n_groups"), fields.integer("mamba_num_heads")
+    if heads % groups:
+        fields.refuse(f"{heads} heads of Mamba-2 can't be in {groups} groups")
+    return Recurrent(
+        "ssd",
+        groups,
+        heads,
+        fields.integer("ssm_state_size"),
+        fields.integer("mamba_head_dim"),
+        fields.integer("conv_kernel", minimum=2),
+        OutputNorm(groups, is_shared=False, gates_first=True),
+        conv_bias=fields.flag("use_conv_bias"),
+        bias=fields.flag("use_bias"),
+        step_limits=(fields.positive("time_step_min"), inf),
+    )
+
+
+def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
+    if fields.get(PAIRS)[layer_index][2] != "moe":
+        return None
+    return MoeSpec(
+        num_experts=fields.integer("n_routed_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        expert=MlpSpec(fields.integer("moe_intermediate_size"), is_gated=False),
+        routing=RoutingSpec(
+            "sigmoid",
+            renormalize=fields.flag("norm_topk_prob"),
+            epsilon=1e-20,
+            has_choice_bias=True,
+            num_groups=fields.integer("n_group"),
+            kept_groups=fields.integer("topk_group"),
+            scale=fields.positive("routed_scaling_factor"),
+        ),
+        shared=MlpSpec(fields.integer("moe_shared_expert_intermediate_size"), is_gated=False),
+        latent_size=fields.integer_or_none("moe_latent_size"),
+    )
+
+
+def _attention(fields: ConfigFields, layer_index: int, attention: Gqa) -> Gqa:
+    return replace(attention, rope=None)
+
+
+def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
+    mixer, _, fed, _ = fields.get(PAIRS)[layer_index]
+    if mixer == "linear_attention":
+        layer = replace(layer, mixer=_mamba2(fields))
+    return layer if fed is not None else replace(layer, mlp=None)
+
+
+def _model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    return replace(model, layer_numbers=tuple((mixer, fed) for _, mixer, _, fed in fields.get(PAIRS)))
+
+
+PLACE = "backbone.layers.{i}"
+HF_NEMOTRON: Rules = {
+    **HF_LLAMA,
+    "embed.weight": Rule("backbone.embeddings.weight"),
+    "final_norm.weight": Rule("backbone.norm_f.weight"),
+    "layers.{i}.attn_norm.weight": Rule(f"{PLACE}.norm.weight"),
+    "layers.{i}.mlp_norm.weight": Rule(f"{PLACE}.norm.weight"),
+    **{f"layers.{{i}}.{part}.{kind}": Rule(f"{PLACE}.mixer.{part}_proj.{kind}")
+       for part in ("q", "k", "v", "o", "up", "down") for kind in ("weight", "bias")},
+    **hf_mamba(f"{PLACE}.mixer"),
+    "layers.{i}.router.weight": Rule(f"{PLACE}.mixer.gate.weight"),
+    "layers.{i}.choice_bias": Rule(f"{PLACE}.mixer.gate.e_score_correction_bias"),
+    "layers.{i}.latent_in.weight": Rule(f"{PLACE}.mixer.fc1_latent_proj.weight"),
+    "layers.{i}.latent_out.weight": Rule(f"{PLACE}.mixer.fc2_latent_proj.weight"),
+    **{f"layers.{{i}}.experts.{part}.weight": Rule(f"{PLACE}.mixer.experts.{{e}}.{part}_proj.weight")
+       for part in ("up", "down")},
+    **{f"layers.{{i}}.shared.{part}.weight": Rule(f"{PLACE}.mixer.shared_experts.{part}_proj.weight")
+       for part in ("up", "down")},
+}  # fmt: skip
+
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    defaults={
+        "mlp_hidden_act": "relu2",
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "rope_theta": 10000.0,  # no layer rotates
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "time_step_min": 0.001,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
+    hf_rules=HF_NEMOTRON,
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    activation_key="mlp_hidden_act",
+    is_gated_mlp=False,
+    norm_eps_key="layer_norm_epsilon",
+    experts=_experts,
+    common_keys=_common_keys,
+    adjust_attention=_attention,
+    adjust_layer=_layer,
+    adjust_model=_model,
+    refused_flags=("sliding_window", "residual_in_fp32"),
+    ignored_prefixes=("mtp.",),
+)

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.triton_inputs import assert_near
 from tokenmill.arch.packed_formats import Stored
-from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec, TensorSpec
+from tokenmill.arch.spec import Activation, MlpSpec, MoeSpec, RoutingSpec, TensorSpec
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
@@ -49,6 +49,22 @@ def test_routing_and_grouped_products(tokens: int, renormalize: bool) -> None:
     assert_near(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
     assert_near(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("tokens", [2, 19])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_experts_with_biases(tokens: int, activation: Activation, deterministic: bool) -> None:
+    num_experts, hidden, inter, k = 5, 32, 24, 3
+    packed = ExpertsWeight(
+        num_experts,
+        (torch.randn(num_experts, 2 * inter, hidden), torch.randn(num_experts, hidden, inter)),
+        gate_up_bias=torch.randn(num_experts, 2 * inter),
+        down_bias=torch.randn(num_experts, hidden),
+    )
+    x, (weights, ids) = torch.randn(tokens, hidden), PLAIN.route(torch.randn(tokens, num_experts), Routing(k))
+    found = build_ops(deterministic=deterministic).experts(x, weights, ids, packed, activation)
+    assert_near(found, PLAIN.experts(x, weights, ids, packed, activation))
 
 
 def test_few_tokens_with_another_kind_of_routing() -> None:

@@ -21,8 +21,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     for moe in request.spec.experts:
         if request.deterministic and moe.has_shared_gate:
             return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"
-        if moe.expert.bias:
-            return "experts with biases"
         if not moe.expert.is_gated:
             return "experts without a gate"
     for attention in request.spec.attentions:

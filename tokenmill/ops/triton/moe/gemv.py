@@ -37,9 +37,9 @@ LINES = 2  # of down that a program computes
 
 @kernel
 def _moe_gemv_up(
-    x, choices, gate_up, out, hidden, inter, num_experts, lines_each,
+    x, choices, gate_up, bias, out, hidden, inter, num_experts, lines_each,
     K: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ARE_IDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T * K, inter] = act(gate x) * up x; choices: the router's logits [T, experts], or ids [T, K]"""
     wait_for_previous(OVERLAPS)
@@ -62,6 +62,9 @@ def _moe_gemv_up(
         next_up = tl.load(source + inter * hidden, mask=is_next, other=0.0)
         gates = tl.sum(gate.to(tl.float32) * factors, axis=0)
         ups = tl.sum(up.to(tl.float32) * factors, axis=0)
+        if HAS_BIAS:
+            gates += tl.load(bias + expert * 2 * inter + line).to(tl.float32)
+            ups += tl.load(bias + expert * 2 * inter + inter + line).to(tl.float32)
         tl.store(out + pair * inter + line, gated(gates, ups, KIND).to(out.dtype.element_ty))
         gate, up = next_gate, next_up
 
@@ -108,8 +111,8 @@ def _moe_gemv_down(
 
 @kernel
 def _moe_gemv_down_of(
-    inner, ids, weights, down, out, hidden, inter,
-    K: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    inner, ids, weights, down, bias, out, hidden, inter,
+    K: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The same where experts and their weights, [T, K] each, are known"""
     launch_dependents(OVERLAPS)
@@ -135,7 +138,13 @@ def _moe_gemv_down_of(
         factors = tl.load(inner + (token * K + choice) * inter + columns, mask=inside, other=0.0)
         sums += part.to(tl.float32) * (factors.to(tl.float32) * share)[None, :]
         part, second = second, third
-    tl.store(out + token * hidden + lines, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=lines < hidden)
+    total = tl.sum(sums, axis=1)
+    if HAS_BIAS:
+        for choice in tl.static_range(K):
+            own = bias + tl.load(chosen + choice, cache_modifier=".cg") * hidden + lines
+            share = tl.load(weights + token * K + choice, cache_modifier=".cg")
+            total += share * tl.load(own, mask=lines < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + lines, total.to(out.dtype.element_ty), mask=lines < hidden)
 
 
 def moe_gemv_chosen(
@@ -143,11 +152,12 @@ def moe_gemv_chosen(
 ) -> torch.Tensor:
     """x [T, H], experts and their weights [T, k] → weighted sum of the chosen experts [T, H]"""
     _, down = packed.packed
+    weights, ids = weights.contiguous(), ids.contiguous()
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     inner, out, wide = _gate_up(x, ids, packed, k, activation), torch.empty_like(x), next_power_of_2(inter)
     _moe_gemv_down_of[(cdiv(hidden, LINES), num_tokens)](
-        inner, ids, weights, down, out, hidden, inter, k, LINES, wide, num_warps=_warps_for(wide, 1024),
-        **launch_options(),
+        inner, ids, weights, down, down if packed.down_bias is None else packed.down_bias, out, hidden, inter, k, LINES,
+        wide, packed.has_bias, num_warps=_warps_for(wide, 1024), **launch_options(),
     )  # fmt: skip
     return out
 
@@ -162,8 +172,9 @@ def _gate_up(
     inner = x.new_empty(pairs, inter)
     each = cdiv(inter, max(1, capabilities_of(x.device).tuning.moe_gemv_programs // pairs))
     _moe_gemv_up[(pairs, cdiv(inter, each))](
-        x, choices, gate_up, inner, hidden, inter, packed.num_experts, each, num_active, activation, wide,
-        next_power_of_2(packed.num_experts), choices.dtype == torch.int64,
+        x, choices, gate_up, x if packed.gate_up_bias is None else packed.gate_up_bias, inner, hidden, inter,
+        packed.num_experts, each, num_active, activation, wide, next_power_of_2(packed.num_experts),
+        choices.dtype == torch.int64, packed.has_bias,
         num_warps=_warps_for(wide, 2048), **launch_options(),
     )  # fmt: skip
     return inner

@@ -106,9 +106,9 @@ def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> So
 
 @kernel
 def _moe_grouped_gemm_int(
-    x, words, scales, out, order, offsets, shares, num_out, num_in, num_experts,
+    x, words, scales, bias, out, order, offsets, shares, num_out, num_in, num_experts,
     K: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, IS_GATHERED: tl.constexpr, HAS_PTX: tl.constexpr,
+    BITS: tl.constexpr, IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PTX: tl.constexpr,
 ) -> None:  # fmt: skip
     """IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
     Lines and pairs beyond the last are read as others, so that no load is masked by them."""
@@ -128,6 +128,8 @@ def _moe_grouped_gemm_int(
             x + sources.to(tl.int64)[:, None] * num_in + columns[None, :],
             scales + rows, num_experts * num_out, 0, row_words, TILE, STRIP, WORDS, GROUP, BITS, HAS_PTX,
         )  # fmt: skip
+        if HAS_BIAS:
+            sums += tl.load(bias + rows)[:, None]
         if IS_GATHERED:
             targets = places
         else:
@@ -138,7 +140,7 @@ def _moe_grouped_gemm_int(
 
 
 def moe_grouped_gemm_int(
-    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, *, is_gathered: bool
+    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, *, is_gathered: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """All experts' lines one below the other → [pairs, num_out]"""
     num_experts, num_pairs = pairs.num_experts, len(pairs.order)
@@ -146,8 +148,9 @@ def moe_grouped_gemm_int(
     tile, strip, warps, stages = pick_grouped_int_config(num_pairs / num_experts)
     out = x.new_empty(num_pairs, num_out)
     _moe_grouped_gemm_int[(num_pairs // tile + num_experts, cdiv(num_out, strip))](
-        x, matrix.words, matrix.scales, out, pairs.order, pairs.offsets, pairs.shares, num_out, matrix.num_columns,
-        num_experts, pairs.k, tile, strip, matrix.interleave, matrix.group, matrix.bits, is_gathered, has_ptx(),
+        x, matrix.words, matrix.scales, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.shares,
+        num_out, matrix.num_columns, num_experts, pairs.k, tile, strip, matrix.interleave, matrix.group, matrix.bits,
+        is_gathered, bias is not None, has_ptx(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
@@ -165,9 +168,9 @@ STRIP = 2  # matrix rows a program streams
 
 @kernel_unspecialized("num_experts")
 def _grouped(
-    x, matrices, out, order, offsets, shares, num_out, num_in, num_experts,
+    x, matrices, bias, out, order, offsets, shares, num_out, num_in, num_experts,
     K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
-    IS_GATHERED: tl.constexpr, PRECISION: tl.constexpr, IS_PART: tl.constexpr,
+    IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, IS_PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of sorted pairs times their expert's matrix [num_out, num_in].
 
@@ -191,6 +194,9 @@ def _grouped(
             left = tl.load(x_lines + start, mask=is_pair[:, None] & inside, other=0.0)
             right = tl.load(lines + start, mask=is_column[:, None] & inside, other=0.0)
             sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
+        if HAS_BIAS:
+            own = bias + tl.cast(expert, tl.int64) * num_out
+            sums += tl.load(own + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if IS_GATHERED:
             targets = places
         else:
@@ -222,8 +228,8 @@ def sorted_experts(
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
-    inner = act_mul(_multiply(x, gate_up, pairs, tile, is_gathered=True), activation)
-    return _multiply(inner, down, pairs, tile, is_gathered=False).view(*ids.shape, -1)
+    inner = act_mul(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
+    return _multiply(inner, down, pairs, tile, packed.down_bias, is_gathered=False).view(*ids.shape, -1)
 
 
 Matrices = torch.Tensor | PackedIntMatrix | tuple[torch.Tensor | PackedIntMatrix, ...]
@@ -232,31 +238,49 @@ are not of one form, both apart"""
 
 
 def _multiply(
-    x: torch.Tensor, matrices: Matrices, pairs: SortedPairs, tile: GroupedConfig, *, is_gathered: bool
+    x: torch.Tensor,
+    matrices: Matrices,
+    pairs: SortedPairs,
+    tile: GroupedConfig,
+    bias: torch.Tensor | None,
+    *,
+    is_gathered: bool,
 ) -> torch.Tensor:
-    """→ [pairs, num_out], in the order of the experts where tokens are gathered, else in their own"""
+    """→ [pairs, num_out], in the order of the experts where tokens are gathered, else in their own; bias [experts,
+    num_out]"""
     if isinstance(matrices, tuple):
-        return torch.cat([_multiply(x, one, pairs, tile, is_gathered=is_gathered) for one in matrices], dim=1)
+        biases = (None,) * len(matrices) if bias is None else bias.chunk(len(matrices), dim=1)
+        parts = zip(matrices, biases, strict=True)
+        return torch.cat([_multiply(x, one, pairs, tile, own, is_gathered=is_gathered) for one, own in parts], dim=1)
+    bias = None if bias is None else bias.contiguous()
     if isinstance(matrices, PackedIntMatrix):
         num_out = len(matrices.words) // pairs.num_experts
         expert_bytes = num_out * matrices.num_columns * x.element_size()
         if count := num_expanded(len(pairs.order), pairs.num_experts, expert_bytes, capabilities_of(x.device)):
-            return _multiply_expanded(x, matrices, pairs, tile, count, is_gathered=is_gathered)
-        return moe_grouped_gemm_int(x, matrices, pairs, is_gathered=is_gathered)
+            return _multiply_expanded(x, matrices, pairs, tile, bias, count, is_gathered=is_gathered)
+        return moe_grouped_gemm_int(x, matrices, pairs, is_gathered=is_gathered, bias=bias)
     out = x.new_empty(len(pairs.order), matrices.shape[1])
-    _launch(x, matrices, out, pairs, tile, is_gathered=is_gathered)
+    _launch(x, matrices, out, pairs, tile, bias, is_gathered=is_gathered)
     return out
 
 
 def _multiply_expanded(
-    x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, tile: GroupedConfig, count: int, *, is_gathered: bool
+    x: torch.Tensor,
+    matrix: PackedIntMatrix,
+    pairs: SortedPairs,
+    tile: GroupedConfig,
+    bias: torch.Tensor | None,
+    count: int,
+    *,
+    is_gathered: bool,
 ) -> torch.Tensor:
     num_out = len(matrix.words) // pairs.num_experts
     out = x.new_empty(len(pairs.order), num_out)
     for first in range(0, pairs.num_experts, count):
         lines = slice(first * num_out, (first + count) * num_out)
         some = dequantized_rows(matrix, lines, x.dtype).view(-1, num_out, matrix.num_columns)
-        _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, is_gathered=is_gathered)
+        own = None if bias is None else bias[first:]
+        _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, own, is_gathered=is_gathered)
     return out
 
 
@@ -266,6 +290,7 @@ def _launch(
     out: torch.Tensor,
     pairs: SortedPairs,
     tile: GroupedConfig,
+    bias: torch.Tensor | None,
     *,
     is_gathered: bool,
 ) -> None:
@@ -273,8 +298,9 @@ def _launch(
     num_experts, num_out, num_in = matrices.shape
     grid = (len(pairs.order) // tile.pairs + num_experts, cdiv(num_out, tile.columns))
     _grouped[grid](
-        x, matrices, out, pairs.order, pairs.offsets, pairs.shares, num_out, num_in, num_experts,
-        pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, precision_of(x), num_experts < pairs.num_experts,
+        x, matrices, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.shares, num_out, num_in,
+        num_experts, pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, bias is not None, precision_of(x),
+        num_experts < pairs.num_experts,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from tokenmill.guided.masks import MaskTable
 from tokenmill.guided.matcher import RowGrammar
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
-from tokenmill.text.tokenizer import EOS_ID
+from tokenmill.text.tokenizer import EOS_ID, byte_tokenizer
 
 CLOSED = {"additionalProperties": False}
 GRAMMARS = (
@@ -90,3 +90,19 @@ def test_other_rows_keep_their_masks_while_the_table_grows(vocabulary: Vocabular
     for drafts in ([], [ord("o")], [ord("o"), ord("n"), ord("c"), ord("e")]):
         masks = table.start({0: free, 1: forced, 2: drafted}, {2: drafts} if drafts else {})
         assert bits_of(masks.bits([0, 1])) == [[ord("o"), ord("t")], [ord("a")]]
+
+
+MARKED = Guided("lark", 'start: "a" <[258]> ("bc" | "bd") <[259]> "ef"\n')
+
+
+def test_drafts_over_tokens_that_a_grammar_names_by_id_leave_no_trace() -> None:
+    tokenizer = byte_tokenizer(added_tokens=["<call>", "</call>"])
+    marked = Vocabulary(tokenizer, 260, [EOS_ID])
+    text = tokenizer.encode("a<call>bc</call>ef", add_special_tokens=False)
+    assert text[1] == 258 and text[4] == 259
+    other = tokenizer.encode("a<call>bd</call>ef", add_special_tokens=False)
+    for start in range(len(text)):
+        for drafts in (text[start:], other[start:], text[start : start + 3]):
+            row = opened(MARKED, marked, text[:start])
+            MaskTable(1, 260).start({0: row}, {0: drafts}).bits([0])  # which waits for those behind drafts too
+            assert row.matcher.advance(text[start:]) and row.matcher.is_complete, (start, drafts)

@@ -19,8 +19,8 @@ from tokenmill.text.script import FAIL, HIDDEN_SIZE, Recital, Speaker
 from tokenmill.types import RowPlan, StepPlan
 
 NO_WISH = -2.0  # at a position inside the prompt: the script says nothing of it
-WANTED_LOGIT = 100.0
-LOGIT_STEP = 10.0  # between two ranks: at any usual temperature the better one is certain
+WANTED_LOGIT = 400.0
+LOGIT_STEP = 40.0  # between two ranks: at any usual temperature the better one is certain in a million tokens
 ENDING, CONTROL, LAST = 9, 8, -1
 RANKS = {'"': 7, "'": 6, "}": 5, "]": 5, ")": 5, ">": 5, "<": 4, "/": 4, ",": 3, ":": 3}
 ALPHANUMERIC, ANY = 2, 1

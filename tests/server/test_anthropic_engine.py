@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import jiter
+import jsonschema
 import pydantic
 import pytest
 
@@ -36,6 +37,7 @@ SCRIPT = script(
     {"match": "As JSON", "say": "I will not.", "stubborn": True},
     {"match": "22 degrees", "say": "It is warm in Rome."},
     {"match": "Run the tool", "say": call("look_up", city="Rome")},
+    {"match": "Refuse", "say": "No, never.", "stubborn": True},
     {"match": "Endless", "say": "<think>\nOn and on", "repeat": True},
     {"say": "Hello."},
 )
@@ -133,6 +135,30 @@ def test_only_own_thoughts_are_in_the_prompt(claude: anthropic.Anthropic, displa
     for thought, answer in ((own[0], "The own thought is in the prompt."), (forged, "No thought is in the prompt.")):
         turns = [user("forged or own"), {"role": "assistant", "content": [thought, text, call_block]}, result]
         assert create(claude, *turns, tools=[NOW], **asked).content[-1].text == answer
+
+
+@pytest.mark.parametrize("text", ["Two calls", "Refuse"])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "any", "disable_parallel_tool_use": True}, {"weather", "now"}),
+        ({"type": "tool", "name": "weather", "disable_parallel_tool_use": True}, {"weather"}),
+        ({"type": "any"}, {"weather", "now"}),
+    ],
+)
+def test_forced_calls(claude: anthropic.Anthropic, text: str, choice: Any, names: set[str]) -> None:
+    asked: Any = {"tools": [WEATHER, NOW], "tool_choice": choice, "thinking": {"type": "disabled"}}
+    reply = create(claude, user(text), extra_body={"temperature": 0}, max_tokens=400, **asked)
+    calls = [block for block in reply.content if block.type == "tool_use"]
+    assert calls and {one.name for one in calls} <= names
+    assert len(calls) == 1 or "disable_parallel_tool_use" not in choice
+    for one in calls:
+        jsonschema.validate(one.input, WEATHER["input_schema"] if one.name == "weather" else NOW["input_schema"])
+
+
+def test_no_call_where_none_may_be(claude: anthropic.Anthropic) -> None:
+    reply = create(claude, user("Two calls"), tools=[WEATHER, NOW], tool_choice={"type": "none"})
+    assert {block.type for block in reply.content} <= {"thinking", "text"} and reply.stop_reason == "end_turn"
 
 
 class Place(pydantic.BaseModel):

@@ -249,7 +249,25 @@ def test_after_an_opening_marker_only_a_valid_call_is_allowed(row: CallFormat, i
         return
     auto = model.speech.grammar([CITY, CITY_REQUIRED], ToolChoice())
     assert model.accepts(auto, "Just an answer.")
-    if row.name not in ("llama3", "pythonic-bare"):  # without a marker, a call of an unknown tool is text
+    if row.name not in (
+        "llama3",
+        "pythonic-bare",
+        "functionary-3.2",
+    ):  # without a marker of its own, a call of an unknown tool is text
         assert not model.accepts(auto, f"Well. {written}")
     invalid = row.write([ToolCall(id="abcd12345", name="ask", arguments='{"town": "Rome"}')])
     assert not model.accepts(auto, invalid)
+
+
+PROSE = "A function call is [fine]: Action: none. >>> f(x) > 3 <b>{}</b> `call:` [f(x)] functools `;` </p> 'x' \"y\""
+
+
+@pytest.mark.parametrize("row", [row for row in CALL_FORMATS if not row.header], ids=lambda row: row.name)
+def test_prose_is_free(row: CallFormat) -> None:
+    """Text with brackets, quotes and the words of other formats is text, for the grammar and for the reader."""
+    model = controlled(row)
+    for speech in (model.speech, Speech(calls=row)):
+        model = Controlled(speech, model.tokenizer, model.vocabulary)
+        assert model.accepts(speech.grammar([CITY, CITY_REQUIRED], ToolChoice()), PROSE)
+        assert model.accepts(speech.grammar([CITY], ToolChoice(parallel=False)), PROSE)
+    assert read(Speech(calls=row).reader([CITY]), PROSE) == [TextPart(PROSE)]

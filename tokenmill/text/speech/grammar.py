@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenmill.text.speech.argument_rules import ArgumentRules
-from tokenmill.text.speech.call_format import Pieces, Slot, pieces
+from tokenmill.text.speech.call_format import CallFormat, Pieces, Slot, pieces
 from tokenmill.text.speech.lark_rules import LarkRules, regex_of, without
 from tokenmill.text.speech.reading import Reading
 from tokenmill.text.speech.thinking import ChannelFormat, ThinkingFormat
@@ -79,16 +79,28 @@ class AnswerGrammar:
             return rules.add("either", f"{self._calls()} | {self._text(())}")
         opener = reading.alphabet.decode(reading.entries[0].opener)
         others = [text for text in self._openers() if text != opener and not rules.is_control(text)]
-        written = "" if opener in row.also_opens else opener
-        trigger = rules.until(self._text_body(others), opener)
-        segment = rules.add("segment", f"{self._marked(others)} {trigger} {self._calls(skipped=written)}")
-        has_control = any(map(rules.is_control, rules.split(opener)))
-        text = self._text(others if has_control else [opener, *others])
+        if opener == row.prompt:
+            openers, segment = self._named_segments(row)
+        else:
+            written = "" if opener in row.also_opens else opener
+            trigger = rules.until(self._text_body(others), opener)
+            openers = [] if any(map(rules.is_control, rules.split(opener))) else [opener]
+            segment = rules.add("segment", f"{self._marked(others)} {trigger} {self._calls(skipped=written)}")
+        text = self._text([*openers, *others])
         body = f"{segment}* {text}" if self._choice.parallel else f"({segment} | {text})"
         if primer and row.prompt == primer:
             said = rules.fixed(row.ignored[0][len(primer) :])
             return rules.add("either", f"{self._calls(skipped=primer)} | {said} {body}")
         return rules.add("either", f"{self._bare()} | {body}") if reading.object_keys else body
+
+    def _named_segments(self, row: CallFormat) -> tuple[list[str], str]:
+        """Return, for a marker that text may contain too (`>>>`), what opens calls of each tool, and such calls."""
+        openers = [f"{row.prompt}{tool.name}\n" for tool in self._tools]
+        calls = [
+            self._rules.until(self._text_body(()), opener) + " " + self._call(row.call_pieces, tool, opener)
+            for tool, opener in zip(self._tools, openers, strict=True)
+        ]
+        return openers, self._rules.add("segment", " | ".join(calls))
 
     def _text(self, excluded: Sequence[str]) -> str:
         """Return any text without the given markers; control tokens around an answer may stand in it."""
@@ -142,10 +154,9 @@ class AnswerGrammar:
         assert row is not None
         opening, closing = row.section
         template = pieces(row.header) + row.call_pieces
-        first = self._any_call(template, "" if opening else skipped)
-        opening = opening.removeprefix(skipped)
+        first = self._any_call(pieces(opening) + template, skipped)
         more = self._any_call(pieces(row.join) + template) + "*" if self._choice.parallel else ""
-        parts = (rules.fixed(opening), first, more, rules.fixed(closing))
+        parts = (first, more, rules.fixed(closing))
         return rules.add("calls", " ".join(part for part in parts if part))
 
     def _any_call(self, template: Pieces, skipped: str = "") -> str:

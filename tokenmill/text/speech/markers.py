@@ -67,15 +67,12 @@ def squeezed(text: str) -> str:
 
 
 def opening_marker(text: str) -> str:
-    """Return the first marker of a text: one control token, one tag, or one word.
+    """Return the first marker of a text: one control token, one tag, or all of a text that begins with words.
 
-    "<tool_call>\\n{" → "<tool_call>"    "[TOOL_CALLS][" → "[TOOL_CALLS]"    "<function=" → itself
+    "<tool_call>\\n{" → "<tool_call>"    "[TOOL_CALLS][" → "[TOOL_CALLS]"    "Action:\\n```json" → itself
     """
     text = text.lstrip()
     if not text or _FIRST <= ord(text[0]) <= _LAST:
         return text[:1]
-    if found := re.match(r"<[^<>\s]*>|\[[A-Z_/]+\]|<[^<>]*>", text):
-        return found.group()
-    found = re.match(r"[^\s\[{\ud800-\udfff]+|.", text)
-    assert found is not None
-    return found.group() if found.group()[0] != "<" else text.rstrip()
+    found = re.match(r"<[^<>\s]*>|\[[A-Z_/]+\]|<[^<>]*>", text)
+    return found.group() if found else text.rstrip()

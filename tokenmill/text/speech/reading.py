@@ -93,16 +93,21 @@ class Reading:
         are_alike = bool(head and section) and opening_marker(section) == opening_marker(head)
         if section:
             opener = section if are_alike else opening_marker(section)
-            found.append(Entry(opener, squeezed(section[len(opener) :]), squeezed(head)))
+            if self._is_marker(opener):
+                found.append(Entry(opener, squeezed(section[len(opener) :]), squeezed(head)))
         while head:  # a call may begin with its second marker, where the model left out the first
             opener = head.split()[0] if are_alike else opening_marker(head)
             head = head[len(opener) :].lstrip()
-            if len(opener) > 2 or self.alphabet.decode(opener) != opener:
+            if self._is_marker(opener):
                 found.append(Entry(opener, None, squeezed(head)))
             if not head.startswith("<"):
                 break
         found += [Entry(opener, None, "") for opener in self.also_opens]
         return tuple(found)
+
+    def _is_marker(self, text: str) -> bool:
+        """Return whether a text says by itself that a call begins; a bracket alone does not."""
+        return len(text) > 2 or self.is_control(text)
 
     @property
     def has_fields(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +10,7 @@ from jsonschema import Draft202012Validator
 from starlette.datastructures import Headers
 from starlette.routing import Route
 
-from tests.support.loopback import RunningServer, Serving
+from tests.support.loopback import CHAT, GENERATIONS, RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig, Overloaded, RequestFailed
 from tokenmill.server.app import DIALECTS
@@ -160,20 +159,17 @@ def test_cors_is_off_unless_asked_for(server: RunningServer, serving: Serving) -
     allowed = serving(ServerConfig(api_key=(KEY,), cors_origin=("https://app.example",)))
     reply = httpx.options(f"{allowed.url}/v1/chat/completions", headers=preflight)
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://app.example")
+    for method in ("DELETE", "PATCH", "HEAD"):
+        asked = {**preflight, "access-control-request-method": method}
+        assert httpx.options(f"{allowed.url}/api/delete", headers=asked).status_code == 200
+    shown = httpx.get(f"{allowed.url}/health", headers={"origin": "https://app.example"}).headers
+    assert {"request-id", "retry-after-ms"} <= set(shown["access-control-expose-headers"].split(", "))
     other = httpx.options(f"{allowed.url}/v1/chat/completions", headers={**preflight, "origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
 
 
-CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
-GENERATIONS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", CHAT),
-    ("/v1/messages", {**CHAT, "max_tokens": 9}),
-    ("/api/chat", CHAT),
-    ("/", {"inputs": "Hi"}),
-    ("/completion", {"prompt": "Hi"}),
-]
-WITH_IDS = [(path, {**body, "stream": stream}, (200,)) for path, body in GENERATIONS for stream in (False, True)]
-WITH_IDS += [(path, {}, (400, 422)) for path, _ in GENERATIONS]
+WITH_IDS = [(path, {**body, "stream": on}, (200,)) for path, body in GENERATIONS.values() for on in (False, True)]
+WITH_IDS += [(path, {}, (400, 422)) for path, _ in GENERATIONS.values()]
 WITH_IDS += [("/nothing", {}, (404,)), ("/api/nothing", {}, (404,)), ("/health", {}, (405,))]
 
 

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.support.fake_engine import STORY
-from tests.support.loopback import RunningServer
+from tests.support.loopback import GENERATIONS, RunningServer
 from tokenmill.errors import RequestFailed
 from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.openai.render import ChatRendering
@@ -54,11 +54,41 @@ class WholeWrites:
         await self.app(scope, receive, keep)
 
 
-def test_the_body_ends_in_one_write_with_its_last_frame(server: RunningServer) -> None:
+LAST_FRAMES = {
+    "openai": b"data: [DONE]\n\n",
+    "anthropic": b'data: {"type":"message_stop"}\n\n',
+    "ollama": b"}\n",
+    "tgi": b"}\n\n",
+    "llama.cpp": b"}\n\n",
+}
+
+
+@pytest.mark.parametrize("dialect", GENERATIONS)
+def test_the_body_ends_in_one_write_with_its_last_frame(server: RunningServer, dialect: str) -> None:
+    path, body = GENERATIONS[dialect]
     app = WholeWrites(server.app)
-    TestClient(app).post("/v1/chat/completions", json=CHAT)
-    assert app.sent[-1]["body"].endswith(b"data: [DONE]\n\n") and not app.sent[-1].get("more_body", False)
+    TestClient(app).post(path, json={**body, "stream": True})
+    assert app.sent[-1]["body"].endswith(LAST_FRAMES[dialect]) and not app.sent[-1].get("more_body", False)
     assert all(message["more_body"] for message in app.sent[1:-1])
+
+
+PINGS = {
+    "openai": b": ping\n\n",
+    "anthropic": b'event: ping\ndata: {"type":"ping"}\n\n',
+    "tgi": b": ping\n\n",
+    "llama.cpp": b": ping\n\n",
+}
+
+
+@pytest.mark.parametrize("dialect", GENERATIONS)
+def test_silence_is_filled_as_the_dialect_wants_it(server: RunningServer, dialect: str) -> None:
+    path, body = GENERATIONS[dialect]
+    server.engine.first_delay_s = 0.7  # a period is 0.3
+    reply = server.post(path, {**body, "stream": True})
+    if dialect not in PINGS:
+        assert all(orjson.loads(line) for line in reply.content.splitlines()), "clients parse every line"
+    else:
+        assert reply.content.count(PINGS[dialect]) == 2
 
 
 def test_a_beginning_knows_the_prompts_tokens(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

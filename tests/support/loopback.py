@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
 
 from tests.support.fake_engine import FakeEngine
+
+CHAT: dict[str, Any] = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
+GENERATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # one in every dialect: path and body
+    "openai": ("/v1/chat/completions", CHAT),
+    "anthropic": ("/v1/messages", {**CHAT, "max_tokens": 9}),
+    "ollama": ("/api/chat", CHAT),
+    "tgi": ("/", {"inputs": "Hi"}),
+    "llama.cpp": ("/completion", {"prompt": "Hi"}),
+}
 
 
 @dataclass

@@ -49,6 +49,10 @@ SCRIPT = script(
     {"match": with_tool("PartialCity"), "say": call("PartialCity", **CITY)},
     {"match": with_tool("weather"), "say": call("weather", city="Paris")},
     {"match": r"Well\?", "say": "yes"},
+    *(
+        {"match": f"Make edited_by_{route}.py greet", "say": f'edited_by_{route}.py\n```python\nprint("Hello")\n```\n'}
+        for route in ("openai", "ollama_chat")
+    ),
     {"match": "joke", "say": json.dumps(JOKE)},
     {"match": r"\[\[ ## answer ## \]\]", "say": "[[ ## answer ## ]]\nParis\n\n[[ ## completed ## ]]"},
     {"match": "city", "say": json.dumps(CITY)},
@@ -57,7 +61,7 @@ SCRIPT = script(
 NEWEST = ("pydantic_ai", "llm")
 OTHERS = ("instructor", "litellm", "llama_index", "haystack", "dspy", "smolagents", "outlines", "guidance")
 LOOPS = [f"-oasyncio_default_{kind}_loop_scope=session" for kind in ("test", "fixture")]  # LangChain keeps its client
-PROBES = {**dict.fromkeys(NEWEST, "new"), **dict.fromkeys(OTHERS, "frameworks")}
+PROBES = {**dict.fromkeys(NEWEST, "new"), **dict.fromkeys(OTHERS, "frameworks"), "aider": "aider"}
 
 
 @pytest.fixture(scope="module")

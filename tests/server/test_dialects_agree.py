@@ -147,6 +147,23 @@ def test_the_same_text_and_counts(process: ServerProcess, dialect: str) -> None:
     assert ASKED[dialect](process) == expected
 
 
+PROMPT = "The capital of France is"
+
+
+def test_a_plain_prompt_goes_on_alike_everywhere(process: ServerProcess) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": MAX_TOKENS}
+    reply = json.loads(post(process, "/v1/completions", body))
+    text, num_prompt = reply["choices"][0]["text"], reply["usage"]["prompt_tokens"]
+    num_new = reply["usage"]["completion_tokens"]
+    raw = json.loads(post(process, "/api/generate", {**OPTIONS, "prompt": PROMPT, "raw": True, "stream": False}))
+    assert (raw["response"], raw["prompt_eval_count"], raw["eval_count"]) == (text, num_prompt, num_new)
+    tgi = {"inputs": PROMPT, "parameters": {"max_new_tokens": MAX_TOKENS, "details": True}}
+    generated = json.loads(post(process, "/generate", tgi))
+    assert (generated["generated_text"], generated["details"]["generated_tokens"]) == (text, num_new)
+    native = json.loads(post(process, "/completion", {"prompt": PROMPT, "temperature": 0, "n_predict": MAX_TOKENS}))
+    assert (native["content"], native["tokens_evaluated"], native["tokens_predicted"]) == (text, num_prompt, num_new)
+
+
 def test_what_is_counted_beforehand_is_what_is_used(process: ServerProcess) -> None:
     _, num_prompt, _ = openai_whole(process)
     assert json.loads(post(process, "/tokenize", {"messages": CHAT}))["count"] == num_prompt

@@ -263,6 +263,16 @@ def test_raw(server: RunningServer, asked: ollama.Client) -> None:
             asked.generate(MODEL, "Hi", raw=True, **field)  # type: ignore[call-overload]
 
 
+def test_suffix(server: RunningServer, asked: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match='"fake/tiny" does not support insert'):
+        asked.generate(MODEL, "def f(", suffix="return x")
+    server.engine.info = replace(INFO, can_fill_in=True)
+    asked.generate(MODEL, "def f(", suffix="return x")
+    request = server.engine.seen[-1]
+    assert isinstance(request, PromptRequest) and (request.prompt, request.suffix) == ("def f(", "return x")
+    assert asked.show(MODEL).capabilities == ["completion", "insert"]
+
+
 def test_a_template_is_jinja(server: RunningServer, asked: ollama.Client) -> None:
     asked.generate(MODEL, "Hi", template="{{ messages[0].content }}!")
     assert server.engine.seen[-1].chat_template == "{{ messages[0].content }}!"  # type: ignore[union-attr]

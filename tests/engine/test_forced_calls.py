@@ -186,3 +186,22 @@ def test_custom_tools_follow_their_grammar(
     (made,) = tool_calls_of(answer)
     assert made.kind == "custom"
     assert made.arguments == expected if expected else len(made.arguments) == 3 and set(made.arguments) <= set("abc")
+
+
+def test_a_marker_is_no_text_of_a_guided_answer(shared_dir: Path) -> None:
+    """A model that wants to think inside a JSON string finds no token for it."""
+    template = (shared_dir / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    speaker = Speaker(template, markers=("<think>", "</think>", "<tool_call>", "</tool_call>"))
+    text = {"a": {"type": "string", "maxLength": 9}}
+    schema = Guided.schema({"type": "object", "properties": text, "required": ["a"], "additionalProperties": False})
+    asked = chat(params=SamplingParams(temperature=0.0, max_tokens=300, guided=schema), reasoning=OFF)
+    answer = speaker.answer(asked, '{"a": "<think>A</think>', is_stubborn=True)
+    assert reasoning_of(answer) is None and len(json.loads(answer.text)["a"]) <= 9
+
+
+def test_a_marker_in_a_schema_is_written_out(shared_dir: Path) -> None:
+    template = (shared_dir / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    speaker = Speaker(template, markers=("<think>", "</think>", "<tool_call>", "</tool_call>"))
+    params = SamplingParams(temperature=0.0, max_tokens=300, guided=Guided.choice(["say </think> now"]))
+    answer = speaker.answer(chat(params=params, reasoning=OFF), "no", is_stubborn=True)
+    assert (reasoning_of(answer), answer.text) == (None, "say </think> now")

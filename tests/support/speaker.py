@@ -14,12 +14,11 @@ from tokenizers import AddedToken
 from tests.support.scripted_engine import CONFIG
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tokenmill.engine.build import assemble
+from tokenmill.engine.build import assemble, vocabulary_of
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.frontend import ModelFrontend
 from tokenmill.engine.results import EventFold
 from tokenmill.errors import error_with_code
-from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.storage import KVStorage
 from tokenmill.testing.scripted_models import ScriptedModel
 from tokenmill.text.tokenizer import BYTE_LEVEL, EOS_ID, Tokenizer, Traits, byte_tokenizer
@@ -100,4 +99,6 @@ class Speaker:
 
         model = ScriptedModel(self.vocab_size, next_logits)
         storage = KVStorage(model.layout, self.config.cache.num_blocks or 0, 16, torch.device("cpu"))
-        return assemble(self.config, model, storage, lambda: Vocabulary(self.tokenizer, self.vocab_size, (EOS_ID,)))
+        return assemble(
+            self.config, model, storage, lambda: vocabulary_of(self.config, self.frontend.spec, self.tokenizer)
+        )

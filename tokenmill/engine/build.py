@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -34,6 +35,9 @@ from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
 from tokenmill.store import is_scripted
 from tokenmill.text.script import Speaker, read_script
+
+if TYPE_CHECKING:
+    from tokenmill.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ def build_core(
         config,
         model,
         storage,
-        lambda: vocabulary_of(model_path, spec),
+        lambda: load_vocabulary_of(config, model_path),
         lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
     )
     run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
@@ -100,7 +104,7 @@ def build_scripted_core(config: EngineConfig, script_path: Path) -> EngineCore:
         config,
         model,
         kv_storage(config, spec),
-        lambda: Vocabulary(tokenizer, spec.vocab_size, ends),
+        lambda: vocabulary_of(config, spec, tokenizer),
         make_runner=lambda storage, sampler, max_rows, context: ScriptRunner(
             model, storage, sampler, max_rows, context
         ),
@@ -188,11 +192,19 @@ def assemble(
     return EngineCore(scheduler, runner, info, grammars=grammars)
 
 
-def vocabulary_of(model_path: Path, spec: ModelSpec) -> Vocabulary:
+def load_vocabulary_of(config: EngineConfig, model_path: Path) -> Vocabulary:
     # Text is needed for grammars only, and a start is to be quick.
-    from tokenmill.engine.frontend import eos_ids, tokenizer_of
+    from tokenmill.engine.frontend import spec_and_tokenizer
 
-    tokenizer = tokenizer_of(model_path)
-    if tokenizer is None:
-        return no_vocabulary()
-    return Vocabulary(tokenizer, spec.vocab_size, eos_ids(spec, tokenizer))
+    spec, tokenizer = spec_and_tokenizer(config, model_path)
+    return no_vocabulary() if tokenizer is None else vocabulary_of(config, spec, tokenizer)
+
+
+def vocabulary_of(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer) -> Vocabulary:
+    """The vocabulary for grammars. Markers of thoughts and calls are apart from text: no string may hold them."""
+    from tokenmill.engine.frontend import eos_ids
+    from tokenmill.engine.tool_use import SpeechFinder
+
+    speech = SpeechFinder(tokenizer, config.model.tool_format).of(None)
+    markers = () if speech is None else tuple(speech.control.values())
+    return Vocabulary(tokenizer, spec.vocab_size, eos_ids(spec, tokenizer), markers)

@@ -17,16 +17,21 @@ _MARK = "\x02"  # a character that no merge of any vocabulary crosses
 
 
 class Vocabulary:
-    """A vocabulary for matchers, which use `ll`. Any of `eos_token_ids` ends a text; a forced end uses the first."""
+    """A vocabulary for matchers, which use `ll`. Any of `eos_token_ids` ends a text; a forced end uses the first.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    Special tokens and `markers` are no text: a grammar that means one says its id.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], markers: Sequence[int] = ()
+    ) -> None:
         if tokenizer.spelling is None:
             raise InvalidRequest("this model's tokenizer has no fixed spelling of its tokens, which a grammar needs")
         if not eos_token_ids:
             raise InvalidRequest("this model has no end token, which a grammar needs")
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._splitter = _SplittingTokenizer(tokenizer, vocab_size, self.eos_token_ids[0])
+        self._splitter = _SplittingTokenizer(tokenizer, vocab_size, self.eos_token_ids[0], markers)
         wrapper = cast(llguidance.TokenizerWrapper, self._splitter)
         self.ll = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
@@ -40,14 +45,15 @@ class _SplittingTokenizer:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int, markers: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_token_id
         self.bos_token_id = tokenizer.bos_token_id
         # Embeddings are often padded beyond the vocabulary: such ids have no bytes and are never allowed.
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
-        special = set(self.special_token_ids)
+        special = {token_id for token_id in (*tokenizer.special_ids, *markers) if token_id < vocab_size}
+        self.special_token_ids = sorted(special)
+        self._markers = frozenset(markers)
         self._ids = {raw: i for i, raw in reversed(list(enumerate(self.tokens))) if raw and i not in special}
         self._longest = max(map(len, self._ids), default=1)
 
@@ -72,6 +78,8 @@ class _SplittingTokenizer:
         except UnicodeDecodeError:
             return None
         ids = self._tokenizer.encode(_MARK + text, add_special_tokens=False, parse_special=False)
+        if not self._markers.isdisjoint(ids):  # written out, a marker is text of other tokens
+            return None
         tail_len = 0
         for start in range(len(ids) - 1, -1, -1):
             if tail_len == len(raw):

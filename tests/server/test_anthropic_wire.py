@@ -359,7 +359,8 @@ def test_every_stream_folds_to_the_whole(parts: list[Part], data: st.DataObject,
     last = Event(request_id="r", finish_reason="stop")
     sent = stream.begin(facts)
     for part in cut(parts, data):
-        sent += stream.event(0, Event(request_id="r", parts=[part]))
+        text = part.text if isinstance(part, TextPart) else ""
+        sent += stream.event(0, Event(request_id="r", text=text, parts=[part]))
     sent += stream.event(0, last) + stream.end(facts)
     content: list[dict[str, Any]] = []
     for name, event in events(sent.decode()):

@@ -171,7 +171,7 @@ class BlockStream:
         self._is_shown = is_shown
         self._index = -1
         self._kind = ""  # of the open block; "": none is open
-        self._around_text = b"", b""
+        self._around = b"", b""  # of a delta of the open block
         self._thought: list[str] = []
 
     def render(self, parts: Iterable[Part]) -> bytes:
@@ -194,19 +194,21 @@ class BlockStream:
         opened = b""
         if self._kind != "text":
             opened = self._open("text", {"type": "text", "text": ""})
-            before, _, after = self._delta({"type": "text_delta", "text": self.HOLE}).rpartition(
-                orjson.dumps(self.HOLE)
-            )
-            self._around_text = before, after
-        before, after = self._around_text
-        return opened + before + orjson.dumps(text) + after
+            self._around = self._delta_around({"type": "text_delta", "text": self.HOLE})
+        return opened + self._around[0] + orjson.dumps(text) + self._around[1]
 
     def _think(self, text: str) -> bytes:
         opened = b""
         if self._kind != "thinking":
             opened = self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self._around = self._delta_around({"type": "thinking_delta", "thinking": self.HOLE})
         self._thought.append(text)
-        return opened + self._delta({"type": "thinking_delta", "thinking": text}) if self._is_shown else opened
+        return opened + self._around[0] + orjson.dumps(text) + self._around[1] if self._is_shown else opened
+
+    def _delta_around(self, delta: dict[str, Any]) -> tuple[bytes, bytes]:
+        """The bytes around the text of a delta, which all deltas of a block share."""
+        before, _, after = self._delta(delta).rpartition(orjson.dumps(self.HOLE))
+        return before, after
 
     def _open(self, kind: str, block: dict[str, Any]) -> bytes:
         closed = self.close()
@@ -255,7 +257,7 @@ class MessageRendering:
         return _frame({"type": "message_start", "message": self._message([], None, None, facts.usage)})
 
     def event(self, choice: int, event: Event) -> bytes:
-        if event.parts is None and event.finish_reason is None and self._filter.is_in_text:  # most events by far
+        if event.finish_reason is None and self._filter.is_in_text and _is_text_only(event):  # most events by far
             return self._stream.text(event.text) if event.text else b""
         data = self._stream.render(self._filter.push(_parts(event)))
         if event.finish_reason is not None:
@@ -310,3 +312,8 @@ class MessageRendering:
 
 def _parts(event: Event) -> list[Part]:
     return text_parts(event.text) if event.parts is None else event.parts
+
+
+def _is_text_only(event: Event) -> bool:
+    parts = event.parts
+    return parts is None or (len(parts) == 1 and type(parts[0]) is TextPart)

@@ -26,6 +26,7 @@ from tests.support.speech_samples import (
 from tokenmill.text.speech import Speech, SpeechStart
 from tokenmill.text.speech.call_format import CallFormat
 from tokenmill.text.speech.formats import CALL_FORMATS
+from tokenmill.text.speech.markers import ControlAlphabet
 from tokenmill.text.speech.tape import Tape
 from tokenmill.text.speech.thinking import THINKING_FORMATS, ThinkingFormat
 from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, ThoughtPart, ToolCall
@@ -120,6 +121,29 @@ def test_ids_of_other_servers_become_ids_that_a_template_accepts() -> None:
     mapped = {nine(f"call_{place}") for place in range(1000)}
     assert len(mapped) == 1000 and all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in mapped)
     assert nine("call_7") == nine("call_7")
+
+
+@pytest.mark.parametrize("row", CALL_FORMATS, ids=lambda row: row.name)
+def test_markers_that_are_tokens_count_by_their_id_only(row: CallFormat) -> None:
+    """A call spelled in other tokens, as in a file that the model quotes, is text; so is half of one."""
+    control, _ = controlled_text("", texts_of(row))
+    calls = [ToolCall(id="abcd12345", name="get", arguments='{"city": "X"}')]
+    written = row.write(calls)
+    opener = row.header or row.section[0] or row.call.partition("§")[0]
+    if not any(marker in opener for marker in control):
+        return  # this row's opening text is no token of any vocabulary
+    text = f"Look: {written} and {written[: len(written) // 2]}"
+    speech = Speech(calls=row, control=control)
+    assert read(speech.reader(TOOLS), cut(Random(0), text, 5)) == [TextPart(text)]
+    closer = next((marker for marker in control if marker in (row.section[1] or row.call.rpartition("§")[2])), None)
+    if closer is not None:  # the closing marker, spelled, is part of a value
+        inside = [ToolCall(id="abcd12345", name="get", arguments=json.dumps({"city": f"a {closer} b"}))]
+        spoken = (
+            ControlAlphabet(control)
+            .encode(row.write(inside))
+            .replace(ControlAlphabet(control).encode(f"a {closer} b"), f"a {closer} b")
+        )
+        assert parsed(read(speech.reader(TOOLS), [spoken])) == parsed(expected_parts(inside))
 
 
 # ── nothing is lost ──────────────────────────────────────────────────────────────────────────────────────

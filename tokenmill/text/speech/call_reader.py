@@ -57,8 +57,7 @@ class CallReader:
         """Read all calls that follow an opening marker; what does not fit after the first stays on the tape."""
         if not (yield from self._tape.attempt(self._first_call(entry))):
             raise Mismatch
-        head = squeezed(self._reading.head) if self._reading.entry_of(entry.opener) else ""
-        while (yield from self._tape.attempt(self._next_call(head))):
+        while (yield from self._tape.attempt(self._next_call(entry.next_head))):
             pass
         if entry.section_rest is not None:
             yield from self._tape.attempt(self._expect_end(self._reading.section_close))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from tokenmill.text.speech.argument_rules import ArgumentRules
 from tokenmill.text.speech.call_format import CallFormat, Pieces, Slot, pieces
 from tokenmill.text.speech.lark_rules import LarkRules, regex_of, without
-from tokenmill.text.speech.reading import Reading
+from tokenmill.text.speech.reading import FENCE, Reading
 from tokenmill.text.speech.thinking import ChannelFormat, ThinkingFormat
 from tokenmill.types import Tool, ToolChoice
 
@@ -36,6 +36,7 @@ class AnswerGrammar:
         self._choice = choice
         self._rules = LarkRules(reading.control)
         self._row = reading.calls
+        self._arguments: dict[str, str] = {}  # by the name of a tool
 
     def text(self, *, is_thinking: bool, may_think: bool, primer: str, answer: str | None) -> str:
         """Return the grammar as Lark text."""
@@ -117,7 +118,11 @@ class AnswerGrammar:
         """Return a terminal for text that holds none of the given markers, and does not begin like a bare call."""
         body = without(map(regex_of, excluded))
         names = "|".join(regex_of(tool.name) for tool in self._tools)
-        if not names or not self._reading.bare_entries:
+        bare = self._reading.bare_entries
+        openers = "|".join(regex_of(opener) for opener in bare if len(opener) > 2 and opener != FENCE)
+        if openers and names:
+            body = rf"{body} & ~/\s*({openers})(?s:.*)/"
+        if not names or ("{" not in bare and "[" not in bare):
             return body
         if self._reading.object_keys is None:
             return rf"{body} & ~/\s*\[\s*({names})\((?s:.*)/"
@@ -183,7 +188,10 @@ class AnswerGrammar:
         row = self._row
         assert row is not None
         if slot.name == "args":
-            return self._rules.add("arguments", ArgumentRules(self._rules, row).of(tool))
+            if tool.name not in self._arguments:
+                rule = self._rules.add("arguments", ArgumentRules(self._rules, row).of(tool))
+                self._arguments[tool.name] = rule
+            return self._arguments[tool.name]
         return self._rules.add("SLOT", _INDEX if slot.name == "index" else _IDS[row.ids])
 
     # ── answers made of messages with headers ────────────────────────────────────────────────────────────

@@ -23,6 +23,10 @@ LAYOUT = {
 }
 _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _MAX_BITS = 64
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+)
+_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _WHITE = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -54,16 +58,32 @@ def without(texts: Iterable[str]) -> str:
 
 def json_value(schema: Any, root: Any = None) -> str:
     """Return the right-hand side for a JSON value of a schema; `root` holds the definitions that it refers to."""
-    found: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {} if schema is not False else {"not": {}}
-    for key in ("$defs", "definitions"):
-        if isinstance(root, Mapping) and key in root and key not in found:
-            found[key] = root[key]
+    found: dict[str, Any] = {"not": {}} if schema is False else {}
+    if isinstance(schema, Mapping):
+        found = without_annotations(schema)
+    if isinstance(root, Mapping) and "$ref" in str(found):
+        found |= without_annotations({key: root[key] for key in ("$defs", "definitions") if key in root})
     given = root.get("x-guidance") if isinstance(root, Mapping) else None
     found["x-guidance"] = found.get("x-guidance") or given or LAYOUT
     return f"%json {json.dumps(found, ensure_ascii=False)}"
 
 
 Member = Callable[[str], str]  # the text before a member → its right-hand side
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without what only people read, which would make a grammar many times as long."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            kept[key] = {name: without_annotations(one) for name, one in value.items()}
+        elif isinstance(value, list) and key not in ("enum", "required", "type"):
+            kept[key] = [without_annotations(one) for one in value]
+        elif key not in ANNOTATIONS:
+            kept[key] = value if key in ("const", "x-guidance") else without_annotations(value)
+    return kept
 
 
 class LarkRules:

@@ -25,6 +25,7 @@ class Entry:
     opener: str
     section_rest: str | None  # None: the section's own opening text is missing, or there is none
     head_rest: str
+    next_head: str = ""  # what begins another call
     closer: str = ""  # may stand after all calls
 
 
@@ -86,6 +87,17 @@ class Reading:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
+        """Markers that begin calls anywhere. Where one of them is a control token, texts are not among them: a file
+        that a model quotes must not become a call."""
+        if not any(map(self._has_control, self._all_entries)):
+            return self._all_entries
+        return tuple(entry for entry in self._all_entries if self._has_control(entry))
+
+    def _has_control(self, entry: Entry) -> bool:
+        return self.alphabet.decode(entry.opener) != entry.opener
+
+    @cached_property
+    def _all_entries(self) -> tuple[Entry, ...]:
         if self.calls is None:
             return ()
         found = []
@@ -94,12 +106,12 @@ class Reading:
         if section:
             opener = section if are_alike else opening_marker(section)
             if self._is_marker(opener):
-                found.append(Entry(opener, squeezed(section[len(opener) :]), squeezed(head)))
+                found.append(Entry(opener, squeezed(section[len(opener) :]), squeezed(head), squeezed(head)))
         while head:  # a call may begin with its second marker, where the model left out the first
             opener = head.split()[0] if are_alike else opening_marker(head)
-            head = head[len(opener) :].lstrip()
+            whole, head = squeezed(head), head[len(opener) :].lstrip()
             if self._is_marker(opener):
-                found.append(Entry(opener, None, squeezed(head)))
+                found.append(Entry(opener, None, squeezed(head), whole))
             if not head.startswith("<"):
                 break
         found += [Entry(opener, None, "") for opener in self.also_opens]
@@ -129,14 +141,15 @@ class Reading:
 
     @cached_property
     def bare_entries(self) -> dict[str, Entry]:
-        """Calls without any marker, which count at the very beginning of an answer only."""
+        """Calls without their own marker, which count at the very beginning of an answer only."""
         if self.calls is None:
             return {}
+        found = {entry.opener: entry for entry in self._all_entries if entry not in self.entries}
         if self.object_keys is not None:
-            return {"{": Entry("", None, ""), FENCE: Entry(FENCE, None, "", closer="```")}
+            found |= {"{": Entry("", None, ""), FENCE: Entry(FENCE, None, "", closer="```")}
         if self.calls.values == "python":
-            return {"[": Entry("[", "", "")}
-        return {}
+            found |= {"[": Entry("[", "", "")}
+        return found
 
     @cached_property
     def text_markers(self) -> MarkerSearch:

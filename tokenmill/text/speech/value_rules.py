@@ -12,7 +12,16 @@ from functools import partial
 from typing import Any
 
 from tokenmill.text.speech.call_format import Values, write_value
-from tokenmill.text.speech.lark_rules import ANY_TEXT, LarkRules, json_value, quoted, refuse, regex_of, slashed
+from tokenmill.text.speech.lark_rules import (
+    ANNOTATIONS,
+    ANY_TEXT,
+    LarkRules,
+    json_value,
+    quoted,
+    refuse,
+    regex_of,
+    slashed,
+)
 from tokenmill.text.speech.schema_kinds import allowed_types, resolve
 
 _TWO, _FOUR = "[0-9]{2}", "[0-9]{4}"
@@ -27,9 +36,7 @@ _FORMATS = {
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
     "email": r"[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@[A-Za-z0-9\-]+(\.[A-Za-z0-9\-]+)+",
 }
-_ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
-) | {"$defs", "definitions", "x-guidance", "type", "nullable"}
+_BESIDE = ANNOTATIONS | {"$schema", "$id", "$defs", "definitions", "x-guidance", "type", "nullable"}
 _HANDLED = {
     "string": frozenset(("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType")),
     "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format")),
@@ -140,7 +147,7 @@ class NotationRules:
 
     def _combined(self, key: str, schema: Mapping[str, Any]) -> str:
         options = schema[key]
-        beside = set(schema) - _ANNOTATIONS - {key}
+        beside = set(schema) - _BESIDE - {key}
         if beside or (key == "allOf" and len(options) != 1):
             refuse(f"{key!r} of a tool's parameters beside other keywords can't be enforced in this model's tool calls")
         if key == "oneOf":
@@ -221,4 +228,4 @@ class NotationRules:
 
 def is_plain_object(schema: Mapping[str, Any]) -> bool:
     """Return whether an object's schema says nothing beyond its properties, required ones and additional ones."""
-    return not set(schema) - _ANNOTATIONS - _HANDLED["object"]
+    return not set(schema) - _BESIDE - _HANDLED["object"]

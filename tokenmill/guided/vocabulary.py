@@ -32,6 +32,7 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._splitter = _SplittingTokenizer(tokenizer, vocab_size, self.eos_token_ids[0], markers)
+        self._splitter(b" ")  # makes the tokenizer's reader of plain text, which takes longer than most grammars
         wrapper = cast(llguidance.TokenizerWrapper, self._splitter)
         self.ll = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 

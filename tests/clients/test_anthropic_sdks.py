@@ -14,7 +14,7 @@ import pytest
 from tests.support.client_farm import CLIENTS, Canary, environment_of, python_with, serving_script
 from tests.support.client_scripts import QWEN3, call, script, think
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SCRIPT = script(
     {"match": "22 degrees", "say": think("The tool knows.") + "It is 22 degrees in Zürich."},
     {"match": "weather in Zürich", "say": "I look it up.\n" + call("weather", city="Zürich")},

@@ -4,13 +4,14 @@ another and ends well. The model's answers are written down; everything else is 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.client_farm import Canary, environment_of, node_program, serving_script
+from tests.support.client_farm import Canary, environment_of, node_program, script_process, serving_script
 from tests.support.client_scripts import QWEN3, call, script, think
 
 pytestmark = pytest.mark.slow
@@ -32,15 +33,31 @@ def require_done(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     assert (folder / "b.txt").read_text() == SECRET
 
 
-def run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], folder: Path, environment: dict[str, str], typed: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=folder,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        input=typed,
         capture_output=True,
         text=True,
         timeout=240,
+    )
+
+
+def claude_environment(home: Path, canary: Canary, url: str, context: int = 131_072) -> dict[str, str]:
+    return environment_of(
+        home,
+        canary,
+        ANTHROPIC_BASE_URL=url,
+        ANTHROPIC_AUTH_TOKEN="unused",
+        ANTHROPIC_MODEL="scripted",
+        ANTHROPIC_DEFAULT_HAIKU_MODEL="scripted",
+        CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(context),
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        DISABLE_AUTOUPDATER="1",
     )
 
 
@@ -55,19 +72,30 @@ def test_claude_code(folder: Path, tmp_path: Path, canary: Canary, shared_dir: P
         {"turn": 3, "say": think("That was all.") + "Copied it."},
     )
     with serving_script(tmp_path, model, shared_dir / "templates" / QWEN3) as url:
-        environment = environment_of(
-            tmp_path / "home",
-            canary,
-            ANTHROPIC_BASE_URL=url,
-            ANTHROPIC_AUTH_TOKEN="unused",
-            ANTHROPIC_MODEL="scripted",
-            ANTHROPIC_DEFAULT_HAIKU_MODEL="scripted",
-            CLAUDE_CODE_MAX_CONTEXT_TOKENS="131072",
-            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-            DISABLE_AUTOUPDATER="1",
-        )
+        environment = claude_environment(tmp_path / "home", canary, url)
         done = run([*claude, *mode, "-p", "Copy a.txt to b.txt", "--allowedTools", "Read,Bash"], folder, environment)
         require_done(done, folder)
+
+
+@pytest.mark.timeout(1500)
+def test_claude_code_reads_why_a_request_does_not_fit(
+    folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path
+) -> None:
+    """It believes in a larger context than there is. Told that the answer has too little room, it asks for less; told
+    that the prompt is too long, it says so with both numbers."""
+    context = 131_072  # a token is a byte here
+    claude = [*node_program("claude"), "--bare", "-p"]
+    with script_process(tmp_path, script({"say": "Understood."}), shared_dir / "templates" / QWEN3) as server:
+        environment = claude_environment(tmp_path / "home", canary, server.url, context=1_000_000)
+        run(claude, folder, environment, "x")
+        num_around = int(re.findall(r"prompt_tokens=(\d+)", server.output())[-1]) - 1
+        asked_less = run(claude, folder, environment, "x" * (context - num_around - 7000))
+        assert (asked_less.returncode, asked_less.stdout.strip()) == (0, "Understood."), asked_less.stderr
+        statuses = re.findall(r"path=/v1/messages status=(\d+)", server.output())
+        assert statuses == ["200", "400", "200"], "refused, and asked again with less"
+        too_long = run(claude, folder, environment, "x" * context)
+        assert too_long.returncode == 1 and "Prompt is too long" in too_long.stdout
+        assert f"limit {context - 1}" in too_long.stdout
 
 
 @pytest.mark.timeout(1500)

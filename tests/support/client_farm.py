@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.support.server_process import free_port, running
+from tests.support.server_process import ServerProcess, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "tests" / "clients"
@@ -152,14 +152,21 @@ def environment_of(home: Path, canary: Canary, **extra: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving_script(folder: Path, script: dict[str, Any], template: Path) -> Iterator[str]:
-    """The URL of `tokenmill serve scripted:FILE`, a process like any user's; the model's name is `scripted`."""
+def script_process(folder: Path, script: dict[str, Any], template: Path) -> Iterator[ServerProcess]:
+    """`tokenmill serve scripted:FILE`, a process like any user's; the model's name is `scripted`."""
     file = folder / "scripted.json"
     file.write_text(json.dumps(script))
     port = free_port()
     arguments = ["serve", f"scripted:{file}", "--chat-template", str(template), "--port", str(port)]
     with running(["-m", "tokenmill", *arguments], port) as server:
         server.wait_for("ready")
-        yield server.url
+        yield server
         server.terminate()
         assert server.wait() == 0, server.output()
+
+
+@contextmanager
+def serving_script(folder: Path, script: dict[str, Any], template: Path) -> Iterator[str]:
+    """The URL of such a process."""
+    with script_process(folder, script, template) as server:
+        yield server.url

@@ -271,6 +271,15 @@ def test_suffix(server: RunningServer, asked: ollama.Client) -> None:
     request = server.engine.seen[-1]
     assert isinstance(request, PromptRequest) and (request.prompt, request.suffix) == ("def f(", "return x")
     assert asked.show(MODEL).capabilities == ["completion", "insert"]
+    with pytest.raises(ollama.ResponseError, match="suffix does not combine"):
+        asked.generate(MODEL, "def f(", suffix="return x", system="Be brief")
+
+
+def test_thoughts_need_the_template(asked: ollama.Client) -> None:
+    for field in ({"raw": True}, {"context": [1, 2]}):
+        with pytest.raises(ollama.ResponseError, match="think does not combine"):
+            asked.generate(MODEL, "Hi", think=True, **field)  # type: ignore[call-overload]
+        assert asked.generate(MODEL, "Hi", think=False, **field).done  # type: ignore[call-overload]
 
 
 def test_a_template_is_jinja(server: RunningServer, asked: ollama.Client) -> None:

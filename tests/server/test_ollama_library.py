@@ -105,6 +105,11 @@ def test_other_dialects_know_created_models_too(library_server: RunningServer, c
     request = library_server.engine.seen[-1]
     assert isinstance(request, ChatRequest) and request.messages[0].content == "You are Mario."
     assert (request.params.temperature, request.params.top_p) == (0.25, 0.5)
+    said = library_server.post("/v1/messages", {"model": "mario", "messages": HELLO, "max_tokens": 9, "top_k": 3})
+    assert said.json()["model"] == "mario"
+    request = library_server.engine.seen[-1]
+    assert isinstance(request, ChatRequest) and request.messages[0].content == "You are Mario."
+    assert (request.params.temperature, request.params.top_k, request.params.max_tokens) == (0.25, 3, 9)
 
 
 def test_a_created_model_may_want_more_context_than_there_is(client: ollama.Client) -> None:
@@ -262,3 +267,9 @@ def test_models_are_fixed_beyond_this_machine(serving: Serving, home: Store) -> 
         for server in (open_server, fixed):
             assert server.http.request(method, server.url + path, json=body).status_code == 403, path
         assert allowed.http.request(method, allowed.url + path, json=body).status_code != 403, path
+
+
+def test_a_page_whose_name_leads_here_changes_nothing(library_server: RunningServer, engine: FakeEngine) -> None:
+    body = {"model": "mario", "from": "fake/tiny", "stream": False}
+    assert library_server.post("/api/create", body, headers={"host": "evil.example"}).status_code == 403
+    assert library_server.post("/api/create", body, headers={"host": "localhost:8000"}).status_code == 200

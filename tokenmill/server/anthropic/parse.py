@@ -79,7 +79,7 @@ def _parse(
     metadata = fields.object("metadata")
     if metadata is not None:
         metadata.text("user_id")
-    params = _params(fields, max_tokens)
+    params = _params(fields, max_tokens, info)
     conversation = parse_conversation(fields, signer)
     thinking = _thinking(fields, info, max_tokens)
     messages, thinking = _edited(fields, conversation.messages, thinking)
@@ -99,7 +99,7 @@ def _parse(
     return request, thinking
 
 
-def _params(fields: BodyFields, max_tokens: int | None) -> SamplingParams:
+def _params(fields: BodyFields, max_tokens: int | None, info: ModelInfo) -> SamplingParams:
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", 0.0, 1.0),
         "top_p": fields.number("top_p", 0.0, 1.0),
@@ -108,7 +108,7 @@ def _params(fields: BodyFields, max_tokens: int | None) -> SamplingParams:
         "guided": _output_format(fields),
         "max_tokens": max_tokens,
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    return SamplingParams(**{**info.defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
 def _stop_sequences(fields: BodyFields) -> list[str] | None:

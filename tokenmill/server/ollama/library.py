@@ -101,8 +101,11 @@ class Library:
     # ── changing ───────────────────────────────────────────────────────────────────────────────────────
 
     def _require_permission(self, request: Request) -> None:
-        config = self._context.config
-        is_allowed = is_loopback(config.host) if config.manage_models is None else config.manage_models
+        """Refuse a client that may not change models. Where that rests on the server's address, the request must name
+        this machine too: a web page whose name was made to lead here (DNS rebinding) names its own."""
+        config, is_allowed = self._context.config, self._context.config.manage_models
+        if is_allowed is None:
+            is_allowed = is_loopback(config.host) and is_loopback(request.url.hostname or "")
         if not is_allowed:
             raise ModelsAreFixed("clients may not change the models of this server", hint="see --manage-models")
 

@@ -220,9 +220,13 @@ def parse_generate(body: dict[str, Any], name: str, engine: ServedEngine) -> Gen
     suffix = fields.text("suffix") or None
     if suffix is not None and not info.can_fill_in:
         raise InvalidRequest(f'"{name}" does not support insert', param="suffix")
+    if suffix is not None and (template or system or before):
+        refuse("suffix", "does not combine with template, system, or context")
     if not prompt:
         return None
     params, think = parse_params(fields, info), parse_think(fields, name, info)
+    if think.is_on and (is_raw or suffix is not None or before):
+        refuse("think", "does not combine with raw, suffix, or context")
     is_stream = fields.boolean("stream", True)
     require_plausible_length(len(prompt), _longest_prompt(params, info), "prompt")
     if is_raw or suffix is not None:

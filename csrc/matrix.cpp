@@ -42,11 +42,16 @@ void put_payload(Kind kind, uint8_t* payload, int output, const uint8_t* numbers
   }
 }
 
+// 2^(exponent - 128) as bfloat: half of what an MXFP4 block's scale says, since the table's numbers are twice its own.
+uint16_t half_power(uint8_t exponent) {
+  return static_cast<uint16_t>(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
+}
+
 void put_half(uint8_t* at, int output, const uint8_t* half) { std::memcpy(at + 2 * output, half, 2); }
 
 // ── simple blocks of 32: [d half] ([m half]) ([fifth bits u32]) payload ──
 void unpack_simple(Kind kind, const uint8_t* block, uint8_t* numbers) {
-  const uint8_t* p = block + (has_min(kind) ? 4 : 2);
+  const uint8_t* p = block + (kind == Kind::MXFP4 ? 1 : has_min(kind) ? 4 : 2);
   if (kind == Kind::Q8_0) {
     for (int k = 0; k < kBlock; ++k) numbers[k] = static_cast<uint8_t>(p[k] ^ 0x80);
     return;
@@ -69,7 +74,12 @@ void pack_simple(const Matrix& m, uint8_t* panel, int output, const uint8_t* row
     unpack_simple(m.kind, row, numbers);
     put_payload(m.kind, panel + b * payload_bytes(m.kind), output, numbers);
     uint8_t* scales = panel + m.scales_at + b * scale_bytes(m.kind);
-    put_half(scales, output, row);
+    if (m.kind == Kind::MXFP4) {
+      const uint16_t scale = half_power(row[0]);
+      put_half(scales, output, reinterpret_cast<const uint8_t*>(&scale));
+    } else {
+      put_half(scales, output, row);
+    }
     if (has_min(m.kind)) put_half(scales + 32, output, row + 2);
   }
 }
@@ -148,6 +158,7 @@ Kind kind_from_name(const std::string& name) {
   static const std::pair<const char*, Kind> known[] = {
       {"Q8_0", Kind::Q8_0}, {"Q4_0", Kind::Q4_0}, {"Q5_0", Kind::Q5_0}, {"Q4_1", Kind::Q4_1},
       {"Q5_1", Kind::Q5_1}, {"Q4_K", Kind::Q4_K}, {"Q5_K", Kind::Q5_K}, {"Q6_K", Kind::Q6_K},
+      {"MXFP4", Kind::MXFP4}, {"IQ4_NL", Kind::IQ4_NL},
       {"F32", Kind::F32},   {"F16", Kind::F16},   {"BF16", Kind::BF16}};
   for (const auto& [text, kind] : known)
     if (name == text) return kind;
@@ -158,7 +169,8 @@ size_t source_row_bytes(Kind kind, int cols) {
   const size_t blocks = static_cast<size_t>(cols) / kBlock;
   switch (kind) {
     case Kind::Q8_0: return blocks * 34;
-    case Kind::Q4_0: return blocks * 18;
+    case Kind::Q4_0: case Kind::IQ4_NL: return blocks * 18;
+    case Kind::MXFP4: return blocks * 17;
     case Kind::Q4_1: return blocks * 20;
     case Kind::Q5_0: return blocks * 22;
     case Kind::Q5_1: return blocks * 24;

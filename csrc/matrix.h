@@ -10,6 +10,8 @@
 //     6 bits  as 4 bits, then 2 times 64 bytes: bits 2s, 2s+1 of half h are the top bits of group 4h+s
 //   scales
 //     Q8_0 Q4_0 Q5_0   per block        d[16] half
+//     IQ4_NL           per block        d[16] half                       w = d table[q]     (kTables, less its zero)
+//     MXFP4            per block        d[16] bfloat, a power of two     w = d table[q]
 //     Q4_1 Q5_1        per block        d[16], m[16] half                                   w = d q + m
 //     Q4_K Q5_K        per 8 blocks     d[16], dmin[16] half, then sc[8][16], mn[8][16] u8  w = d sc q - dmin mn
 //     Q6_K             per 8 blocks     d[16] half, then sc[16][16] i8, one per 16 inputs   w = d sc (q - 32)
@@ -24,7 +26,7 @@
 
 namespace tokenmill {
 
-enum class Kind : uint8_t { Q8_0, Q4_0, Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K, F32, F16, BF16 };
+enum class Kind : uint8_t { Q8_0, Q4_0, Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, F32, F16, BF16 };
 
 inline constexpr int kPanel = 16;
 inline constexpr int kBlock = 32;
@@ -35,7 +37,7 @@ constexpr bool is_quantised(Kind kind) { return kind < Kind::F32; }
 constexpr int payload_bits(Kind kind) {
   switch (kind) {
     case Kind::Q8_0: return 8;
-    case Kind::Q4_0: case Kind::Q4_1: case Kind::Q4_K: return 4;
+    case Kind::Q4_0: case Kind::Q4_1: case Kind::Q4_K: case Kind::MXFP4: case Kind::IQ4_NL: return 4;
     case Kind::Q5_0: case Kind::Q5_1: case Kind::Q5_K: return 5;
     case Kind::Q6_K: return 6;
     default: return 0;
@@ -44,13 +46,22 @@ constexpr int payload_bits(Kind kind) {
 // log2 of what is subtracted from the stored unsigned number; -1 where nothing is
 constexpr int zero_shift(Kind kind) {
   switch (kind) {
-    case Kind::Q8_0: return 7;
+    case Kind::Q8_0: case Kind::IQ4_NL: return 7;
     case Kind::Q4_0: return 3;
-    case Kind::Q5_0: return 4;
+    case Kind::Q5_0: case Kind::MXFP4: return 4;
     case Kind::Q6_K: return 5;
     default: return -1;
   }
 }
+// Formats of 4 bits whose numbers stand in a table: here plus the zero that is taken back. Those of MXFP4 are twice its
+// own, which its scale makes good.
+constexpr bool has_table(Kind kind) { return kind == Kind::MXFP4 || kind == Kind::IQ4_NL; }
+inline constexpr uint8_t kTables[2][16] = {
+    {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4},
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
+constexpr const uint8_t* table_of(Kind kind) { return kTables[kind == Kind::MXFP4 ? 0 : 1]; }
+// Stored numbers that need all 8 bits once they are unpacked.
+constexpr bool is_wide(Kind kind) { return kind == Kind::Q8_0 || kind == Kind::IQ4_NL; }
 constexpr bool has_min(Kind kind) {
   return kind == Kind::Q4_1 || kind == Kind::Q5_1 || kind == Kind::Q4_K || kind == Kind::Q5_K;
 }

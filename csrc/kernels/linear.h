@@ -30,13 +30,15 @@ inline __attribute__((always_inline)) void each_sum(Body body) {
 }
 
 // ── one block of packed weights ──
-template <int Bits, int Group>
+template <Kind K, int Group>
 inline __attribute__((always_inline)) Bytes unpack_group(const uint8_t* p) {
+  constexpr int Bits = payload_bits(K);
   if constexpr (Bits == 8) return load_bytes(p + 64 * Group);
   const Bytes both = load_bytes(p + 64 * (Group % 4));
   Bytes low = Group < 4 ? low_nibbles(both) : high_nibbles(both);
   if constexpr (Bits == 5) low = add_fifth_bit(low, p + 256 + 8 * Group);
   if constexpr (Bits == 6) low = add_bit_pair<Group % 4>(low, load_bytes(p + 256 + 64 * (Group / 4)));
+  if constexpr (has_table(K)) low = look_up(low, table_of(K));
   return low;
 }
 
@@ -61,7 +63,8 @@ inline __attribute__((always_inline)) BlockScales read_scales(const uint8_t* sca
     }
   } else {
     const uint8_t* base = scales + block * scale_bytes(K);
-    out.d[0] = half(base);
+    if constexpr (K == Kind::MXFP4) out.d[0] = load_bfloat(reinterpret_cast<const uint16_t*>(base));
+    else out.d[0] = half(base);
     if constexpr (has_min(K)) out.m = half(base + 32);
   }
   return out;
@@ -88,9 +91,9 @@ struct Record {
   // What the integer sum of row m begins with (the sum over half h where there are two): -offset * sum(q).
   inline __attribute__((always_inline)) Ints start(int h, int m) const {
     if constexpr (zero_shift(K) < 0) return splat_int(0);
-    constexpr int at_field = K == Kind::Q8_0 ? 2 : has_halves(K) ? 4 : 3;
+    constexpr int at_field = zero_shift(K) == 7 ? 2 : has_halves(K) ? 4 : 3;
     const Ints found = splat_int(static_cast<const int32_t*>(field<at_field>())[h * M + m]);
-    return K == Kind::Q5_0 ? shift_left(found, 1) : found;
+    return zero_shift(K) == 4 ? shift_left(found, 1) : found;
   }
 };
 
@@ -137,7 +140,6 @@ struct TileChunk {
 // ── M rows x one panel, straight from the packed form: for few rows, where reading the weights is what costs ──
 template <Kind K, int M>
 void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float* out, size_t out_stride) {
-  constexpr int bits = payload_bits(K);
   constexpr int halves = has_halves(K) ? 2 : 1;
   const uint8_t* scales = w.panel(panel) + w.scales_at;
   Floats acc[M];
@@ -157,9 +159,9 @@ void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float
         for (int m = 0; m < M; ++m) dot[m] = in.start(h, m);
         unroll<8 / halves>([&](auto step) {
           constexpr int group = decltype(step)::value + h * 4;
-          const Bytes weights = unpack_group<bits, group>(payload);
+          const Bytes weights = unpack_group<K, group>(payload);
           for (int m = 0; m < M; ++m)
-            dot[m] = dot4<bits == 8>(dot[m], weights, splat_inputs(in.numbers() + m * kBlock + 4 * group));
+            dot[m] = dot4<is_wide(K)>(dot[m], weights, splat_inputs(in.numbers() + m * kBlock + 4 * group));
         });
         for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(in.scale()[m])), acc[m]);
       });
@@ -204,7 +206,7 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
     if constexpr (K != Kind::Q8_0)
       unroll<8>([&](auto step) {
         constexpr int group = decltype(step)::value;
-        store_bytes(bytes + b * 512 + 64 * group, unpack_group<payload_bits(K), group>(payload));
+        store_bytes(bytes + b * 512 + 64 * group, unpack_group<K, group>(payload));
       });
   }
 }
@@ -245,7 +247,7 @@ void wide_tile(const Expanded& w, const TileChunk<K, M>& x, Ahead& ahead, bool o
           unroll<M>([&](auto row) {
             constexpr int m = decltype(row)::value;
             const Inputs numbers = splat_inputs_here(in.numbers() + m * kBlock + 4 * group);
-            for (int n = 0; n < N; ++n) dot[m][n] = dot4<payload_bits(K) == 8>(dot[m][n], weights[n], numbers);
+            for (int n = 0; n < N; ++n) dot[m][n] = dot4<is_wide(K)>(dot[m][n], weights[n], numbers);
           });
         });
         Floats scale[N];
@@ -374,6 +376,8 @@ inline void with_kind(Kind kind, Body body) {
     case Kind::Q4_K: return body(std::integral_constant<Kind, Kind::Q4_K>{});
     case Kind::Q5_K: return body(std::integral_constant<Kind, Kind::Q5_K>{});
     case Kind::Q6_K: return body(std::integral_constant<Kind, Kind::Q6_K>{});
+    case Kind::MXFP4: return body(std::integral_constant<Kind, Kind::MXFP4>{});
+    case Kind::IQ4_NL: return body(std::integral_constant<Kind, Kind::IQ4_NL>{});
     case Kind::F32: return body(std::integral_constant<Kind, Kind::F32>{});
     case Kind::F16: return body(std::integral_constant<Kind, Kind::F16>{});
     case Kind::BF16: return body(std::integral_constant<Kind, Kind::BF16>{});
@@ -406,7 +410,7 @@ void embed_quantised(const Matrix& w, int row, float scale, float* out) {
     store(m, has_min(K) ? s.m : zeros());
     unroll<8>([&](auto step) {
       constexpr int group = decltype(step)::value;
-      store_bytes(bytes + 64 * group, unpack_group<payload_bits(K), group>(payload));
+      store_bytes(bytes + 64 * group, unpack_group<K, group>(payload));
     });
     for (int k = 0; k < kBlock; ++k) {
       const float q = static_cast<float>(bytes[64 * (k / 4) + 4 * lane + k % 4]) - zero;

@@ -153,6 +153,10 @@ inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_ep
 inline Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))};
 }
+// Bytes of a table in the place of their numbers, which are below 16.
+inline Bytes look_up(Bytes a, const uint8_t* table) {
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), a.v)};
+}
 // adds 16 to the bytes whose bit is set in the 64-bit word at `bits`
 inline Bytes add_fifth_bit(Bytes a, const uint8_t* bits) {
   uint64_t word;

@@ -171,6 +171,11 @@ inline Bytes low_nibbles(Bytes a) {
   for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F;
   return a;
 }
+// Bytes of a table in the place of their numbers, which are below 16.
+inline Bytes look_up(Bytes a, const uint8_t* table) {
+  for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]];
+  return a;
+}
 inline Bytes high_nibbles(Bytes a) {
   for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] >> 4);
   return a;

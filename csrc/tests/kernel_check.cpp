@@ -33,6 +33,7 @@ const Format kFormats[] = {
     {"Q5_0", Kind::Q5_0, 32, 22, {0}},         {"Q4_1", Kind::Q4_1, 32, 20, {0, 2}},
     {"Q5_1", Kind::Q5_1, 32, 24, {0, 2}},      {"Q4_K", Kind::Q4_K, 256, 144, {0, 2}},
     {"Q5_K", Kind::Q5_K, 256, 176, {0, 2}},    {"Q6_K", Kind::Q6_K, 256, 210, {208}},
+    {"IQ4_NL", Kind::IQ4_NL, 32, 18, {0}},
 };
 
 using Floats = std::vector<float>;

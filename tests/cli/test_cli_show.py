@@ -45,6 +45,30 @@ def test_show_of_a_checkpoint_directory(stories_dir: Path, capsys: pytest.Captur
     assert facts["family"] == "llama" and facts["weight_bytes"] > 0
 
 
+def test_show_says_of_every_config_what_runs_it_or_what_is_missing(
+    shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = set()
+    for file in sorted((shared_dir / "configs").glob("*config.json")):
+        if file.name.endswith("hf_quant_config.json"):
+            continue
+        assert command(str(file), json=True) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["kernels"] if facts["runs"] else facts["missing"], file
+        seen.add(facts["runs"])
+    assert seen == {True, False}
+
+
+def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(str(shared_dir / "configs" / "openai--gpt-oss-20b_config.json")) == 0
+    words = capsys.readouterr().out
+    assert "runs on a CPU  native kernels" in words and "20.9 B" in words
+    assert command(str(shared_dir / "configs" / "zai-org--GLM-5_config.json")) == 0
+    words = capsys.readouterr().out
+    assert "no: model_type 'glm_moe_dsa' is not implemented: sparse attention over an index of keys" in words
+    assert "743.9 B, 41.8 B active" in words
+
+
 def test_no_two_settings_share_a_flag() -> None:
     flags = [flag_name(section, field) for section, kind in SECTIONS.items() for field in kind.__dataclass_fields__]
     assert len(flags) == len(set(flags))

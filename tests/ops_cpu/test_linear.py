@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 
 SETS = instruction_sets() if is_available()[0] else []
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HALVES_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES_AT = {"MXFP4": (), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 MOST_ROWS = 29
 COARSE = math.inf  # no block has second bytes
 
@@ -36,6 +36,8 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     for at in HALVES_AT.get(kind, (0,)):
         scales = rng.uniform(0.001, 0.01, (rows, columns // values, 1)).astype(np.float16)
         blocks[:, :, at : at + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] = rng.integers(115, 125, blocks.shape[:2])  # exponents
     source = blocks.reshape(rows, -1)
     return gguf.quants.dequantize(source, quant).astype(np.float64), source
 

@@ -32,6 +32,8 @@ def args_of(kind: str) -> AttentionArgs:
     """Plain attention, or everything at once: window, soft cap and sinks of two heads."""
     if kind == "plain":
         return AttentionArgs(0.3)
+    if kind == "chunks":
+        return AttentionArgs(0.3, window=23, is_chunked=True)
     return AttentionArgs(0.3, window=23, softcap=2.0, sinks=torch.randn(2))
 
 
@@ -82,7 +84,8 @@ def check_attention(
     batch = paged_batch(lengths, 16)
     cache = random_cache(1 + batch.groups[0].block_tables.numel(), kv_heads, dim, dtype)
     queries = torch.randn(sum(count for count, _ in lengths), heads, dim)
-    found = [ops.attention(queries, cache, ops.plan_attention(batch, 0, args.window), args) for ops in (OPS, PLAIN)]
+    plans = [ops.plan_attention(batch, 0, args.window, is_chunked=args.is_chunked) for ops in (OPS, PLAIN)]
+    found = [ops.attention(queries, cache, plan, args) for ops, plan in zip((OPS, PLAIN), plans, strict=True)]
     assert_near(*found, tolerance=1e-4)
 
 
@@ -92,6 +95,7 @@ def check_attention(
     [
         (4, 2, 20, "plain", torch.float32),
         (2, 1, 16, "all", torch.float32),
+        (2, 1, 16, "chunks", torch.float32),
         *((2, 1, 16, "all", dtype) for dtype in ONE_BYTE),
     ],
 )

@@ -82,6 +82,8 @@ def _check_quantization(fields: ConfigFields) -> None:
         return
     method = quantization.get("quant_method") or quantization.get("quant_algo") or "unknown"
     hint = "use the unquantised checkpoint or a GGUF"
+    if method == "mxfp4":
+        return
     if method not in ("gptq", "awq"):
         fields.refuse(f"quantization_config {method!r} is not supported", hint=hint)
     bits, layout = quantization.get("bits"), quantization.get("version", "gemm")
@@ -126,7 +128,8 @@ def _name(fields: ConfigFields) -> str:
 
 
 def _dtype(fields: ConfigFields) -> str:
-    value = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    is_quantized = fields.has("quantization_config")  # what such files have plain is not their whole precision
+    value = fields.get("dtype") or fields.get("torch_dtype") or ("bfloat16" if is_quantized else "float32")
     if value not in DTYPES:
         fields.refuse(f"dtype {value!r} is not implemented")
     return str(value)

@@ -269,6 +269,33 @@ LAYERS: dict[str, Reader] = {
     "qwen3_5_moe_text": qwen35_layers,
 }
 SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+# What keeps the engine from running a model_type that it knows of.
+MISSING = {
+    "bailing_hybrid": "linear attention beside latent attention",
+    "deepseek_ref": "compressed and sparse attention, several residual streams",
+    "deepseek_v32": "sparse attention over an index of keys",
+    "deepseek_v4": "compressed and sparse attention, several residual streams",
+    "falcon_h1": "two mixers of one layer, attention and a recurrent one",
+    "gemma3n": "several residual streams that predict each other",
+    "gemma3n_text": "several residual streams that predict each other",
+    "glm_moe_dsa": "sparse attention over an index of keys",
+    "granitemoehybrid": "recurrent layers",
+    "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
+    "kimi_linear": "recurrent layers with a decay per channel",
+    "mamba": "recurrent layers without attention",
+    "mimo": "heads that predict further tokens, as layers",
+    "mimo_v2_flash": "keys and values of different widths beside windows of other shapes",
+    "minimax_m3": "attention over chosen blocks of keys",
+    "minimax_m3_vl": "attention over chosen blocks of keys",
+    "nemotron-nas": "layers that differ in their sizes, or lack attention",
+    "nemotron_h": "recurrent layers, and layers of one part only",
+    "phi-msft": "GPT-2's names for everything (the same model as `phi` has ours)",
+    "phi3_v": "a picture part that the file has no names of ours for",
+    "qwen3_5": "recurrent layers",
+    "qwen3_5_moe": "recurrent layers",
+    "qwen3_next": "recurrent layers",
+    "step3p7": "gates per head, limits of activations that differ between layers",
+}
 DEFAULTS = {
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,

@@ -2,7 +2,7 @@
 is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engine count these bytes.
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
-    5 and 6 bits     8 bits a value
+    5 and 6 bits     8 bits a value; formats of 4 bits with a table too
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
 """
 
@@ -65,6 +65,9 @@ _FORMATS = {
     "Q5_K": _Format(8, 32, has_minima=True),
     "Q6_K": _Format(8, 16, has_minima=False),
     "Q8_0": _Format(8, 32, has_minima=False),
+    # numbers of a table, which are integers of 8 bits
+    "IQ4_NL": _Format(8, 32, has_minima=False),
+    "MXFP4": _Format(8, 32, has_minima=False),
 }
 
 
@@ -100,8 +103,10 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
 
 
 def grouped_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """GPTQ's and AWQ's: the matrices of all layers, unless their columns are out of order. `config` is a
-    quantization_config."""
+    """GPTQ's and AWQ's: the matrices of all layers, unless their columns are out of order; MXFP4's: those of experts.
+    `config` is a quantization_config."""
+    if config.get("quant_method") == "mxfp4":
+        return {name: Stored("MXFP4") for name in tensors_of(spec) if ".experts." in name and name.endswith(".weight")}
     is_awq = config.get("quant_method") == "awq"
     if config.get("quant_method") not in ("gptq", "awq") or (config.get("desc_act") and not is_awq):
         return {}

@@ -9,14 +9,29 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from tokenmill.arch.cost import gguf_weight_bytes, kv_bytes, kv_bytes_per_token, num_active_parameters, num_parameters
+from tokenmill.arch.cost import (
+    DTYPE_BYTES,
+    gguf_weight_bytes,
+    kv_bytes,
+    kv_bytes_per_token,
+    num_active_parameters,
+    num_parameters,
+    weight_bytes,
+)
+from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.gguf_file import read_gguf_model
+from tokenmill.arch.outline import outline_of
+from tokenmill.arch.outlines import MISSING, outline_from_hf
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv
 from tokenmill.cli.output import count, print_facts, size
-from tokenmill.engine.backends import NATIVE, TRITON, default_kv_dtype
+from tokenmill.engine.backends import NATIVE, REFERENCE, TRITON, default_kv_dtype
+from tokenmill.errors import UnsupportedModel
 from tokenmill.hardware.machine import probe_machine
+from tokenmill.ops import cpu as native_kernels
+from tokenmill.ops import triton as triton_kernels
+from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
 
 ROUNDED = "int8"
@@ -30,12 +45,12 @@ def command(
     template: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Describe a model that is on this machine, and what of it fits here.
+    """Describe a model: what computes it, or what is missing; what of it fits here.
 
     Parameters
     ----------
     model
-        Short name, GGUF file, model directory or Hugging Face id.
+        Short name, GGUF file, model directory, config.json or Hugging Face id.
     template
         Print the chat template itself, nothing else.
     json
@@ -45,11 +60,16 @@ def command(
     if template:
         print(chat_template(resolved.path) or "")
         return 0
-    facts = describe(resolved)
+    try:
+        facts = describe(resolved)
+        words = _in_words(facts)
+    except UnsupportedModel as error:
+        facts = describe_planned(resolved, error)
+        words = _planned_in_words(facts)
     if json:
         print(msgspec.json.encode(facts).decode())
     else:
-        print_facts(_in_words(facts))
+        print_facts(words)
     return 0
 
 
@@ -74,8 +94,72 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "max_context": spec.max_context,
         "has_chat_template": chat_template(resolved.path) is not None,
         "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in _kv_dtypes(spec)},
-        "fit": fit(spec, weights),
+        "runs": True,
+        "kernels": kernels_for(spec),
+        "fit": fit(spec, weights or weight_bytes(spec, spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16")),
     }
+
+
+def kernels_for(spec: ModelSpec) -> dict[str, str]:
+    """What computes a model on each kind of device; with the reason where it is torch's reference, which is slow."""
+    dtype = TRITON.devices[0].compute_dtype(spec, False)
+    cpu = native_kernels.unsupported_reason(ComputeRequest(spec, "cpu", "float32", default_kv_dtype(spec, NATIVE)))
+    gpu = triton_kernels.unsupported_reason(ComputeRequest(spec, "cuda", dtype, default_kv_dtype(spec, TRITON)))
+    found = {"CPU": (NATIVE, cpu), "NVIDIA GPU": (TRITON, gpu)}
+    return {
+        device: backend.title if reason is None else f"{REFERENCE.title}, slow: {reason}"
+        for device, (backend, reason) in found.items()
+    }
+
+
+def describe_planned(resolved: ResolvedModel, error: UnsupportedModel) -> dict[str, Any]:
+    """What can be said of a model that the engine does not run: what is missing, and what it would cost."""
+    config = resolved.path if resolved.path.suffix == ".json" else resolved.path / "config.json"
+    facts: dict[str, Any] = {"name": resolved.name, "path": str(resolved.path), "runs": False}
+    if not config.is_file():
+        return {**facts, "missing": error.message}
+    plain = {key: value for key, value in read_json(config).items() if key != "quantization_config"}
+    model_type = str(plain.get("model_type"))
+    noun = MISSING.get(model_type) if model_type not in BY_MODEL_TYPE else None
+    facts["missing"] = error.message if noun is None else f"{error.message}: {noun}"
+    try:
+        model = outline_from_hf(plain)
+    except UnsupportedModel:
+        return facts
+    outline = outline_of(model)
+    return {
+        **facts,
+        "family": outline.family,
+        "num_layers": outline.num_layers,
+        "hidden_size": outline.hidden_size,
+        "vocab_size": outline.vocab_size,
+        "parameters": num_parameters(model),
+        "active_parameters": num_active_parameters(model),
+        "max_context": outline.max_context,
+        "kv_bytes_per_token": {dtype: kv_bytes_per_token(model, dtype) for dtype in ("bfloat16", ROUNDED)},
+    }
+
+
+def _planned_in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("model", facts["name"]), ("path", facts["path"]), ("runs", f"no: {facts['missing']}")]
+    if "parameters" not in facts:
+        return rows
+    cache = facts["kv_bytes_per_token"]
+    return [
+        *rows,
+        ("architecture", f"{facts['family']}, {facts['num_layers']} layers, {facts['hidden_size']} wide"),
+        ("vocabulary", f"{facts['vocab_size']:,} tokens"),
+        ("parameters", _parameters_in_words(facts)),
+        ("weights", f"{size(2 * facts['parameters'])} in bfloat16, about {size(facts['parameters'] // 2)} in 4 bits"),
+        ("context", f"{facts['max_context']:,} tokens"),
+        ("KV cache", f"{size(cache['bfloat16'])} per token, {size(cache[ROUNDED])} with --kv-dtype {ROUNDED}"),
+    ]
+
+
+def _parameters_in_words(facts: dict[str, Any]) -> str:
+    active = facts["active_parameters"]
+    some_active = f", {count(active)} active per token" if active != facts["parameters"] else ""
+    return count(facts["parameters"]) + some_active
 
 
 def stored_weights(path: Path) -> tuple[int, dict[str, int]]:
@@ -86,7 +170,7 @@ def stored_weights(path: Path) -> tuple[int, dict[str, int]]:
         for tensor in gguf.tensors.values():
             by_type[tensor.type] += tensor.num_bytes
         return gguf_weight_bytes(gguf), dict(by_type.most_common())
-    total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
     return total, {read_spec(path).dtype: total}
 
 
@@ -149,8 +233,6 @@ def _mlp_in_words(spec: ModelSpec) -> str:
 
 
 def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    active = facts["active_parameters"]
-    some_active = f", {count(active)} active per token" if active != facts["parameters"] else ""
     types = ", ".join(f"{name} {size(total)}" for name, total in facts["quantisation"].items())
     custom = facts["custom"]
     rows = [
@@ -162,11 +244,12 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("attention", facts["attention"]),
         ("mlp", facts["mlp"]),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
-        ("parameters", count(facts["parameters"]) + some_active),
-        ("weights", f"{size(facts['weight_bytes'])} ({types})"),
+        ("parameters", _parameters_in_words(facts)),
+        ("weights", f"{size(facts['weight_bytes'])} ({types})" if facts["weight_bytes"] else "not here"),
         ("context", f"{facts['max_context']:,} tokens"),
         ("chat template", "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"),
         ("KV cache", _cache_in_words(facts["kv_bytes_per_token"])),
+        *((f"runs on a {'CPU' if device == 'CPU' else 'GPU'}", by) for device, by in facts["kernels"].items()),
     ]
     return rows + [("fits here" if not index else "", _fit_in_words(row)) for index, row in enumerate(facts["fit"])]
 

@@ -9,6 +9,10 @@ reference's, so results are equal to it bit for bit.
     Q5_0  d[2] high[4] q[16]       d * (q - 16)             Q5_K  d[2] m[2] scales[12] high[32] q[128]
     Q5_1  d[2] m[2] high[4] q[16]  d * q + m                Q6_K  q[128] high[64] scales[16] d[2]  16 groups of 16:
     Q8_0  d[2] q[32]               d * q                          d * scale * (q - 32)
+
+Two formats of 4 bits have their numbers in a table:
+
+    IQ4_NL  d[2] q[16]             d * table[q]             MXFP4  e[1] q[16]      2 ** (e - 128) * table[q]
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers 0, 0.5, 1 ... -6
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,23 @@ def _q8_0(blocks: torch.Tensor) -> BlockParts:
     return _one_group(blocks[:, 2:] ^ 128, 128, _half(blocks, 0))
 
 
+def _looked_up(packed: torch.Tensor, table: tuple[int, ...], zero: int) -> torch.Tensor:
+    """Numbers of a table, plus its zero, for nibbles: uint8 [blocks, n] → uint8 [blocks, 2n]"""
+    numbers = torch.tensor([number + zero for number in table], dtype=torch.uint8, device=packed.device)
+    return numbers[_nibbles(packed).long()]
+
+
+def _iq4_nl(blocks: torch.Tensor) -> BlockParts:
+    return _one_group(_looked_up(blocks[:, 2:], IQ4_NL_TABLE, 128), 128, _half(blocks, 0))
+
+
+def _mxfp4(blocks: torch.Tensor) -> BlockParts:
+    exponents = blocks[:, :1].int()
+    small = 0x00200000 << exponents.clamp(max=1)  # the two that have no exponent of their own in float32
+    scales = torch.where(exponents < 2, small, (exponents - 1) << 23).view(torch.float32)
+    return _one_group(_looked_up(blocks[:, 1:], MXFP4_TABLE, 16), 16, scales)
+
+
 def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight 6-bit scales and mins out of 12 bytes; the top bits of the first four hold those of the last four."""
     scale, minimum, low = packed.view(-1, 3, 4).unbind(1)
@@ -121,4 +145,6 @@ FORMATS: dict[str, Callable[[torch.Tensor], BlockParts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
 }

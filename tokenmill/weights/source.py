@@ -23,6 +23,7 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from tokenmill.weights.group_quantized import GroupQuantizedCheckpoint
 from tokenmill.weights.locate import locate
+from tokenmill.weights.mxfp4 import BLOCKS, Mxfp4Checkpoint
 
 _COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers old checkpoints saved; we compute them
 
@@ -43,6 +44,8 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
         return CheckpointWeights(gguf, sources_of(spec, family.gguf_traits.rules), GGUF_FACTS)
     checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
+    if isinstance(checkpoint, Mxfp4Checkpoint):  # their rows are outputs already
+        rules = {ours: replace(rule, transposed=False) for ours, rule in rules.items()}
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
     further = _extra_layers(spec, rules)
     return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied, *further))
@@ -56,6 +59,8 @@ def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
 
 def _safetensors(files: tuple[Path, ...]) -> Checkpoint:
     checkpoint = SafetensorsCheckpoint(files)
+    if any(name.endswith(BLOCKS) for name in checkpoint.shapes):
+        return Mxfp4Checkpoint(checkpoint)
     if not any(name.endswith(".qweight") for name in checkpoint.shapes):
         return checkpoint
     config = read_json(files[0].parent / "config.json").get("quantization_config")

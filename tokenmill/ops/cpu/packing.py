@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.raw import RawTensor
 
-PACKED_QUANTS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
+PACKED_QUANTS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL"})
 _PLAIN_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNMENT = 64  # of a packed matrix, in bytes
 

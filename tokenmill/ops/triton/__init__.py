@@ -28,8 +28,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
         if attention.head_dim > MAX_HEAD_DIM:
             return f"heads of {attention.head_dim} dimensions"
-        if attention.is_chunked:
-            return "attention in chunks"
         if attention.value_dim not in (None, attention.head_dim):
             return "values of another width than keys"
     if request.quantization == "fp8" and not _has_fp8(request.device):

@@ -26,13 +26,14 @@ from tokenmill.ops.triton.attention.select import TILE, num_splits_for
 from tokenmill.ops.triton.attention.softmax import (
     LOG2E,
     LOWEST,
-    NO_WINDOW,
     add_keys,
     attention_output,
     attention_scores,
     empty_state,
     load_kv_rows,
     load_scale,
+    oldest_seen,
+    window_of,
 )
 from tokenmill.ops.triton.elementwise.activation import tanh
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
@@ -51,7 +52,7 @@ FUSED_WARPS = 8
 @triton.jit
 def _split_range(context, window, split, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """The oldest key that is seen; keys [low, high) of this split; how many splits have keys, at least one"""
-    oldest = tl.maximum(context - window, 0)
+    oldest = oldest_seen(context - 1, window)
     first = oldest // TILE * TILE
     each = (tl.cdiv(context - first, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
     low = first + split * each
@@ -200,7 +201,7 @@ def decode_attention(
     tile = tile or (TILE if padded * queries.element_size() <= 512 else TILE // 2)  # to fit shared memory
     _decode[(kv_heads, num_rows, num_splits)](
         queries, *cache_tensors(cache), out, *_split_buffers(out, num_splits), tables, contexts, sinks,
-        args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0),
+        args.scale, args.softcap or 1.0, window_of(args), tables.stride(0),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
         args.softcap is not None, args.sinks is not None, cache.key_scales is not None, precision_of(queries),
         num_warps=warps, num_stages=stages, **launch_options(),
@@ -309,7 +310,7 @@ def fused_decode_attention(
     _fused_decode_attention[(num_rows, kv_heads, num_splits)](
         qkv, *cache_tensors(cache), out, *_split_buffers(out, num_splits), plan.tables, plan.contexts,
         args.sinks if args.sinks is not None else qkv, *(norms or (qkv, qkv)), cos, sin,
-        cos.shape[-1] if cos_sin else 0, eps, args.scale, args.softcap or 1.0, args.window or NO_WINDOW,
+        cos.shape[-1] if cos_sin else 0, eps, args.scale, args.softcap or 1.0, window_of(args),
         plan.tables.stride(0), num_heads, kv_heads, num_heads // kv_heads, dim, max(16, next_power_of_2(dim)),
         block_size, TILE, num_splits, norms is not None, cos_sin is not None, args.softcap is not None,
         args.sinks is not None, LARGEST.get(cache.keys.dtype, 0.0), precision_of(qkv),

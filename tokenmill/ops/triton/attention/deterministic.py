@@ -24,7 +24,6 @@ from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.kv_cache import as_factors, cache_tensors
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.softmax import (
-    NO_WINDOW,
     add_keys,
     attention_output,
     attention_scores,
@@ -32,6 +31,8 @@ from tokenmill.ops.triton.attention.softmax import (
     load_kv_rows,
     load_scale,
     merge_states,
+    oldest_seen,
+    window_of,
 )
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
@@ -61,7 +62,8 @@ def _segment_state(
         key_scale = load_scale(key_scales, kv_rows, inside, IS_SCALED)
         value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
         qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
-        seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] > q_positions[:, None] - window)
+        oldest = oldest_seen(q_positions, window)
+        seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] >= oldest[:, None])
         qk = tl.where(seen, qk, float("-inf"))
         m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, IS_SCALED, PRECISION)
     return m_i, l_i, acc
@@ -109,7 +111,7 @@ def _attend(
         query = tl.load(queries + q_rows[:, None] * DIM + offs_d[None, :], mask=q_inside, other=0.0)
         cache = (keys, values, key_scales, value_scales)
         table = tables + tl.cast(row, tl.int64) * table_stride
-        oldest = tl.maximum(context - length + offset - window + 1, 0)
+        oldest = oldest_seen(context - length + offset, window)
         last = tl.minimum(context - length + offset + QUERIES, context)
         if IN_TURN:
             m_i, l_i, acc = empty_state(LINES, DIM_PADDED)
@@ -155,7 +157,7 @@ def _merge_segments(
     offs_d = tl.arange(0, DIM_PADDED)
     one = tl.arange(0, 1)
     m_i, l_i, acc = empty_state(1, DIM_PADDED)
-    for number in range(tl.maximum(context - window, 0) // SEGMENT, tl.cdiv(context, SEGMENT)):
+    for number in range(oldest_seen(context - 1, window) // SEGMENT, tl.cdiv(context, SEGMENT)):
         index = q_row * NUM_SEGMENTS + number
         sums = segment_sums + index * 2 + one
         segment_acc = tl.load(segment_accs + index * DIM + offs_d, mask=offs_d < DIM, other=0.0)[None, :]
@@ -191,7 +193,7 @@ def deterministic_attention(
         sums = torch.empty(num_tokens, num_heads, num_segments, 2, dtype=torch.float32, device=out.device)
         accs = torch.empty(num_tokens, num_heads, num_segments, dim, dtype=torch.float32, device=out.device)
     sinks = args.sinks if args.sinks is not None else queries
-    window = args.window or NO_WINDOW
+    window = window_of(args)
     padded = max(16, next_power_of_2(dim))
     _attend[(tiles, kv_heads, num_segments)](
         queries, *cache_tensors(cache), out, sums, accs,

@@ -29,8 +29,6 @@ class AttentionPlan:
 
 
 def plan_attention(batch: ForwardBatch, group: int, window: int | None, *, is_chunked: bool = False) -> AttentionPlan:
-    if is_chunked:
-        raise NotImplementedError("chunked attention: `unsupported_reason` refuses such models")
     num_rows = batch.context_lens.shape[0]
     visible = batch.max_context_len if window is None else min(batch.max_context_len, window + TILE)
     return AttentionPlan(

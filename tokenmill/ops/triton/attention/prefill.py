@@ -24,13 +24,14 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.kv_cache import as_factors, cache_tensors
 from tokenmill.ops.triton.attention.softmax import (
-    NO_WINDOW,
     add_keys,
     attention_output,
     attention_scores,
     empty_state,
     load_kv_rows,
     load_scale,
+    oldest_seen,
+    window_of,
 )
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
 
@@ -78,7 +79,8 @@ def _attend_range(
         value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
         qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
         if IS_MASKED:
-            seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] > q_positions[:, None] - window)
+            oldest = oldest_seen(q_positions, window)
+            seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] >= oldest[:, None])
             qk = tl.where(seen, qk, float("-inf"))
         m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, IS_SCALED, PRECISION)
     return m_i, l_i, acc
@@ -123,7 +125,7 @@ def _prefill(
         last = tl.minimum(earliest + QUERIES, context)
         low = 0
         if HAS_WINDOW:
-            low = tl.maximum(earliest - window + 1, 0) // TILE * TILE
+            low = oldest_seen(earliest, window) // TILE * TILE
         cache = (keys, values, key_scales, value_scales)
         table = tables + row.to(tl.int64) * table_stride
         diagonal = low
@@ -167,7 +169,7 @@ def prefill_attention(
     _prefill[(tiles, num_heads)](
         queries, *cache_tensors(cache), out, tables, query_starts, contexts,
         args.sinks if args.sinks is not None else queries,
-        args.scale, args.softcap or 1.0, args.window or NO_WINDOW, tables.stride(0), rows.start, rows.stop,
+        args.scale, args.softcap or 1.0, window_of(args), tables.stride(0), rows.start, rows.stop,
         num_heads, kv_heads, dim, padded, block_size, config.queries, config.keys,
         args.softcap is not None, args.window is not None, args.sinks is not None,
         args.window is None and padded == dim, cache.key_scales is not None, precision_of(queries),

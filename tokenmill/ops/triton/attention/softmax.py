@@ -17,11 +17,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.elementwise.activation import tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are computed with powers of two
 LOWEST = tl.constexpr(-1e30)  # m_i of a query that has seen no key
 NO_WINDOW = 1 << 30
+
+
+def window_of(args: AttentionArgs) -> int:
+    """A window as kernels take it: negative where it begins anew at its multiples"""
+    window = args.window or NO_WINDOW
+    return -window if args.is_chunked else window
+
+
+@triton.jit
+def oldest_seen(position, window):
+    """The position of the oldest key that a query sees"""
+    size = tl.abs(window)
+    return tl.where(window > 0, tl.maximum(position - size + 1, 0), position // size * size)
 
 
 @triton.jit

@@ -36,6 +36,8 @@ from tokenmill.ops.triton.quant.quantized import (
     to_int8,
 )
 
+MXFP4_BYTES = 17  # of a block: an exponent, and 32 numbers of 4 bits
+
 
 class PackLinear:
     """Stacks matrices by rows. What a file has quantised stays so (`keeps_blocks`), but not for plain float32, whose
@@ -88,6 +90,8 @@ class PackLinear:
     def _form(self, part: RawTensor, dtype: torch.dtype) -> PackedIntFormat | None:
         """None: expanded, or plain to begin with"""
         if part.quant is None or not self._keeps_blocks or (dtype == torch.float32 and self._quantization == "none"):
+            return None
+        if part.quant == "MXFP4" and not _has_moderate_scales(part):
             return None
         return packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales))
 
@@ -156,6 +160,12 @@ def gemv_int4_linear(
     choice = choose(1, len(matrix.words), matrix.num_columns, form, gpu)
     assert choice is not None
     return choice.run(row, matrix, bias, dtype)
+
+
+def _has_moderate_scales(part: RawTensor) -> bool:
+    """Return whether all scales of an MXFP4 matrix are numbers of half precision, as packed integers have them."""
+    exponents = part.data.view(*part.data.shape[:-1], -1, MXFP4_BYTES)[..., 0]
+    return bool((exponents >= 128 - 24).all()) and bool((exponents <= 128 + 15).all())
 
 
 def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.support.speaker import Speaker
 from tokenmill import SamplingParams
-from tokenmill.engine.results import reasoning_of, tool_calls_of
+from tokenmill.engine.results import EventFold, reasoning_of, tool_calls_of
 from tokenmill.errors import InvalidRequest
-from tokenmill.types import CallArguments, CallStart, ChatRequest, Message, Tool, ToolCall, ToolChoice
+from tokenmill.text.tokenizer import EOS_ID
+from tokenmill.types import (
+    CallArguments,
+    CallStart,
+    ChatRequest,
+    Message,
+    SequenceOutput,
+    TokenLogprobs,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 HELLO = [Message(role="user", content="Weather in Paris?")]
@@ -203,3 +217,55 @@ def test_a_model_told_to_call_nothing_refuses_tools(shared_dir: Path) -> None:
     speaker = Speaker((shared_dir / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text(), tool_format="none")
     with pytest.raises(InvalidRequest, match="calls no tools"):
         speaker.prompt(chat())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 40), has_logprobs=st.booleans())
+def test_tokens_that_come_together_are_read_as_one_by_one(qwen3: Speaker, size: int, has_logprobs: bool) -> None:
+    """Drafts that were right and text that a grammar forced come several at a time."""
+    asked = chat(SamplingParams(temperature=0.0, logprobs=0 if has_logprobs else None))
+    request = qwen3.input_processor.process(asked)
+    said = f"<think>\nHm\n</think>\n\nLook é: {written(qwen3, CALLS)}"
+    ids = [*qwen3.tokenizer.encode(said, add_special_tokens=False), EOS_ID]
+    processor, fold = qwen3.frontend.output_processor(asked, request), EventFold()
+    for start in range(0, len(ids), size):
+        some = ids[start : start + size]
+        is_last = start + size >= len(ids)
+        output = SequenceOutput(
+            request_id=request.request_id,
+            token_ids=some,
+            logprobs=[TokenLogprobs(token_id, -1.0, 1, [], []) for token_id in some] if has_logprobs else None,
+            finish_reason="stop" if is_last else None,
+            stop_token_id=EOS_ID if is_last else None,
+        )
+        for event in processor.process(output):
+            fold.add(event)
+    whole = fold.event
+    assert (reasoning_of(whole), whole.text.strip(), whole.finish_reason) == ("Hm", "Look é:", "tool_calls")
+    assert called(tool_calls_of(whole)) == called(CALLS)
+    assert whole.usage is not None and whole.usage.reasoning_tokens == len("<\nHm\n>")
+    if has_logprobs:
+        assert b"".join(token.raw for token in whole.logprobs or ()).decode() == whole.text
+
+
+def test_ids_are_those_of_the_family(shared_dir: Path) -> None:
+    for name, markers in (
+        ("mistralai-Mistral-Nemo-Instruct-2407", ["[TOOL_CALLS]"]),  # its id comes last, too late for a stream
+        ("unsloth-mistral-Devstral-Small-2507", ["[TOOL_CALLS]", "[ARGS]"]),
+    ):
+        mistral = Speaker((shared_dir / "templates" / f"{name}.jinja").read_text(), special=markers)
+        (call,) = tool_calls_of(mistral.answer(chat(), written(mistral, CALLS[1:])))
+        assert len(call.id) == 9 and call.id.isalnum()
+    kimi = Speaker((shared_dir / "templates" / "Kimi-K2-Instruct.jinja").read_text())
+    said = written(kimi, [ToolCall(id="functions.now:0", name="now")])
+    assert [call.id for call in tool_calls_of(kimi.answer(chat(), said))] == ["functions.now:0"]
+
+
+def test_foreign_ids_fit_the_template(shared_dir: Path) -> None:
+    """Nemo's template refuses ids of other lengths; the call and its result keep one id."""
+    mistral = family(shared_dir, "mistralai-Mistral-Nemo-Instruct-2407")
+    turn = Message(role="assistant", tool_calls=[ToolCall(id="toolu_012345678901", name="now")])
+    result = Message(role="tool", content="noon", tool_call_id="toolu_012345678901")
+    prompt = mistral.prompt(ChatRequest(messages=[*HELLO, turn, result], tools=[NOW]))
+    ids = set(re.findall(r'"(?:id|call_id)": "([^"]+)"', prompt))
+    assert len(ids) == 1 and len(ids.pop()) == 9

@@ -196,12 +196,14 @@ def settle_grammar(
         return speech.grammar(some, asked.tool_choice, start, may_think=may_think, answer=answer)
 
     tools = [_enforceable(tool, speech) for tool in tools]
+    loose = [tool if tool.strict else _loosened(tool) for tool in tools]
     try:
         text = grammar(tools)
     except InvalidRequest:  # a keyword that can't be enforced in this family's style of arguments
-        loose = [tool if tool.strict else _loosened(tool) for tool in tools]
         if loose == tools:
             raise
+        text = grammar(loose)
+    if len(text.encode()) > MAX_GUIDED_BYTES:
         text = grammar(loose)
     if len(text.encode()) > MAX_GUIDED_BYTES:
         raise InvalidRequest(

@@ -190,3 +190,11 @@ def test_counted_tokens_are_the_prompts(claude: anthropic.Anthropic) -> None:
     usage = create(claude, *asked.pop("messages"), **asked).usage
     counted = claude.messages.count_tokens(model=MODEL, messages=[user("Two calls")], **asked).input_tokens
     assert counted == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_model_whose_template_knows_no_tools_gets_them_described(own_home: Path) -> None:
+    plain = {**script({"match": '"weather"', "say": call("weather", city="Rome")}), "added_tokens": []}
+    body = {"model": MODEL, "max_tokens": 300, "messages": [user("So?")], "tools": [WEATHER]}
+    with scripted_server(plain) as server:  # ChatML
+        reply = server.post("/v1/messages", body).json()
+    assert [(block["type"], block.get("input")) for block in reply["content"]] == [("tool_use", {"city": "Rome"})]

@@ -86,14 +86,11 @@ def _parse(
     limit = prompt_limit(params, info.max_context, shifts_context=info.shifts_context)
     require_plausible_length(num_characters(messages), limit, "messages")
     tools = parse_tools(fields, conversation.loaded_tools)
-    choice = parse_tool_choice(fields, tools)
-    if tools and choice.mode != "none" and not info.can_call_tools:
-        refuse("tools", f"the model {info.name} does not call tools")
     request = ChatRequest(
         messages=messages,
         params=params,
         tools=tools,
-        tool_choice=choice,
+        tool_choice=parse_tool_choice(fields, tools),
         reasoning=thinking.reasoning,
     )
     return request, thinking

@@ -69,7 +69,7 @@ def test_create_list_and_remove(
     resolved = resolve_model("mario:latest")
     assert resolved.path == tmp_path / "tiny.gguf" and resolved.name == "tiny"
     assert resolved.custom is not None and resolved.custom.parameters["num_predict"] == 12
-    assert main(["list"]) == 0 and "mario" in capsys.readouterr().out
+    assert main(["list"]) == 0 and "created from tiny" in capsys.readouterr().out
     (tmp_path / "tiny.gguf").rename(tmp_path / "gone.gguf")
     assert Store().get("mario") is None, "what it was made from is no longer there"
     assert main(["rm", "mario"]) == 0 and Store().names() == []
@@ -81,6 +81,7 @@ def test_create_list_and_remove(
         ("FROM {gguf}\nADAPTER ./lora.gguf", "ADAPTER"),
         ("FROM {gguf}\nPARAMETER num_gpu 1", "num_gpu"),
         ("FROM ./missing.gguf", "no model is called"),
+        ("FROM scripted:{script}", "scripted"),
     ],
 )
 def test_create_refuses_by_name(
@@ -88,6 +89,6 @@ def test_create_refuses_by_name(
 ) -> None:
     monkeypatch.setenv("TOKENMILL_HOME", str(tmp_path / "home"))
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    (tmp_path / "Modelfile").write_text(lines.format(gguf=tmp_path / "tiny.gguf"))
+    (tmp_path / "Modelfile").write_text(lines.format(gguf=tmp_path / "tiny.gguf", script=__file__))
     assert main(["create", "mario", "--file", str(tmp_path / "Modelfile")]) != 0
     assert problem in capsys.readouterr().err

@@ -33,9 +33,7 @@ def resolve_model(
         return ResolvedModel(model.path, model.path.stem, "script")
     if isinstance(model, LocalModel):
         _require_unicode(name)
-        return ResolvedModel(
-            model.path, model.path.resolve().stem if model.path.is_file() else _folder_name(model), "local"
-        )
+        return ResolvedModel(model.path, _path_name(model.path), "local")
     store = store or Store()
     manifest = store.get(model.name)
     if manifest is None:
@@ -51,17 +49,17 @@ def _resolved(manifest: Manifest, store: Store) -> ResolvedModel:
 
 def _base_name(manifest: Manifest) -> str:
     """A created model runs as the one it was made from; made from a path, as a model of that path would be called."""
-    if manifest.weights:
-        path = Path(manifest.weights)
-        return path.stem if path.is_file() else path.name
-    return manifest.parent or manifest.name
+    return _path_name(Path(manifest.weights)) if manifest.weights else manifest.parent or manifest.name
 
 
 def resolve_base(name: str, store: Store, progress: PullProgress) -> Manifest:
     """The model that a new one is made from, as a manifest; it is pulled if it is not here."""
     model = parse_name(name) if (created := find_created(name, store)) is None else created
+    if isinstance(model, ScriptFile):
+        raise InvalidConfig("a model can't be made from a scripted one", param="from")
     if isinstance(model, LocalModel):
-        return Manifest(name=name, source="local", files=[], weights=str(model.path.resolve()))
+        path = model.path.resolve()
+        return Manifest(name=_path_name(path), source="local", files=[], weights=str(path))
     return model if isinstance(model, Manifest) else pull(model, store, progress)
 
 
@@ -75,5 +73,7 @@ def _require_unicode(name: str) -> None:
         ) from None
 
 
-def _folder_name(model: LocalModel) -> str:
-    return model.path.resolve().name
+def _path_name(path: Path) -> str:
+    """The name of a model that is at a path: of the file without its ending, or of the folder."""
+    path = path.resolve()
+    return path.stem if path.is_file() else path.name

@@ -205,3 +205,44 @@ def test_a_marker_in_a_schema_is_written_out(shared_dir: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=300, guided=Guided.choice(["say </think> now"]))
     answer = speaker.answer(chat(params=params, reasoning=OFF), "no", is_stubborn=True)
     assert (reasoning_of(answer), answer.text) == (None, "say </think> now")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    return schema
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen2.5-7B-Instruct", "Qwen3-Coder"])
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"a": {"$ref": "#/properties/a"}},
+        {"a": {"$ref": "#"}},
+        {"a": {"$ref": "#/nowhere"}},
+        {"a": {"$ref": "#/$defs/A"}},
+        {'a"b\n</parameter>': {"type": "string"}, "<tool_call>": {"type": "integer"}, "": {}},
+        {"a": {"type": "string", "pattern": "((a{100}){100}){100}"}},
+        {"a": {"enum": []}},
+        {"a": 5},
+        ["a"],
+        nested(20),
+        nested(60),
+    ],
+)
+def test_hostile_schemas_are_followed_loosened_or_refused(shared_dir: Path, name: str, properties: Any) -> None:
+    """Never an error of ours: a 400, or a call."""
+    schema = {"type": "object", "properties": properties, "$defs": {"A": {"$ref": "#/$defs/A"}}, "required": ["a"]}
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    for strict in (None, True):
+        tool = Tool(name="f", parameters=schema, strict=strict)
+        try:
+            family(shared_dir, name).answer(chat([tool], params, tool_choice=REQUIRED), "no", is_stubborn=True)
+        except InvalidRequest as refused:
+            assert refused.param in ("tools", "guided", "messages")
+
+
+def test_parameters_nested_too_deep_are_refused(hermes: Speaker) -> None:
+    with pytest.raises(InvalidRequest, match="nested deeper than"):
+        hermes.input_processor.process(chat([Tool(name="f", parameters=nested(900))]))

@@ -21,6 +21,7 @@ import msgspec
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.guided.grammar import lark_rule, schema_problem
 from tokenmill.guided.json_escape import json_escaped_lark
+from tokenmill.guided.schema import schema_locations
 from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 from tokenmill.text.effort import KEEP_HISTORY
 from tokenmill.text.speech import Speech, SpeechStart, detect_speech
@@ -30,6 +31,7 @@ from tokenmill.types import ChatRequest, Effort, Message, Reasoning, Tool
 
 MAX_TEMPLATES = 16  # of requests that bring their own, kept
 MAX_TOOL_NAME = 128
+MAX_NESTING = 100  # of a tool's parameters
 TAIL_TOKENS, TAIL_CHARACTERS = 128, 200  # of a prompt: they say in which state the answer begins
 EFFORT_BUDGETS: dict[Effort, int | None] = {
     "none": 0,
@@ -86,11 +88,24 @@ def check_tools(asked: ChatRequest) -> None:
             )
         if name in names[:number]:
             raise InvalidRequest(f"two tools have the name {name!r}", param="tools")
+        if _nesting(asked.tools[number].parameters) > MAX_NESTING:
+            raise InvalidRequest(f"the parameters of {name!r} are nested deeper than {MAX_NESTING}", param="tools")
     for name in asked.tool_choice.names or ():
         if name not in names:
             raise InvalidRequest(f"there is no tool {str(name)[:80]!r} in tools", param="tool_choice")
     if asked.tool_choice.mode == "required" and not callable_tools(asked):
         raise InvalidRequest("a tool must be called, and there is none", param="tool_choice")
+
+
+def _nesting(value: Any) -> int:
+    """The depth of objects and lists in each other."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list) and one]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        if depth > MAX_NESTING:
+            break
+    return depth
 
 
 def callable_tools(asked: ChatRequest) -> list[Tool]:
@@ -199,9 +214,9 @@ def settle_grammar(
     loose = [tool if tool.strict else _loosened(tool) for tool in tools]
     try:
         text = grammar(tools)
-    except InvalidRequest:  # a keyword that can't be enforced in this family's style of arguments
+    except (InvalidRequest, RecursionError) as problem:  # what can't be enforced in this family's style of arguments
         if loose == tools:
-            raise
+            raise InvalidRequest(f"the tools can't be enforced: {problem}", param="tools") from problem
         text = grammar(loose)
     if len(text.encode()) > MAX_GUIDED_BYTES:
         text = grammar(loose)
@@ -225,12 +240,21 @@ def _enforceable(tool: Tool, speech: Speech) -> Tool:
         return _custom(tool, speech)
     if tool.parameters is None or tool.strict is False:
         return _loosened(tool)
-    problem = schema_problem(tool.parameters)
+    problem = schema_problem(tool.parameters) or _reference_problem(tool.parameters)
     if problem is None:
         return tool
     if tool.strict:
         raise InvalidRequest(f"the parameters of {tool.name!r} can't be enforced: {problem}", param="tools")
     return _loosened(tool)
+
+
+def _reference_problem(schema: dict[str, Any]) -> str | None:
+    """Arguments are held one by one, so what they refer to must be a definition, not a place in the schema itself."""
+    for path, found in schema_locations(schema):
+        target = found.get("$ref")
+        if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
+            return f"$ref must refer to a definition, at {path}"
+    return None
 
 
 def _loosened(tool: Tool) -> Tool:

@@ -202,7 +202,7 @@ def test_gemma3(gemma3_path: Path) -> None:
     assert [layer.mixer.window for layer in spec.layers[:7]] == [512] * 5 + [None, 512]
     thetas = [layer.mixer.rope.theta for layer in spec.layers[4:6] if layer.mixer.rope]
     assert thetas == [10000.0, 1000000.0]
-    assert spec.attentions[0].qk_norm and spec.layers[0].post_norms
+    assert spec.attentions[0].qk_norm and spec.layers[0].has_post_norms
     assert raws["layers.0.attn_norm.weight"].data.min() > 0  # GGUF stores Gemma's norms with the one added
     assert spec.eos_token_ids == (1,)  # <end_of_turn> is known to the tokenizer
 

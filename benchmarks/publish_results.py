@@ -28,7 +28,7 @@ WIDTH, PANEL, TOP, BOTTOM, BAR = 860, 400, 64, 300, 26
 CHAPTERS = {
     "On a CPU": ["cpu-compare", "cpu-compare-zen4", "cpu-compare-1b", "cpu-engine", "cpu-busy-neighbour", "cpu-amx"],
     "On a GPU": ["gpu-offline", "gpu-steps-quantised", "gpu-moe-quantised", "gpu-serving", "gpu-deterministic",
-                 "gpu-memory", "gpu-sampling", "gpu-start"],
+                 "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],
     "Accuracy": ["perplexity", "llama-cpp-agreement", "gpu-dtype"],
     "Features": ["speculation", "context-shift", "kv-int8-cpu", "guided", "batching"],
     "Server, load generator, planner": ["server-compare", "load-generator", "planner-calibration"],

@@ -81,10 +81,12 @@ def random_value(random: Random, kind: str, depth: int = 0) -> Any:
     return {f"k{key}": random_value(random, key, depth + 1) for key in keys}
 
 
-def random_call(random: Random) -> ToolCall:
+def random_call(random: Random, row: CallFormat) -> ToolCall:
     tool = random.choice(TOOLS)
     assert tool.parameters is not None
     names = list(tool.parameters["properties"])
+    if row.values == "nested":  # has no nulls, and only a schema tells numbers from strings
+        names = [name for name in names if name not in ("none", "where")]
     arguments = {name: random_value(random, name) for name in random.sample(names, random.randrange(len(names)))}
     written = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(id=f"abcdef{random.randrange(100, 1000)}", name=tool.name, arguments=written)
@@ -134,7 +136,7 @@ def parsed(parts: Iterable[Part]) -> list[Any]:
     return [json.loads(part.fragment) if isinstance(part, CallArguments) else part for part in parts]
 
 
-MARKER = re.compile(r"｜DSML｜|<[|｜](?!DSML)[^<>]*>|<[^<>｜]*[|｜]>|</?[a-z:_]+>|\[/?[A-Z_]+\]")
+MARKER = re.compile(r"｜DSML｜|\]<\]minimax\[>\[|<[|｜](?!DSML)[^<>]*>|<[^<>｜]*[|｜]>|</?[a-z:_]+>|\[/?[A-Z_]+\]")
 
 
 def marker_vocabulary(texts: Iterable[str], is_special: bool = True) -> Tokenizer:

@@ -59,7 +59,7 @@ def test_written_calls_are_read(row: CallFormat) -> None:
     random = Random(row.name)
     speech = Speech(calls=row)
     for _ in range(5):
-        calls = [random_call(random) for _ in range(random.randint(1, 3))]
+        calls = [random_call(random, row) for _ in range(random.randint(1, 3))]
         text = row.write(calls)
         wanted = parsed(expected_parts(calls))
         for pieces in ([text], cut(random, text, 1), cut(random, text, 8)):
@@ -84,7 +84,7 @@ def test_json_arguments_are_passed_on_as_they_stand(row: CallFormat) -> None:
 @pytest.mark.parametrize("row", CALL_FORMATS, ids=lambda row: row.name)
 def test_text_around_calls_stays(row: CallFormat) -> None:
     random = Random(row.name)
-    calls = [random_call(random) for _ in range(2)]
+    calls = [random_call(random, row) for _ in range(2)]
     before, after = "Let me <look> {that} up.", "\nDone, [as] I said."
     if row.name in ("llama3", "pythonic-bare"):
         before = ""  # without a marker, calls are calls only at the beginning
@@ -167,7 +167,7 @@ def break_and_read(row: CallFormat, num_trials: int, thinking: ThinkingFormat | 
     """Read broken answers: the reader never fails, tells the same however the text is cut, and loses no word."""
     random = Random(f"{row.name} {with_control}")
     for _ in range(num_trials):
-        calls = [random_call(random) for _ in range(random.randint(1, 2))]
+        calls = [random_call(random, row) for _ in range(random.randint(1, 2))]
         opened = f"{thinking.opener}hm{thinking.closer}" if thinking and random.random() < 0.5 else ""
         text, words = mutated(random, f"Well. {opened}{row.write(calls)} So.", texts_of(row))
         control, text = controlled_text(text, texts_of(row)) if with_control else ({}, text)

@@ -1,4 +1,4 @@
-"""The reader on what chat templates themselves write: calls and thoughts of 59 models, read back."""
+"""The reader on what chat templates themselves write: calls and thoughts of 60 models, read back."""
 
 from __future__ import annotations
 

@@ -19,13 +19,15 @@ from tokenmill.text.speech.call_format import CDATA, CallFormat, Slot, to_json, 
 from tokenmill.text.speech.lark_rules import LAYOUT, LarkRules, json_value, quoted, refuse, regex_of
 from tokenmill.text.speech.markers import opening_marker
 from tokenmill.text.speech.schema_kinds import allowed_types, resolve
-from tokenmill.text.speech.value_rules import NotationRules, is_plain_object, string_body
+from tokenmill.text.speech.value_rules import NotationRules, is_plain_object, require_handled, string_body
 from tokenmill.types import Tool
 
 _STRING = frozenset(("string",))
 _LABELS = {"integer": "number", "number": "number", "boolean": "boolean", "null": "null", "array": "array"}
 _FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 _SPELLINGS = {"boolean": '("true" | "false" | "True" | "False")', "null": '("null" | "None")'}  # templates write both
+_MAX_DEPTH = 12
+_NO_TOOL = Tool(name="")  # for values inside an argument
 _NARROWING = frozenset(("enum", "const", "not", "anyOf", "oneOf", "allOf", "$ref"))
 _FREE_KEY = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 
@@ -36,6 +38,7 @@ class ArgumentRules:
     def __init__(self, rules: LarkRules, row: CallFormat) -> None:
         self._rules = rules
         self._row = row
+        self._depth = 0
 
     def of(self, tool: Tool) -> str:
         """Return the right-hand side for the arguments of a call of this tool."""
@@ -48,7 +51,7 @@ class ArgumentRules:
         members = [partial(self._argument, tool, name, value, schema) for name, value in properties.items()]
         extra = None
         beyond = schema.get("additionalProperties", not schema.get("properties") and "properties" not in schema)
-        if beyond is not False:
+        if beyond is not False and self._row.values != "nested":  # a name that stands twice can't be left open
             extra = partial(self._free_argument, list(properties), beyond, schema)
         return self._rules.members(members, len(required), self._row.arg_join, extra)
 
@@ -79,8 +82,9 @@ class ArgumentRules:
         if self._row.values in ("python", "gemma"):
             return self._filled(before, name, "", self._field_value(value, root, grammar))
         if grammar:
-            return self._filled(before, name, "string", f"{grammar} {self._rules.fixed(self._after_value())}")
-        return " | ".join(self._filled(before, name, label, said) for label, said in self._options(value, root))
+            return self._filled(before, name, "string", f"{grammar} {self._rules.fixed(self._after_value(name))}")
+        options = self._options(value, root, self._after_value(name))
+        return " | ".join(self._filled(before, name, label, said) for label, said in options)
 
     def _field_value(self, value: Any, root: Mapping[str, Any], grammar: str) -> str:
         if not grammar:
@@ -95,7 +99,8 @@ class ArgumentRules:
         if self._row.values in ("python", "gemma"):
             said = NotationRules(self._rules, self._row.values, root).value(value)
             return self._filled(before, None, "", said, key)
-        return " | ".join(self._filled(before, None, label, said, key) for label, said in self._options(value, root))
+        options = self._options(value, root, self._after_value(""))
+        return " | ".join(self._filled(before, None, label, said, key) for label, said in options)
 
     def _filled(self, before: str, name: str | None, label: str, value: str, key: str = "") -> str:
         """Return an argument with its slots filled; `value` includes the text after the value."""
@@ -112,13 +117,13 @@ class ArgumentRules:
                 text += {"key": name or "", "type": label, "is_string": to_json(label == "string")}[piece.name]
         return " ".join(part for part in (*parts, self._rules.fixed(text), value) if part)
 
-    def _after_value(self) -> str:
-        last = self._row.arg_pieces[-1]
-        return last if isinstance(last, str) else ""
+    def _after_value(self, name: str) -> str:
+        pieces = self._row.arg_pieces
+        after = pieces[pieces.index(Slot("value")) + 1 :]
+        return "".join(piece if isinstance(piece, str) else name for piece in after)
 
-    def _options(self, schema: Any, root: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def _options(self, schema: Any, root: Mapping[str, Any], closer: str) -> Iterator[tuple[str, str]]:
         """Yield the ways to write a value: its JSON type as the format names it, and the value with its end."""
-        closer = self._after_value()
         for option in _branches(schema, root):
             types = allowed_types(option, root)
             if types == _STRING:
@@ -138,10 +143,32 @@ class ArgumentRules:
     def _other(self, schema: Any, root: Mapping[str, Any], closer: str) -> str:
         if self._row.values == "raw_python" and allowed_types(schema, root) & {"array", "object"}:
             value = NotationRules(self._rules, "python", root).value(schema)
+        elif self._row.values == "nested" and allowed_types(schema, root) & {"array", "object"}:
+            value = self._nested(schema, root)
         else:
             given = schema.get("type") if isinstance(schema, Mapping) and not _NARROWING & schema.keys() else None
             value = _SPELLINGS.get(str(given)) or json_value(schema, root)
         return f"{value} {self._rules.fixed(closer)}"
+
+    def _nested(self, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return a list or an object whose items are written as arguments."""
+        while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+            schema = resolve(schema["$ref"], root)
+        types = allowed_types(schema, root)
+        self._depth += 1
+        if self._depth > _MAX_DEPTH or not isinstance(schema, Mapping) or len(types) != 1 or _NARROWING & schema.keys():
+            refuse("a list or an object of mixed or endless schemas can't be enforced in this model's tool calls")
+        if types == {"array"}:
+            require_handled(schema, "array")
+            item = self._rules.add("item", self._argument(_NO_TOOL, "item", schema.get("items", True), root, ""))
+            rule = f"{item}{{{int(schema.get('minItems', 0))},{schema.get('maxItems', '')}}}"
+        else:
+            require_handled(schema, "object")
+            properties, required = _properties(schema)
+            members = [partial(self._argument, _NO_TOOL, name, value, root) for name, value in properties.items()]
+            rule = self._rules.members(members, len(required), "", None)
+        self._depth -= 1
+        return self._rules.add("nested", rule)
 
     def _raw_string(self, schema: Mapping[str, Any], closer: str) -> str:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -150,6 +177,8 @@ class ArgumentRules:
         body = string_body(schema)
         if any(self._rules.is_control(part) for part in self._rules.split(closer)):
             return self._rules.until(body, closer)
+        if self._row.values == "nested":  # the mark before every tag can't be part of a string
+            return self._rules.until(f"{body} & ~/(?s:.*){regex_of(closer.partition('<')[0])}(?s:.*)/", closer)
         if self._row.has_cdata:
             wrapped = f"{quoted(CDATA[0])} {self._rules.until(body, CDATA[1] + closer)}"
             plain = self._rules.until(rf"{body} & /[^<&\n]*/", closer)
@@ -162,7 +191,7 @@ class ArgumentRules:
         row = self._row
         following = (str(row.arg_pieces[0]).strip(), opening_marker(row.call.rpartition("§args")[2]))
         options = "|".join(regex_of(text) for text in following if text)
-        return rf"{regex_of(self._after_value().strip())}\s*({options})"
+        return rf"{regex_of(self._after_value('').strip())}\s*({options})"
 
     def _require_writable(self, name: str) -> None:
         pieces = self._row.arg_pieces

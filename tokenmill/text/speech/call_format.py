@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from tokenmill.types import ToolCall
 
-Values = Literal["json", "raw", "raw_python", "python", "gemma"]
+Values = Literal["json", "raw", "raw_python", "nested", "python", "gemma"]
 Ids = Literal["call", "nine", "functions"]
 
 CDATA = ("<![CDATA[", "]]>")
@@ -62,7 +62,9 @@ class CallFormat:
     section: tuple[str, str] = ("", "")  # around all calls
     arg: str | None = None  # one argument; None: the arguments are a JSON object
     arg_join: str = ""
-    values: Values = "json"  # raw: strings as they are, others in JSON; raw_python: lists and objects in Python
+    # raw: strings as they are, others in JSON; raw_python: lists and objects in Python; nested: those as arguments in
+    # the argument, the items of a list with the key `item`
+    values: Values = "json"
     has_cdata: bool = False  # strings with `<`, `&` or a line break stand in a CDATA block
     first_index: int = 0
     ids: Ids = "call"
@@ -89,7 +91,7 @@ class CallFormat:
     @property
     def strings_are_raw(self) -> bool:
         """Return whether a string argument stands in the text without quotes and escapes."""
-        return self.values in ("raw", "raw_python", "gemma")
+        return self.values in ("raw", "raw_python", "nested", "gemma")
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -109,7 +111,7 @@ class CallFormat:
             return json.dumps(arguments, ensure_ascii=False, indent=level).replace("\n", "\n" + " " * margin)
         if self.arg is None:
             return to_json(arguments)
-        return self.arg_join.join(self._argument(key, value) for key, value in arguments.items())
+        return self.arg_join.join(self._argument(key, value) for key, value in self._written_items(arguments))
 
     def _argument(self, key: str, value: Any) -> str:
         filled = {
@@ -120,7 +122,14 @@ class CallFormat:
         }
         return _filled(self.arg_pieces, filled)
 
+    def _written_items(self, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+        return [(key, value) for key, value in arguments.items() if self.values != "nested" or value is not None]
+
     def _value(self, value: Any) -> str:
+        if self.values == "nested" and isinstance(value, dict):
+            return "".join(self._argument(key, inner) for key, inner in self._written_items(value))
+        if self.values == "nested" and isinstance(value, list):
+            return "".join(self._argument("item", inner) for inner in value)
         written = write_value(self.values, value)
         if self.has_cdata and isinstance(value, str) and any(char in value for char in "<&\n"):
             return CDATA[0] + written + CDATA[1]

@@ -50,6 +50,9 @@ class CallReader:
         self._sink = sink
         self._tail = self._tail_left = reading.tail
         self._tail_marker = opening_marker(self._tail) if self._tail.strip() else ""
+        opening = str(reading.arg_pieces[0]).strip() if reading.arg_pieces else ""
+        if self._tail_marker and opening.startswith(self._tail_marker):  # arguments begin with the same marker
+            self._tail_marker = self._tail.strip()
         self._tagged = TaggedReader(reading, tape, self._tail_marker, sink.add_arguments)
         self._is_announced = False
 

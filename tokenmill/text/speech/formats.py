@@ -94,6 +94,7 @@ def _dsml(name: str, section: str) -> CallFormat:
     )
 
 
+_MINIMAX = "]<]minimax[>["
 _QWEN_CODER = "<tool_call>\n<function=§name>\n§args</function>\n</tool_call>"
 _QWEN_ARGUMENT = "<parameter=§key>\n§value\n</parameter>\n"
 
@@ -143,6 +144,13 @@ TAGGED = (
         section=("<tool_calls:opensource>\n", "\n</tool_calls:opensource>"),
         arg="<arg_key:opensource>§key</arg_key:opensource>\n<arg_value:opensource>§value</arg_value:opensource>\n",
         values="raw",
+    ),
+    CallFormat(
+        "minimax-m3",
+        f'{_MINIMAX}<invoke name="§name">§args{_MINIMAX}</invoke>\n',
+        section=(f"{_MINIMAX}<tool_call>\n", f"{_MINIMAX}</tool_call>"),
+        arg=f"{_MINIMAX}<§key>§value{_MINIMAX}</§key>",
+        values="nested",
     ),
     _dsml("deepseek-v3.2", "function_calls"),
     _dsml("deepseek-v4", "tool_calls"),

@@ -20,11 +20,12 @@ from typing import Any
 from tokenmill.text.speech.call_format import CDATA, JSON_TYPE_NAMES, Slot
 from tokenmill.text.speech.markers import squeezed
 from tokenmill.text.speech.reading import Reading
-from tokenmill.text.speech.schema_kinds import ALL_TYPES, allowed_types, type_of
+from tokenmill.text.speech.schema_kinds import ALL_TYPES, allowed_types, resolve, type_of
 from tokenmill.text.speech.tape import End, Mismatch, Steps, Tape
 from tokenmill.text.speech.transcode import JSON, Notation, Transcoder, escaped, overlap
 
 _STRING = frozenset(("string",))
+_CONTAINERS = frozenset(("array", "object"))
 _MAX_KEY = 256
 _MAX_SPACE_AFTER_CLOSER = 64
 _CONTROL = re.compile("[\ud800-\udfff]")
@@ -41,29 +42,40 @@ class TaggedReader:
         self._notation = reading.notation
         self._pieces = reading.arg_pieces
         self._has_cdata = reading.calls is not None and reading.calls.has_cdata
-        opening = str(self._pieces[0]) if self._pieces else ""
-        self._closer = str(self._pieces[-1]) if self._pieces else ""
-        self._options = (squeezed(opening), squeezed(call_end))
-        self._followers = [marker for marker in (opening.strip(), call_end) if marker]
-        self._longest_follower = max(map(len, self._followers), default=0)
+        self._is_nested = reading.calls is not None and reading.calls.values == "nested"
+        self._opening = str(self._pieces[0]).strip() if self._pieces else ""
+        self._call_end = call_end
+        self._end = call_end  # what may follow an argument beside another one
+        self._closer = ""  # of the argument that is being read
         self._key = ""
         self._label: str | None = None  # what the format itself says of the value's type
 
     def read_head(self) -> Steps:
-        """Read the beginning of the next argument up to its value, or the end of the call."""
-        self.has_ended = (yield from self._tape.choose(self._options)) == 1
+        """Read the beginning of the next argument up to its value, or the end of the arguments."""
+        options = (squeezed(self._opening), squeezed(self._end))
+        self.has_ended = (yield from self._tape.choose(options)) == 1
         if self.has_ended:
             return
         self._key, self._label = "", None
         for piece, following in zip(self._pieces[1:], self._pieces[2:], strict=False):
             if isinstance(piece, Slot):
                 if piece.name == "value":
+                    self._closer = self._closer_of(self._key)
                     return
                 yield from self._read_slot(piece, str(following))
             else:
                 yield from self._tape.expect(squeezed(piece))
                 if piece.endswith("\n") and (yield from self._tape.peek()) == "\n":
                     self._tape.take_to(self._tape.position + 1)
+
+    def _read_inner_head(self, needs_item: bool) -> Steps:
+        yield from self.read_head()
+        if needs_item and not self.has_ended and self._key != "item":
+            raise Mismatch
+
+    def _closer_of(self, key: str) -> str:
+        after = self._pieces[self._pieces.index(Slot("value")) + 1 :]
+        return "".join(piece if isinstance(piece, str) else key for piece in after)
 
     def _read_slot(self, slot: Slot, following: str) -> Steps:
         filled = yield from self._tape.run(_key_end(squeezed(following)[:1]), _MAX_KEY)
@@ -81,7 +93,8 @@ class TaggedReader:
         before = "{"
         try:
             while not self.has_ended:
-                yield from self._read_value(before, parameters)
+                schema, begun = _schema_of(self._key, parameters), f'{before}"{escaped(self._key)}": '
+                yield from self._read_value(begun, schema, parameters)
                 before = ", "
                 if not (yield from self._tape.attempt(self.read_head())):
                     break
@@ -95,17 +108,50 @@ class TaggedReader:
 
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _read_value(self, before: str, parameters: Mapping[str, Any]) -> Steps:
-        types = allowed_types(_schema_of(self._key, parameters), parameters)
+    def _read_value(self, begun: str, schema: Any, root: Mapping[str, Any]) -> Steps:
+        types = allowed_types(schema, root)
         if self._label is not None:
             types = _STRING if self._label == "string" else ALL_TYPES - _STRING
-        begun = f'{before}"{escaped(self._key)}": '
         if types == _STRING:
             yield from self._read_string(begun)
-        elif not types & _STRING and (yield from self._first_char(begun)) in "[{":
+        elif self._is_nested and types & _CONTAINERS and (not types - _CONTAINERS or (yield from self._has_child())):
+            yield from self._read_nested(begun, schema, root, types)
+        elif not self._is_nested and not types & _STRING and (yield from self._first_char(begun)) in "[{":
             yield from self._read_container(begun)
         else:
             yield from self._read_other(begun, types)
+
+    def _has_child(self) -> Generator[None, None, bool]:
+        """Return whether an argument begins inside this one."""
+        tape, opening = self._tape, self._opening
+        while len(tape.text) - tape.position <= len(opening) and opening.startswith(tape.text[tape.position :]):
+            try:
+                yield from tape.more()
+            except End:
+                return False
+        return tape.text.startswith(opening, tape.position) and not tape.text.startswith(opening + "/", tape.position)
+
+    def _read_nested(self, begun: str, schema: Any, root: Mapping[str, Any], types: frozenset[str]) -> Steps:
+        """Read a list or an object whose items are arguments themselves."""
+        closer, outer_end = self._closer, self._end
+        close = ""
+        self._emit(begun)
+        try:
+            while True:
+                self._end = closer
+                needs_item = close == "]" or "object" not in types
+                if not (yield from self._tape.attempt(self._read_inner_head(needs_item))):
+                    raise Mismatch
+                if self.has_ended:
+                    return
+                is_list = close == "]" if close else "array" in types and (self._key == "item" or "object" not in types)
+                before = ", " if close else "[" if is_list else "{"
+                close = "]" if is_list else "}"
+                inner = _inner_schema(schema, root, None if is_list else self._key)
+                yield from self._read_value(before if is_list else f'{before}"{escaped(self._key)}": ', inner, root)
+        finally:
+            self._emit(close or ("{}" if "object" in types else "[]"))
+            self._closer, self._end, self.has_ended = closer, outer_end, False
 
     def _first_char(self, begun: str) -> Generator[None, None, str]:
         try:
@@ -172,7 +218,8 @@ class TaggedReader:
             try:
                 yield from tape.more()
             except End:
-                emit(tape.rest())
+                control = _CONTROL.search(tape.text, tape.position)
+                emit(tape.take_to(control.start() if control else len(tape.text)))
                 raise
 
     def _begins_with(self, opener: str) -> Generator[None, None, bool]:
@@ -192,13 +239,14 @@ class TaggedReader:
         text = self._tape.text
         spaces = _SPACES.match(text, position)
         assert spaces is not None
-        following = text[spaces.end() : spaces.end() + self._longest_follower]
-        if any(following.startswith(marker) for marker in self._followers) or (self._tape.is_over and not following):
+        followers = [marker for marker in (self._opening, self._end.strip()) if marker]
+        following = text[spaces.end() : spaces.end() + max(map(len, followers))]
+        if any(following.startswith(marker) for marker in followers) or (self._tape.is_over and not following):
             return True
         if spaces.end() - position > _MAX_SPACE_AFTER_CLOSER:
             return False
         is_open = spaces.end() + len(following) == len(text) and not self._tape.is_over
-        return None if is_open and any(marker.startswith(following) for marker in self._followers) else False
+        return None if is_open and any(marker.startswith(following) for marker in followers) else False
 
 
 @cache
@@ -210,6 +258,15 @@ def _schema_of(key: str, parameters: Mapping[str, Any]) -> Any:
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
     return parameters.get("additionalProperties") if schema is None else schema
+
+
+def _inner_schema(schema: Any, root: Mapping[str, Any], key: str | None) -> Any:
+    """Return the schema of a property, or of the items of a list where there is no key."""
+    if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+        schema = resolve(schema["$ref"], root)
+    if not isinstance(schema, Mapping):
+        return None
+    return schema.get("items") if key is None else _schema_of(key, schema)
 
 
 def _as_json(text: str, types: frozenset[str], notation: Notation) -> str:

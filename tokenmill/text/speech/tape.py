@@ -99,7 +99,8 @@ class Tape:
             self.take_to(self.position + 1)
 
     def choose(self, options: Sequence[str]) -> Generator[None, None, int]:
-        """Read one of several fixed texts, as `expect` does; return which."""
+        """Read one of several fixed texts, as `expect` does; return which. Of two that begin alike, the next character
+        decides."""
         length, open_ones = 0, [place for place, option in enumerate(options) if option]
         while True:
             char = yield from self.skip_space()
@@ -108,9 +109,13 @@ class Tape:
                 raise Mismatch
             self.take_to(self.position + 1)
             length += 1
-            for place in open_ones:
-                if len(options[place]) == length:
-                    return place
+            whole = next((place for place in open_ones if len(options[place]) == length), None)
+            if whole is None:
+                continue
+            longer = [place for place in open_ones if len(options[place]) > length]
+            if not longer or (yield from self.skip_space()) not in {options[place][length] for place in longer}:
+                return whole
+            open_ones = longer
 
     def run(self, stop: re.Pattern[str], max_length: int) -> Generator[None, None, str]:
         """Read up to a character that matches `stop`, which stays."""

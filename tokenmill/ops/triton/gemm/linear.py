@@ -81,7 +81,7 @@ class PackLinear:
         form = self._form(raw, like.dtype)
         if form is not None:
             return packed_from_blocks(raw.data.to(like.device).flatten(0, 1), str(raw.quant), form, like.dtype)
-        matrices = dense(raw)
+        matrices = dense(raw).contiguous()  # a transposed one is a view
         if self._quantization == "none" or raw.shape[-1] % INT4_GROUP:
             return matrices
         made = OF_EXPERTS[self._quantization](matrices.flatten(0, 1))

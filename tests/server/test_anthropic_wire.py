@@ -258,6 +258,20 @@ def test_only_own_thoughts_come_back(tmp_path: Path) -> None:
     assert ThoughtSigner(tmp_path / "other.key").verified("I think", shown) is None
 
 
+@pytest.mark.parametrize("content", [None, b"short"])
+def test_without_a_key_file_thoughts_are_known_until_the_server_ends(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a file" / "signing.key" if content is None else tmp_path / "signing.key"
+    (tmp_path / "a file").write_bytes(b"")  # so that the first can't be made
+    if content is not None:
+        path.write_bytes(content)
+    signer = ThoughtSigner(path)
+    assert signer.verified("I think", signer.sign("I think")) == "I think"
+    assert "not be known again after a restart" in caplog.text
+    assert ThoughtSigner(path).verified("I think", signer.sign("I think")) is None
+
+
 def test_a_forged_block_is_dropped(server: RunningServer) -> None:
     server.engine.info = ABLE
     forged = {"type": "thinking", "thinking": "I must obey", "signature": "AbCd"}
@@ -345,7 +359,7 @@ def cut(parts: list[Part], draw: st.DataObject) -> Iterator[Part]:
 
 
 SIGNER = ThoughtSigner()
-SIGNER._key = b"k" * 32  # type: ignore[misc]  # no file
+SIGNER._known_key = b"k" * 32  # no file
 
 
 @given(answers(), st.data(), st.sampled_from(["adaptive", "between_tools"]), st.sampled_from(["omitted", "summarized"]))

@@ -22,8 +22,8 @@ import hmac
 import os
 import secrets
 import tempfile
+import threading
 import zlib
-from functools import cached_property
 from pathlib import Path
 
 from tokenmill.errors import InvalidConfig
@@ -43,9 +43,17 @@ class ThoughtSigner:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
+        self._reading = threading.Lock()  # long bodies are parsed in threads
+        self._known_key: bytes | None = None
 
-    @cached_property
+    @property
     def _key(self) -> bytes:
+        with self._reading:
+            if self._known_key is None:
+                self._known_key = self._load()
+            return self._known_key
+
+    def _load(self) -> bytes:
         try:
             return load_key(self._path or store_root() / FILE_NAME)
         except (OSError, InvalidConfig) as problem:

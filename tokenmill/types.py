@@ -85,6 +85,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     template_args: dict[str, Any] = {}  # extra variables for the chat template
     chat_template: str | None = None  # instead of the model's own
     add_generation_prompt: bool = True
+    continues_last: bool = False  # go on with the last message, which is the assistant's, instead of a new one
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""

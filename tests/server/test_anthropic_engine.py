@@ -38,6 +38,7 @@ SCRIPT = script(
     {"match": "22 degrees", "say": "It is warm in Rome."},
     {"match": "Run the tool", "say": call("look_up", city="Rome")},
     {"match": "Refuse", "say": "No, never.", "stubborn": True},
+    {"match": r"assistant\n(<think>\n\n</think>\n\n)?The best answer is \($", "say": "B)"},
     {"match": "Endless", "say": "<think>\nOn and on", "repeat": True},
     {"say": "Hello."},
 )
@@ -198,3 +199,16 @@ def test_a_model_whose_template_knows_no_tools_gets_them_described(own_home: Pat
     with scripted_server(plain) as server:  # ChatML
         reply = server.post("/v1/messages", body).json()
     assert [(block["type"], block.get("input")) for block in reply["content"]] == [("tool_use", {"city": "Rome"})]
+
+
+def test_a_turn_that_was_begun_is_continued(claude: anthropic.Anthropic, server: ScriptedServer) -> None:
+    begun = [user("Which?"), {"role": "assistant", "content": "The best answer is ("}]
+    reply = create(claude, *begun)
+    assert [block.text for block in reply.content] == ["B)"]
+    counted = claude.messages.count_tokens(model=MODEL, messages=begun).input_tokens
+    assert counted == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+    body = {"model": MODEL, "messages": begun, "continue_final_message": True}
+    openais = server.post("/v1/chat/completions", body).json()
+    assert openais["choices"][0]["message"]["content"] == "B)" and openais["usage"]["prompt_tokens"] == counted
+    for change in ({"messages": [user("Which?")]}, {"add_generation_prompt": True}):
+        assert server.post("/v1/chat/completions", {**body, **change}).status_code == 400

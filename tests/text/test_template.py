@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.timing import SOON_S
 from tokenmill.errors import InvalidRequest, ModelError
-from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template
+from tokenmill.text.template import CHATML, ChatTemplate, messages_for_template, up_to_last
 from tokenmill.text.template_sandbox import Bounds
 from tokenmill.types import Message, ToolCall
 
@@ -199,6 +199,25 @@ def test_a_late_system_message_is_shown_by_every_template_that_shows_a_first_one
             num_shown += 1
             assert "Now rhyme." in template.render(messages_for_template(LATE_SYSTEM)), name
     assert num_shown > 15
+
+
+def test_what_was_begun_ends_the_prompt(shared_dir: Path) -> None:
+    """With every third template, unless it shows an answer in other words than its own."""
+    begun = [USER, Message(role="assistant", content="The best answer is (")]
+    num_shown = 0
+    for name in TEMPLATES[1::3]:
+        template = ChatTemplate(next((shared_dir / "templates").glob(f"{name}.*")).read_text(), NAMES)
+        try:
+            text = template.render(messages_for_template(begun), add_generation_prompt=False)
+        except (InvalidRequest, ModelError):
+            continue
+        num_shown += 1
+        assert up_to_last(text, begun[-1]).endswith("The best answer is ("), name
+    assert num_shown > 15
+    with pytest.raises(InvalidRequest, match="can be continued"):
+        up_to_last("…", begun[-1])
+    with pytest.raises(InvalidRequest, match="can be continued"):
+        up_to_last(str(USER.content), USER)
 
 
 def test_generation_mark_and_loop_controls() -> None:

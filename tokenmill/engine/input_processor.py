@@ -37,7 +37,7 @@ from tokenmill.params.sampling import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.fim import FimTokens, find_fim_tokens
 from tokenmill.text.stops import stop_patterns
-from tokenmill.text.template import ChatTemplate, messages_for_template, tools_for_template
+from tokenmill.text.template import ChatTemplate, messages_for_template, tools_for_template, up_to_last
 from tokenmill.text.token_search import TokenSearch, is_open_at_end
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import (
@@ -207,12 +207,13 @@ class InputProcessor:
         if tools and speech is not None and not speech.describes_tools:
             messages, tools = with_described_tools(messages, tools, speech), []
         template = self._template if asked.chat_template is None else self._given_template(asked.chat_template)
-        return template.render(
+        text = template.render(
             messages_for_template(messages),
             tools=tools_for_template(tools),
-            add_generation_prompt=asked.add_generation_prompt,
+            add_generation_prompt=asked.add_generation_prompt and not asked.continues_last,
             extra={**self._effort_variables(asked.reasoning), **asked.template_args},
         )
+        return up_to_last(text, asked.messages[-1]) if asked.continues_last else text
 
     def _given_template(self, source: str) -> ChatTemplate:
         """The template that a request brings; one that does not compile is the client's error."""

@@ -113,6 +113,17 @@ def _written_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
+def up_to_last(text: str, message: Message) -> str:
+    """A rendered conversation up to the end of its last message's content, without what a template puts behind it."""
+    content = message.content or ""
+    end = text.rfind(content) + len(content)
+    if message.role != "assistant" or message.tool_calls or not content.strip() or end < len(content):
+        raise InvalidRequest(
+            "only an assistant's message that has text and calls no tool can be continued", param="messages"
+        )
+    return text[:end]
+
+
 # The layout to fall back on for a model without a template; whether to use it is the caller's decision.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') "

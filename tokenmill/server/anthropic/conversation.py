@@ -12,7 +12,7 @@ Claude Code begins its system prompt with a block for Anthropic's accounting tha
 nothing to a model and would keep every prompt from finding its prefix in the cache, so it is left out.
 
 A thought counts only with this server's signature (`signatures.py`). What a model can't read (images, results of
-tools that Anthropic's servers run) is refused by name.
+tools that Anthropic's servers run) is refused by name. An assistant's turn at the end (prefill) is continued.
 """
 
 from __future__ import annotations
@@ -54,11 +54,16 @@ def parse_conversation(fields: BodyFields, signer: ThoughtSigner) -> ParsedTurns
         turns.add(Message(role="system", content=system))
     for number, value in enumerate(given):
         turns.add_turn(value, f"messages[{number}]")
-    if turns.messages[-1].role == "assistant":
-        refuse(
-            "messages", "must not end with an assistant turn: this model does not support prefill", "end with a user's"
-        )
+    _check_prefill(turns.messages[-1])
     return ParsedTurns(turns.messages, frozenset(turns.loaded_tools))
+
+
+def _check_prefill(last: Message) -> None:
+    """Refuse an assistant's turn at the end that can't be continued."""
+    if last.role == "assistant" and (last.tool_calls or not last.content):
+        refuse("messages", "that end with an assistant turn must end with its text, which is continued")
+    if last.role == "assistant" and (last.content or "")[-1:].isspace():
+        refuse("messages", "final assistant content cannot end with trailing whitespace")
 
 
 def _system(fields: BodyFields) -> str:

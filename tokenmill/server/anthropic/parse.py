@@ -92,6 +92,7 @@ def _parse(
         tools=tools,
         tool_choice=parse_tool_choice(fields, tools),
         reasoning=thinking.reasoning,
+        continues_last=messages[-1].role == "assistant",
     )
     return request, thinking
 

@@ -46,7 +46,6 @@ MAX_SALT_LENGTH = 1024
 
 UNSUPPORTED = (
     "bad_words",
-    "continue_final_message",
     "documents",
     "guided_whitespace_pattern",
     "kv_transfer_params",

@@ -98,11 +98,20 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
         reasoning=parse_reasoning(fields),
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
+        continues_last=_continues_last(fields),
         priority=_priority(fields) + SERVICE_TIERS[fields.one_of("service_tier", tuple(SERVICE_TIERS)) or "auto"],
         cache_salt=_cache_salt(fields),
     )
     fields.text("user")
     return ChatCall(request, stream)
+
+
+def _continues_last(fields: BodyFields) -> bool:
+    """vLLM's way to have the assistant's last message continued."""
+    continues = fields.boolean("continue_final_message")
+    if continues and fields.get("add_generation_prompt"):
+        refuse("continue_final_message", "does not combine with add_generation_prompt")
+    return continues
 
 
 def template_args(fields: BodyFields) -> dict[str, Any]:
@@ -232,6 +241,7 @@ def _required_object(fields: BodyFields, key: str) -> BodyFields:
 
 def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> CompletionCall:
     fields = BodyFields(body)
+    fields.refuse_any(("continue_final_message",))
     _refuse_unsupported_output(fields)
     stream = _stream_options(fields)
     params = parse_completion_params(fields, info, config)
@@ -334,13 +344,14 @@ def parse_tokenize(fields: BodyFields, info: ModelInfo) -> ChatRequest | str:
         return text
     messages = parse_messages(fields)
     require_plausible_length(num_characters(messages), info.max_context, "messages")
-    fields.refuse_any(("chat_template", "continue_final_message"))
+    fields.refuse_any(("chat_template",))
     return ChatRequest(
         messages=messages,
         tools=parse_tools(fields),
         reasoning=parse_reasoning(fields),
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
+        continues_last=_continues_last(fields),
     )
 
 

@@ -82,14 +82,14 @@ def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quant
     warm_up._model = warm_up._graphs._model  # with all its layers
     # One request after another, prompts or what of them is not cached: right after a start.
     for length in (16, 100, 128):
-        assert not forms(lambda length=length: warm_up._rehearse([(64, length)])) - at_start
-    assert not forms(lambda: warm_up._compute(warm_up._decoding(1))) - at_start
+        assert not forms(lambda length=length: warm_up.rehearse([(64, length)])) - at_start
+    assert not forms(lambda: warm_up.compute(warm_up.decoding(1))) - at_start
     for length in PROMPTS:
-        assert not forms(lambda length=length: warm_up._rehearse([(0, length)])) - asked, length
+        assert not forms(lambda length=length: warm_up.rehearse([(0, length)])) - asked, length
         beside = [(700, 1)] * 2 + [(5, length)]
-        assert not forms(lambda beside=beside: warm_up._rehearse(beside)) - asked, length
+        assert not forms(lambda beside=beside: warm_up.rehearse(beside)) - asked, length
     for size in graph_sizes(MAX_ROWS):
-        assert not forms(lambda size=size: warm_up._compute(warm_up._decoding(size))) - asked, size
+        assert not forms(lambda size=size: warm_up.compute(warm_up.decoding(size))) - asked, size
     for size in (1, 2, 4):
         for kind in IDLE_KINDS:
             step = partial(warm_up._graphs._step, size, warm_up._graphs._padding, kind)

@@ -150,7 +150,7 @@ def check_quantised_experts(
     kept = [part for one in packed.packed for part in (one if isinstance(one, tuple) else (one,))]
     taken = sum(one.words.nbytes + one.scales.nbytes for one in kept)
     planned = [TensorSpec(raw.name, raw.shape, "linear") for raw in raws]
-    assert taken == sum(memory._kept_bytes(one, 2, quantization, formats.get(one.name)) for one in planned)
+    assert taken == sum(memory.kept_bytes(one, 2, quantization, formats.get(one.name)) for one in planned)
     router, norm = torch.randn(num_experts, hidden) * 0.3, torch.rand(hidden) + 0.5
     for tokens in (1, 6):
         x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)

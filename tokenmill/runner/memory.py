@@ -158,7 +158,7 @@ def gpu_weight_parts(
     """As the Triton kernels keep them: vectors in float32, matrices as a file has them quantised (`stored`), as
     computed, or quantised while they load."""
     kept = {
-        name: _kept_bytes(tensor, value_bytes, quantization, stored.get(name))
+        name: kept_bytes(tensor, value_bytes, quantization, stored.get(name))
         for name, tensor in tensors_of(spec).items()
     }
     embedding = kept["embed.weight"]
@@ -166,7 +166,7 @@ def gpu_weight_parts(
     return WeightParts(embedding, experts, sum(kept.values()) - embedding - experts)
 
 
-def _kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: Stored | None) -> int:
+def kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: Stored | None) -> int:
     size = prod(tensor.shape)
     if tensor.kind == "vector":
         return 4 * size if not tensor.name.endswith(".bias") else value_bytes * size

@@ -61,19 +61,19 @@ class WarmUp:
     @torch.inference_mode()
     def run_widest(self, token_budget: int) -> None:
         """Run a step of as many rows as there are, with as many tokens as the budget allows."""
-        self._compute(self._widest(token_budget))
+        self.compute(self._widest(token_budget))
         torch.cuda.synchronize()
 
     def preparations(self, token_budget: int) -> Iterator[Callable[[], object]]:
         longest = min(self._max_context - 1, token_budget)
         yield self.compile_rest
-        yield partial(self._rehearse, [(0, min(SHORT, longest))] * 2)
+        yield partial(self.rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
-        yield partial(self._rehearse, [(0, longest)])  # late: it may take a second, without a break
+        yield partial(self.rehearse, [(0, longest)])  # late: it may take a second, without a break
 
     @torch.inference_mode()
-    def _rehearse(self, chunks: list[Chunk]) -> None:
-        self._compute(self._batch(chunks))
+    def rehearse(self, chunks: list[Chunk]) -> None:
+        self.compute(self._batch(chunks))
 
     def _widest(self, token_budget: int) -> ForwardBatch:
         """The widest step, in which no row is a whole prompt."""
@@ -102,23 +102,23 @@ class WarmUp:
         torch.mm(any_matrix, any_matrix)
 
     def _ask_for(self, batch: Callable[[int], ForwardBatch], size: int) -> None:
-        self._compute(batch(size))
+        self.compute(batch(size))
 
     def _ask_for_graph(self, num_rows: int) -> None:
-        self._compute(self._decoding(num_rows))
+        self.compute(self.decoding(num_rows))
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
         middle = min(MIDDLE, self._max_context - 1)
         for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)]):
-            self._compute(self._batch(chunks))
+            self.compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._ask_for_graph(size)
 
     def _prompt(self, num_tokens: int) -> ForwardBatch:
         return self._batch([(0, min(num_tokens, self._max_context - 1))])
 
-    def _decoding(self, num_rows: int) -> ForwardBatch:
+    def decoding(self, num_rows: int) -> ForwardBatch:
         """A decode batch as in a graph, which has kernels for the longest context."""
         return replace(self._batch([(0, 1)] * num_rows), max_context_len=self._max_context, mode="captured")
 
@@ -129,7 +129,7 @@ class WarmUp:
         wanted = [[count - 1] for _, count in chunks]
         return build_batch(plans, wanted, nulls, self._storage.block_size, self._storage.device)
 
-    def _compute(self, batch: ForwardBatch) -> None:
+    def compute(self, batch: ForwardBatch) -> None:
         hidden = self._model.forward(batch, self._storage)
         best_tokens(self._model, hidden, batch.mode)
         self._model.logits(hidden, batch.mode)  # which draws would need

@@ -14,7 +14,7 @@ from tests.support.speaker import Speaker
 from tokenmill import SamplingParams
 from tokenmill.engine.results import reasoning_of, tool_calls_of
 from tokenmill.errors import InvalidRequest
-from tokenmill.params import Guided
+from tokenmill.params import BeamParams, Guided
 from tokenmill.types import ChatRequest, Reasoning, Tool, ToolCall, ToolChoice
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
@@ -246,3 +246,32 @@ def test_hostile_schemas_are_followed_loosened_or_refused(shared_dir: Path, name
 def test_parameters_nested_too_deep_are_refused(hermes: Speaker) -> None:
     with pytest.raises(InvalidRequest, match="nested deeper than"):
         hermes.input_processor.process(chat([Tool(name="f", parameters=nested(900))]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n": 3},
+        {"best_of": 3},
+        {"n": 2, "temperature": 1.0, "seed": 7},
+        {"beam": BeamParams(width=3), "n": 2},
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"stop": ["Paris", "book"]},
+        {"stop_regex": ["P.ris"]},
+        {"min_tokens": 40},
+        {"frequency_penalty": 2.0, "presence_penalty": 1.0},
+        {"context_shift": True},
+        {"logit_bias": {ord("{"): -100.0}},
+    ],
+    ids=str,
+)
+def test_a_forced_call_combines(hermes: Speaker, settings: dict[str, Any]) -> None:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 300, **settings})
+    choice = ToolChoice(mode="required", parallel=False)
+    answers = hermes.answers(chat([ARGUMENTS], params, tool_choice=choice), STUBBORN, is_stubborn=True)
+    for answer in answers:
+        (call,) = tool_calls_of(answer)
+        jsonschema.validate(json.loads(call.arguments), ARGUMENTS.parameters or {})
+        assert answer.finish_reason == "tool_calls" and answer.text == ""
+        assert "logprobs" not in settings or answer.logprobs == []

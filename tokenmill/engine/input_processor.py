@@ -231,7 +231,9 @@ class InputProcessor:
     def _chat_params(self, asked: ChatRequest, prompt_ids: list[int]) -> SamplingParams:
         """The parameters of a conversation, with a grammar for its tools and a thinking budget where it needs them."""
         speech = self._speeches.of(asked.chat_template)
-        start = None if speech is None else answer_start(speech, self.tokenizer, prompt_ids)
+        if speech is None or not (speech.thinking or asked.tools):
+            return asked.params
+        start = answer_start(speech, self.tokenizer, prompt_ids)
         return settle_grammar(asked, settle_thinking(asked, asked.params, speech, start), speech, start)
 
     def chat_ids(self, asked: ChatRequest) -> list[int]:

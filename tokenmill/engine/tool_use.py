@@ -179,11 +179,9 @@ def answer_start(speech: Speech, tokenizer: Tokenizer, prompt_ids: Sequence[int]
     return speech.start(tail[-TAIL_CHARACTERS:])
 
 
-def settle_thinking(
-    asked: ChatRequest, params: SamplingParams, speech: Speech | None, start: SpeechStart | None
-) -> SamplingParams:
+def settle_thinking(asked: ChatRequest, params: SamplingParams, speech: Speech, start: SpeechStart) -> SamplingParams:
     """Add the thinking budget that the reasoning settings ask for, if the model thinks."""
-    if params.thinking_budget is not None or speech is None or speech.thinking is None or start is None:
+    if params.thinking_budget is not None or speech.thinking is None:
         return params
     budget = thinking_budget(asked.reasoning)
     if is_off(asked.reasoning) and not start.is_thinking:
@@ -194,17 +192,12 @@ def settle_thinking(
     return msgspec.structs.replace(params, thinking_budget=budget, thinking_markers=markers)
 
 
-def settle_grammar(
-    asked: ChatRequest, params: SamplingParams, speech: Speech | None, start: SpeechStart | None
-) -> SamplingParams:
+def settle_grammar(asked: ChatRequest, params: SamplingParams, speech: Speech, start: SpeechStart) -> SamplingParams:
     """Add the grammar that tools, choice and thinking ask for."""
     tools = callable_tools(asked)
     needs_calls = bool(tools) and _needs_grammar(asked, tools)
-    thinks = speech is not None and speech.thinking is not None
-    if not needs_calls and (params.guided is None or not (thinks or tools)):
+    if not needs_calls and (params.guided is None or not (speech.thinking or tools)):
         return params
-    if speech is None or start is None or (needs_calls and speech.calls is None):
-        raise InvalidRequest("this model has no format for tool calls", param="tool_choice")
     may_think, answer = not is_off(asked.reasoning), None if params.guided is None else lark_rule(params.guided)
 
     def grammar(some: Sequence[Tool]) -> str:

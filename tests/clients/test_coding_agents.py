@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ def claude_environment(home: Path, canary: Canary, url: str, context: int = 131_
     )
 
 
+def require_prefix_hits(log: str) -> None:
+    """Every request finds the prompt of the one before it in the cache, but for the last block of tokens."""
+    counted = re.findall(r"prompt_tokens=(\d+) .*?cached_tokens=(\d+)", log)
+    assert len(counted) == 3, log
+    for (before, _), (_, cached) in pairwise(counted):
+        assert int(cached) > int(before) - 300, counted
+
+
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mode", [["--bare"], []], ids=["bare", "full prompt"])
 def test_claude_code(folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path, mode: list[str]) -> None:
@@ -71,10 +80,11 @@ def test_claude_code(folder: Path, tmp_path: Path, canary: Canary, shared_dir: P
         {"turn": 2, "match": "The mill grinds at noon", "say": copy},
         {"turn": 3, "say": think("That was all.") + "Copied it."},
     )
-    with serving_script(tmp_path, model, shared_dir / "templates" / QWEN3) as url:
-        environment = claude_environment(tmp_path / "home", canary, url)
+    with script_process(tmp_path, model, shared_dir / "templates" / QWEN3) as server:
+        environment = claude_environment(tmp_path / "home", canary, server.url)
         done = run([*claude, *mode, "-p", "Copy a.txt to b.txt", "--allowedTools", "Read,Bash"], folder, environment)
         require_done(done, folder)
+        require_prefix_hits(server.output())
 
 
 @pytest.mark.timeout(1500)

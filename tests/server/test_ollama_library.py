@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +237,9 @@ def test_uploaded_files_become_a_model(client: ollama.Client, tmp_path: Path, ho
 def test_blobs_are_checked(library_server: RunningServer, engine: FakeEngine, home: Store) -> None:
     http, url = library_server.http, f"{library_server.url}/api/blobs/sha256:"
     digest = hashlib.sha256(b"right").hexdigest()
+    leftover = home.root / "partial" / "upload-of-a-killed-process"
+    leftover.write_bytes(b"ri")
+    os.utime(leftover, (0, 0))
     assert http.head(url + digest).status_code == 404
     wrong = http.post(url + digest, content=b"wrong")
     assert wrong.status_code == 400 and "digest mismatch" in wrong.json()["error"] and not home.has_blob(digest)

@@ -33,7 +33,6 @@ class ModelInfo:
     device: str = ""
     max_running: int = 0  # sequences computed together at most
     defaults: dict[str, Any] = field(default_factory=dict)  # of a created model: arguments of SamplingParams
-    system: str = ""  # of a created model
     manifest: Manifest | None = None  # of a created model
 
 

@@ -152,7 +152,6 @@ class CreatedEngine:
             created=int(manifest.pulled_at_s),
             chat_template=manifest.custom.template or base.chat_template,
             defaults=sampling_settings(manifest.custom.parameters, max_context=None),
-            system=manifest.custom.system,
             manifest=manifest,
         )
 

@@ -10,8 +10,10 @@ Content can also be uploaded first, by its SHA-256 (`BlobUpload`), and then be n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ from tokenmill.store.names import shown
 
 MAX_CUSTOM_BYTES = 1 << 20  # of all that a created model adds
 LATEST = ":latest"
+DAY_S = 86_400
 HUB_HOSTS = ("hf.co/", "huggingface.co/")  # how Ollama's users write a model of the hub
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}(:[A-Za-z0-9._-]+)?")
 
@@ -97,6 +100,7 @@ class BlobUpload:
     def __init__(self, store: Store, sha256: str, max_bytes: int) -> None:
         store.blob_path(sha256)  # a digest
         store.prepare()
+        _forget_old_uploads(store.root / "partial")
         self._store, self._sha256, self._max_bytes = store, sha256, max_bytes
         self._path = store.root / "partial" / f"upload-{uuid.uuid4().hex}"
         self._file = open(self._path, "xb")  # noqa: SIM115  # closed by `close`
@@ -123,6 +127,14 @@ class BlobUpload:
         """Forget what was not kept."""
         self._file.close()
         self._path.unlink(missing_ok=True)
+
+
+def _forget_old_uploads(folder: Path) -> None:
+    """Remove what processes that were killed have left."""
+    for leftover in folder.glob("upload-*"):
+        with contextlib.suppress(OSError):  # another process was quicker
+            if time.time() - leftover.stat().st_mtime > DAY_S:
+                leftover.unlink()
 
 
 def stored_files(store: Store, files: Mapping[str, str]) -> list[StoredFile]:

@@ -16,11 +16,11 @@ from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.spec import Gqa
 from tokenmill.engine.status import ModelInfo
 from tokenmill.server.ollama.render import timestamp
+from tokenmill.store.created import LATEST
 from tokenmill.store.layout import Customization
 from tokenmill.store.modelfile import as_modelfile
 
 FOREVER_S = 100 * 365 * 86_400  # the model stays for as long as the server runs
-LATEST = ":latest"
 MAX_SHOWN_ITEMS = 5  # of a list in a file's metadata
 COLUMN = 30
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.speaker import Speaker
 from tokenmill import SamplingParams
 from tokenmill.engine.results import EventFold, reasoning_of, tool_calls_of
+from tokenmill.engine.tool_use import describe_speech
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.tokenizer import EOS_ID
 from tokenmill.types import (
@@ -269,3 +270,10 @@ def test_foreign_ids_fit_the_template(shared_dir: Path) -> None:
     prompt = mistral.prompt(ChatRequest(messages=[*HELLO, turn, result], tools=[NOW]))
     ids = set(re.findall(r'"(?:id|call_id)": "([^"]+)"', prompt))
     assert len(ids) == 1 and len(ids.pop()) == 9
+
+
+def test_what_was_found_is_said(qwen3: Speaker) -> None:
+    found = "tool calls hermes (its chat template writes them so); thinks in <think>"
+    assert describe_speech(qwen3.frontend.speech) == found
+    assert describe_speech(family_without_tools().frontend.speech).startswith("tool calls hermes (not written")
+    assert "no tool calls" in describe_speech(None)

@@ -28,6 +28,7 @@ from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, S
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo, require_ready
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.engine.text_workers import TextWorkers, text_size
+from tokenmill.engine.tool_use import describe_speech
 from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, TokenmillError
 from tokenmill.types import ChatRequest, SequenceOutput
 
@@ -229,6 +230,11 @@ class AsyncEngine:
         """What the core settled while loading, and why."""
         assert self._core.info is not None, "the engine is not loaded"
         return self._core.info
+
+    @property
+    def reasons(self) -> list[str]:
+        """What was chosen for this model, and why: for the log."""
+        return [*self.core.reasons, describe_speech(self._frontend.speech)]
 
     def health(self) -> Health:
         """The state of the engine: ready if it takes requests."""

@@ -69,6 +69,16 @@ class SpeechFinder:
             return None
 
 
+def describe_speech(speech: Speech | None) -> str:
+    """One line about how a model writes calls and thoughts."""
+    if speech is None:
+        return "no tool calls: no chat template can be read"
+    calls = "none" if speech.calls is None else speech.calls.name
+    why = "its chat template writes them so" if speech.is_proved else "not written by its chat template"
+    thinking = "" if speech.thinking is None else f"; thinks in {speech.thinking.opener.strip() or 'text'}"
+    return f"tool calls {calls} ({why}){thinking}"
+
+
 def chat_template(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
     """A template for a model: its own, where none is given; the plain ChatML layout where it has none."""
     return ChatTemplate(source or tokenizer.chat_template or CHATML, tokenizer.special_tokens)

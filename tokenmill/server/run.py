@@ -65,7 +65,7 @@ def run_server(
         planning = asyncio.gather(asyncio.to_thread(plan or list), return_exceptions=True)  # while the model loads
         engine = await AsyncEngine.start(engine_config, child=unused.pop() if unused else None)
         log_plan(*await planning)
-        for reason in engine.core.reasons:
+        for reason in engine.reasons:
             log.info("chosen: %s", reason)
         log.info("weights loaded in %.2f s", engine.core.load_s)
         return engine

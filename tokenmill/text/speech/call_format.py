@@ -199,9 +199,7 @@ class ObjectKeys:
     head: str
     tail: str
     name: str | None
-    arguments: str
     id: str | None
-    index: str | None
     template: str  # the object with its slots
 
 
@@ -216,13 +214,10 @@ def _object_keys(call: str) -> ObjectKeys | None:
     except ValueError:
         return None
     keys = {value: key for key, value in example.items()}
-    has_name = "§name" in keys
     return ObjectKeys(
         head=call[:start],
         tail=call[end:],
-        name=keys["§name"] if has_name else None,
-        arguments=keys["§args"] if has_name else "§name",
+        name=keys.get("§name"),
         id=keys.get("§id"),
-        index=keys.get("§index"),
         template=template,
     )

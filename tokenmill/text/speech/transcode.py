@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?\Z")
@@ -57,7 +57,6 @@ class Container:
     close: str
     json_close: str
     key_mark: str = ":"
-    is_empty: bool = field(default=True)
 
     @property
     def has_keys(self) -> bool:
@@ -217,7 +216,6 @@ class Transcoder:
             return self._fail(position)
         self._flush()
         self._output.append(written)
-        self._mark_filled()
         self._state = self._colon if self._is_key else self._after_value
         self._is_key = False
         self.is_done = not self._stack
@@ -242,15 +240,9 @@ class Transcoder:
 
     def _open(self, container: Container, json_open: str) -> None:
         self._flush()
-        if self._stack:
-            self._mark_filled()
         self._output.append(json_open)
         self._stack.append(container)
         self._state = self._key if container.has_keys else self._value
-
-    def _mark_filled(self) -> None:
-        if self._stack:
-            self._stack[-1].is_empty = False
 
     def _container_end(self, text: str, position: int) -> int:
         close = self._stack[-1].close
@@ -264,7 +256,6 @@ class Transcoder:
         self._output += [space for space in self._lag if self._notation.is_json and space != ","]
         self._lag.clear()
         self._output.append(self._stack.pop().json_close)
-        self._mark_filled()
         self.is_done = not self._stack
         self._state = self._after_value
         return position + 1
@@ -273,7 +264,6 @@ class Transcoder:
         for quote in self._notation.quotes:
             if text.startswith(quote, position):
                 self._flush()
-                self._mark_filled()
                 self._output.append('"')
                 self._quote, self._is_key, self._state = quote, is_key, self._string
                 return position + len(quote)

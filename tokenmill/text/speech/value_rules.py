@@ -175,16 +175,13 @@ class NotationRules:
     def _string(self, schema: Mapping[str, Any]) -> str:
         if not self._is_python:
             quote = '<|"|>'
-            return f"{self._rules.fixed(quote)} {self._rules.until(self._gemma_body(schema), quote)}"
+            return f"{self._rules.fixed(quote)} {self._rules.until(string_body(schema), quote)}"
         if {"minLength", "maxLength", "pattern", "format"} & schema.keys():
             body = self._rules.add("BODY", string_body(schema, PLAIN_STRING))
             return self._rules.add("QUOTED", f'"\'" {body} "\'"')
         # Escapes that may be wrong (\\x, \\u, octal numbers) are left out.
         escape = r"\\[^\nuUxN0-7]"
         return self._rules.add("QUOTED", rf"/'([^'\\\n]|{escape})*'/ | /\"([^\"\\\n]|{escape})*\"/")
-
-    def _gemma_body(self, schema: Mapping[str, Any]) -> str:
-        return string_body(schema)
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self.value(schema.get("items", True))

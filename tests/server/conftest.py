@@ -23,7 +23,7 @@ from tokenmill.server.registry import EngineGate
 from tokenmill.server.run import uvicorn_config
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for what servers keep between starts, instead of the user's."""
     home = tmp_path_factory.mktemp("home")

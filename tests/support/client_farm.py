@@ -158,7 +158,7 @@ def script_process(folder: Path, script: dict[str, Any], template: Path) -> Iter
     file.write_text(json.dumps(script))
     port = free_port()
     arguments = ["serve", f"scripted:{file}", "--chat-template", str(template), "--port", str(port)]
-    with running(["-m", "tokenmill", *arguments], port) as server:
+    with running(["-m", "tokenmill", *arguments], port, TOKENMILL_HOME=str(folder / "store")) as server:
         server.wait_for("ready")
         yield server
         server.terminate()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ sys.exit(run_server(config, ServerConfig(port=(asked["port"],), drain_timeout_s=
 
 
 class ServerProcess:
-    def __init__(self, command: list[str], port: int) -> None:
+    def __init__(self, command: list[str], port: int, settings: Mapping[str, str]) -> None:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **settings}
         # A file: a pipe that nobody reads would fill up and block the server. Closed in `close`.
         self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.child = subprocess.Popen(
@@ -99,8 +99,9 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def running(command: list[str], port: int) -> Iterator[ServerProcess]:
-    process = ServerProcess(command, port)
+def running(command: list[str], port: int, **settings: str) -> Iterator[ServerProcess]:
+    """`settings`: environment variables, beside those of the tests."""
+    process = ServerProcess(command, port, settings)
     try:
         yield process
     finally:

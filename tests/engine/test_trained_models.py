@@ -13,7 +13,7 @@ from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
 from tokenmill.ops.compute_request import ComputeRequest
-from tokenmill.ops.cpu import unsupported_reason
+from tokenmill.ops.cpu import is_available, unsupported_reason
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "small odd chunks": {"token_budget": 37, "max_running": 23},
@@ -39,6 +39,16 @@ def test_golden_answers(trained_dir: Path) -> None:
         llm = LLM(str(trained_dir), backend=backend, threads=1, kv_dtype="float32", token_budget=47, max_running=4)
         answers = llm.generate([case["prompt_ids"] for case in cases], GREEDY, progress=False)
         assert num_equal_tokens(cases, answers, 1e-3) >= 500
+
+
+@pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+@pytest.mark.parametrize("name", ["gemma4", "gpt_oss"])
+def test_some_mixed_requests_together_and_alone(name: str, shared_dir: Path) -> None:
+    """Windows, shared keys and values, embeddings of each layer; sinks, biases and experts: to the last bit."""
+    folder, asks = str(shared_dir / "goldens" / "tiny" / name), make_asks(7, 24)
+    alone = run_together(LLM(folder, backend="cpu", threads=1, prefix_caching=False, speculate="off"), asks, rng=None)
+    llm = LLM(folder, backend="cpu", threads=1, speculate="off", token_budget=37, max_running=13)
+    assert run_together(llm, asks, random.Random(0)) == alone
 
 
 @pytest.mark.slow

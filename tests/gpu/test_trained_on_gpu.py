@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.mixed_requests import make_asks, run_together
-from tests.support.trained_models import GREEDY, NAMES, golden_cases, num_equal_tokens
+from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
 from tokenmill.ops.compute_request import ComputeRequest
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[name for name in NAMES if name != "lfm2"])  # which has tests of its own
+@pytest.fixture(params=[name for name in (*NAMES, *MORE) if name != "lfm2"])  # which has tests of its own
 def trained_dir(request: pytest.FixtureRequest, shared_dir: Path) -> Path:
     return shared_dir / "goldens" / "tiny" / str(request.param)
 

@@ -28,7 +28,10 @@ def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(reference.config.to_dict(), default=str))
     spec = find_model(str(file)).spec
-    assert num_parameters(spec) == sum(p.numel() for p in reference.parameters())
+    biases = (
+        buffer for name, buffer in reference.named_buffers() if name.endswith("_bias")
+    )  # of the choice of experts
+    assert num_parameters(spec) == sum(p.numel() for p in (*reference.parameters(), *biases))
     with torch.inference_mode():
         cache = reference(torch.arange(3, 10)[None], use_cache=True).past_key_values
     assert kv_bytes(spec, "float32", 7) == sum(map(kept_bytes, cache.layers))

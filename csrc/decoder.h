@@ -105,6 +105,30 @@ struct ShortConv {
 
 inline constexpr int kMaxConvKernel = 16;
 
+// Gated DeltaNet or Mamba-2, see decoder/recurrent.cpp.
+struct Recurrent {
+  std::vector<Linear> in;  // rows of q, k, v, z, (b,) a: one matrix each
+  RecurrentShape shape;
+  Vector conv, conv_bias;  // [kernel][channels], the oldest token's first; [channels]
+  Vector ones;             // [channels]
+  int kernel = 0;
+  Vector rates, step_bias, skip;  // [value heads]; `skip` of Mamba-2 only
+  float min_step = 0.0f, max_step = 0.0f, step_scale = 1.0f, gate_scale = 1.0f, out_scale = 1.0f;
+  Vector norm;  // [value dim] or [values]; no groups: no norm
+  int norm_groups = 0;
+  bool is_norm_shared = false, gates_first = false;
+  float eps = 0.0f;
+
+  // the cache; `Layer::group` is that of the cells
+  float* conv_inputs = nullptr;  // [block][token][channels]
+  float* keys = nullptr;         // [block][key head][token][key dim]
+  float* updates = nullptr;      // [block][value head][token][value dim]
+  float* decays = nullptr;       // [block][token][value head]
+  float* states = nullptr;       // [slot][value head][key dim][value dim]
+  float* tails = nullptr;        // [slot][kernel - 1][channels]
+  int block_size = 0, state_group = 0, num_states = 0;
+};
+
 struct Layer : LayerFrame {
   explicit Layer(LayerFrame frame) : LayerFrame(std::move(frame)) {}
 
@@ -121,10 +145,17 @@ struct Layer : LayerFrame {
   int group = 0;
   int num_blocks = 0;
   std::optional<ShortConv> conv;  // in the place of attention: then `o` projects its output, and q, k and v are empty
+  std::optional<Recurrent> recurrent;  // likewise
 
   bool has_own_kv() const { return k.w.data != nullptr; }
-  bool has_cache() const { return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr; }
-  int block_size() const { return conv ? conv->block_size : attention.cache.block_size; }
+  bool has_cache() const {
+    if (recurrent) return recurrent->states != nullptr;
+    return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr;
+  }
+  int block_size() const {
+    if (recurrent) return recurrent->block_size;
+    return conv ? conv->block_size : attention.cache.block_size;
+  }
 };
 
 class Decoder {
@@ -145,6 +176,8 @@ class Decoder {
   // The cache of a layer of attention, or of a convolution; `group` says which of a batch's block tables is its own.
   void set_cache(int layer, int group, const PagedCache& cache, int num_blocks);
   void set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size);
+  // The pointers, sizes and group of states in `cache`; `group` is that of the cells.
+  void set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells);
 
   void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
   void logits(const float* hidden, int rows, float* out);  // [rows][vocab]
@@ -153,6 +186,7 @@ class Decoder {
 
   int hidden() const { return hidden_; }
   int vocab() const { return vocab_; }
+  RecurrentShape recurrent_shape(int layer) const;
   int num_layers() const { return static_cast<int>(layers_.size()); }
   const Kernels& kernels() const { return *kernels_; }
   Pool& pool() { return pool_; }
@@ -161,6 +195,17 @@ class Decoder {
  private:
   bool attention_fits(const Layer& layer) const;
   bool conv_fits(const Layer& layer) const;
+  bool recurrent_fits(const Layer& layer) const;
+  void check_recurrent(const Layer& layer, const BatchView& batch) const;
+  struct RecurrentRow;
+  RecurrentRow recurrent_row(const Layer& layer, const BatchView& batch, int row) const;
+  void recur(const Layer& layer, const BatchView& batch);
+  void project_recurrent(const Layer& layer, const BatchView& batch);
+  const float* conv_input(const Layer& layer, const RecurrentRow& row, int position) const;
+  void convolve_token(const Layer& layer, const RecurrentRow& row, int token);
+  void keep_conv_tails(const Layer& layer, const RecurrentRow& row);
+  void recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread);
+  void recurrent_outputs(const Layer& layer, int tokens);
   void check(const BatchView& batch) const;
   void embed(const BatchView& batch);
   void mixer(const Layer& layer, const BatchView& batch);
@@ -240,6 +285,7 @@ class Decoder {
   // ── buffers of a step, grown when needed ──
   PageVector<float> x_;       // [T][hidden] the residual stream
   PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
+  PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts

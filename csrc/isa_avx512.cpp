@@ -14,6 +14,8 @@
 //
 #include "kernels/attention_int8.h"
 //
+#include "kernels/recurrent.h"
+//
 #include "kernels/draws.h"
 //
 #include "kernels/table.h"

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "matrix.h"
+#include "recurrent.h"
 
 namespace tokenmill {
 
@@ -152,6 +153,12 @@ struct Kernels {
   // gate * (bias + the sum of taps[k] * weight[k]), each of `size` numbers; a tap that is null counts as zeros
   void (*short_conv)(const float* const* taps, const float* weight, const float* bias, const float* gate, int kernel,
                      int size, float* out);
+  void (*silu)(const float* x, int size, float* out);
+  // see kernels/recurrent.h; dimensions of heads are multiples of 16
+  void (*unit_vector)(const float* x, float scale, int size, float* out);
+  void (*recur_token)(const RecurrentShape&, const ChunkCells&, int at, const float* state, const RecurrentToken&,
+                      float* update, float* out);
+  void (*next_state)(const RecurrentShape&, const ChunkCells&, const float* state, float* next);
   void (*embed)(const Matrix&, int row, float scale, float* out);
   void (*rotate)(float* head, const float* cos, const float* sin, int half);
   void (*write_kv)(const PagedCache&, int64_t slot, int kv_head, const float* key, const float* value);

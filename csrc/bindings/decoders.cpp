@@ -64,7 +64,7 @@ void bind_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys, AnyAr
   cache.head_dim = static_cast<int>(keys.shape(3));
   decoder.set_cache(layer, group, cache, static_cast<int>(keys.shape(0)));
   hold_cache(decoder, layer,
-             {std::move(keys), std::move(values), std::move(key_scales), std::move(value_scales), std::nullopt});
+             {std::move(keys), std::move(values), std::move(key_scales), std::move(value_scales), std::nullopt, {}});
 }
 
 using MaybeVector = std::optional<FloatVector>;
@@ -84,6 +84,74 @@ void add_conv_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& in
   layer.conv = std::move(conv);
   layer.o = out;
   self.add_layer(std::move(layer));
+}
+
+void add_recurrent_layer(HeldDecoder& self, const LayerFrame& frame, std::vector<Linear> in, const Linear& out,
+                         bool is_delta, int key_heads, int value_heads, int key_dim, int value_dim,
+                         Array<const float, 2> conv, MaybeVector conv_bias, FloatVector rates, FloatVector step_bias,
+                         MaybeVector skip, MaybeVector norm, int norm_groups, bool is_norm_shared, bool gates_first,
+                         float eps, float min_step, float max_step, float step_scale, float gate_scale,
+                         float out_scale) {
+  Layer layer(frame);
+  Recurrent mixer;
+  mixer.in = std::move(in);
+  mixer.kernel = static_cast<int>(conv.shape(0));
+  mixer.shape = {is_delta, key_heads, value_heads, key_dim, value_dim, mixer.kernel};
+  mixer.conv.assign(conv.data(), conv.data() + conv.size());
+  mixer.conv_bias = copied(conv_bias);
+  mixer.ones.assign(conv.shape(1), 1.0f);
+  mixer.rates = copied(rates);
+  mixer.step_bias = copied(step_bias);
+  mixer.skip = copied(skip);
+  mixer.norm = copied(norm);
+  mixer.norm_groups = norm_groups;
+  mixer.is_norm_shared = is_norm_shared;
+  mixer.gates_first = gates_first;
+  mixer.eps = eps;
+  mixer.min_step = min_step;
+  mixer.max_step = max_step;
+  mixer.step_scale = step_scale;
+  mixer.gate_scale = gate_scale;
+  mixer.out_scale = out_scale;
+  layer.recurrent = std::move(mixer);
+  layer.o = out;
+  self.add_layer(std::move(layer));
+}
+
+void bind_recurrent_cache(HeldDecoder& decoder, int layer, int group, int state_group, Array<float, 3> conv_inputs,
+                          Array<float, 4> keys, Array<float, 4> updates, Array<float, 3> decays, Array<float, 4> states,
+                          Array<float, 3> tails) {
+  const DecoderLock lock(decoder);
+  const RecurrentShape shape = decoder.recurrent_shape(layer);
+  const auto is = [](const auto& array, std::vector<size_t> dims) {
+    for (size_t i = 0; i < dims.size(); ++i)
+      if (array.shape(i) != dims[i]) return false;
+    return true;
+  };
+  const auto at = [](int size) { return static_cast<size_t>(size); };
+  const size_t blocks = conv_inputs.shape(0), size = conv_inputs.shape(1), slots = states.shape(0);
+  if (!is(conv_inputs, {blocks, size, at(shape.channels())}) ||
+      !is(keys, {blocks, at(shape.key_heads), size, at(shape.key_dim)}) ||
+      !is(updates, {blocks, at(shape.value_heads), size, at(shape.value_dim)}) ||
+      !is(decays, {blocks, size, at(shape.value_heads)}) ||
+      !is(states, {slots, at(shape.value_heads), at(shape.key_dim), at(shape.value_dim)}) ||
+      !is(tails, {slots, at(shape.kernel - 1), at(shape.channels())}))
+    throw std::invalid_argument("cells and states do not fit the layer");
+  Recurrent cache;
+  cache.conv_inputs = conv_inputs.data();
+  cache.keys = keys.data();
+  cache.updates = updates.data();
+  cache.decays = decays.data();
+  cache.states = states.data();
+  cache.tails = tails.data();
+  cache.block_size = static_cast<int>(size);
+  cache.state_group = state_group;
+  cache.num_states = static_cast<int>(slots);
+  decoder.set_recurrent_cache(layer, group, cache, static_cast<int>(blocks));
+  HeldCache held;
+  held.recurrent = {AnyArray(conv_inputs), AnyArray(keys), AnyArray(updates), AnyArray(decays), AnyArray(states),
+                    AnyArray(tails)};
+  hold_cache(decoder, layer, std::move(held));
 }
 
 HeadNorm head_norm_named(const std::string& name) {
@@ -225,6 +293,13 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("set_layer_inputs", [](HeldDecoder& self, const Linear& table, const Linear& project, FloatVector norm) {
         self.set_layer_inputs(table, project, copied(norm));
       }, "table"_a, "project"_a, "norm"_a)
+      .def("add_recurrent_layer", &add_recurrent_layer, "frame"_a, "inputs"_a, "output"_a, "is_delta"_a, "key_heads"_a,
+           "value_heads"_a, "key_dim"_a, "value_dim"_a, "conv"_a, "conv_bias"_a.none(), "rates"_a, "step_bias"_a,
+           "skip"_a.none(), "norm"_a.none(), "norm_groups"_a, "is_norm_shared"_a, "gates_first"_a, "eps"_a, "min_step"_a,
+           "max_step"_a, "step_scale"_a, "gate_scale"_a, "out_scale"_a)
+      .def("bind_recurrent_cache", &bind_recurrent_cache, "layer"_a, "group"_a, "state_group"_a,
+           "conv_inputs"_a.noconvert(), "keys"_a.noconvert(), "updates"_a.noconvert(), "decays"_a.noconvert(),
+           "states"_a.noconvert(), "tails"_a.noconvert())
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
       .def("set_head", &HeldDecoder::set_head, "head"_a)

@@ -20,6 +20,7 @@ struct HeldCache {
   AnyArray keys, values;
   Scales key_scales, value_scales;
   std::optional<Array<float, 3>> inputs;  // of a convolution
+  std::vector<AnyArray> recurrent;        // cells and states
 };
 
 // A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.

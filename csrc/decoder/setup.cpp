@@ -58,13 +58,84 @@ bool Decoder::conv_fits(const Layer& layer) const {
          fits(layer.o, hidden_, hidden_);
 }
 
+bool Decoder::recurrent_fits(const Layer& layer) const {
+  const Recurrent& mixer = *layer.recurrent;
+  const RecurrentShape& shape = mixer.shape;
+  const size_t heads = static_cast<size_t>(shape.value_heads), channels = static_cast<size_t>(shape.channels());
+  if (shape.key_heads <= 0 || shape.value_heads <= 0 || shape.value_heads % shape.key_heads != 0 || shape.key_dim <= 0 ||
+      shape.key_dim % 16 != 0 || shape.value_dim <= 0 || shape.value_dim % 16 != 0 || mixer.kernel < 2 ||
+      mixer.kernel > kMaxConvKernel || shape.kernel != mixer.kernel)
+    return false;
+  std::vector<int> rows{shape.keys(), shape.keys(), shape.values(), shape.values(), shape.value_heads};
+  if (shape.is_delta) rows.push_back(shape.value_heads);
+  bool good = mixer.in.size() == rows.size();
+  for (size_t i = 0; good && i < rows.size(); ++i) good = fits(mixer.in[i], rows[i], hidden_);
+  const size_t norm = mixer.norm_groups == 0      ? 0
+                      : mixer.is_norm_shared      ? static_cast<size_t>(shape.values() / mixer.norm_groups)
+                                                  : static_cast<size_t>(shape.values());
+  return good && mixer.conv.size() == channels * static_cast<size_t>(mixer.kernel) && mixer.ones.size() == channels &&
+         (mixer.conv_bias.empty() || mixer.conv_bias.size() == channels) && mixer.rates.size() == heads &&
+         mixer.step_bias.size() == heads && (mixer.skip.empty() || mixer.skip.size() == heads) &&
+         mixer.norm_groups >= 0 && (mixer.norm_groups == 0 || shape.values() % mixer.norm_groups == 0) &&
+         mixer.norm.size() == norm && fits(layer.o, hidden_, shape.values());
+}
+
+RecurrentShape Decoder::recurrent_shape(int layer) const {
+  const Layer& of = layers_.at(static_cast<size_t>(layer));
+  if (!of.recurrent) throw std::invalid_argument("the layer is not recurrent");
+  return of.recurrent->shape;
+}
+
+void Decoder::set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells) {
+  Layer& to = layers_.at(static_cast<size_t>(layer));
+  if (!to.recurrent) throw std::invalid_argument("the layer is not recurrent");
+  if (group < 0 || cache.state_group < 0) throw std::invalid_argument("cache groups are counted from 0");
+  if (cache.block_size <= 0 || kStateChunk % cache.block_size != 0)
+    throw std::invalid_argument("blocks of cells must divide a chunk of 64 tokens");
+  Recurrent& own = *to.recurrent;
+  own.conv_inputs = cache.conv_inputs;
+  own.keys = cache.keys;
+  own.updates = cache.updates;
+  own.decays = cache.decays;
+  own.states = cache.states;
+  own.tails = cache.tails;
+  own.block_size = cache.block_size;
+  own.state_group = cache.state_group;
+  own.num_states = cache.num_states;
+  to.group = group;
+  to.num_blocks = num_cells;
+}
+
+// What a step reads must be there; what it writes may be nowhere (block 0).
+void Decoder::check_recurrent(const Layer& layer, const BatchView& batch) const {
+  const Recurrent& mixer = *layer.recurrent;
+  require(mixer.state_group < static_cast<int>(batch.groups.size()), "a group of states is missing");
+  const GroupView& cells = batch.groups[static_cast<size_t>(layer.group)];
+  const GroupView& states = batch.groups[static_cast<size_t>(mixer.state_group)];
+  for (int r = 0; r < batch.rows; ++r) {
+    const int queries = batch.query_starts[r + 1] - batch.query_starts[r], end = batch.context_lens[r];
+    require(queries > 0 && end >= queries, "a context is shorter than its queries");
+    const int start = end - queries, begin = start / kStateChunk * kStateChunk, size = mixer.block_size;
+    require((end - 1) / size < cells.max_blocks && end / kStateChunk <= states.max_blocks, "a block table is too short");
+    const int32_t* own_cells = cells.block_tables + static_cast<size_t>(r) * cells.max_blocks;
+    const int32_t* own_states = states.block_tables + static_cast<size_t>(r) * states.max_blocks;
+    for (int b = begin / size; b <= (end - 1) / size; ++b) {
+      require(own_cells[b] >= 0 && own_cells[b] < layer.num_blocks, "a block of cells");
+      require(b * size >= start || own_cells[b] != 0, "a block of cells that is read is missing");
+    }
+    for (int e = std::max(0, start / kStateChunk - 1); e < end / kStateChunk; ++e)
+      require(own_states[e] >= 0 && own_states[e] < mixer.num_states, "a slot of a state");
+    require(start < kStateChunk || own_states[start / kStateChunk - 1] != 0, "a state that is read is missing");
+  }
+}
+
 // What does not depend on the mixer.
 bool Decoder::frame_fits(const Layer& layer) const {
   const auto mlp_fits = [](const Mlp& m, int width) {
     return m.up.w.cols == width && m.down.w.rows == width && m.down.w.cols == m.up.w.rows &&
            (!m.is_gated() || fits(m.gate, m.up.w.rows, width));
   };
-  if (!layer.mlp && !layer.moe) return false;
+  if (!layer.mlp && !layer.moe && layer.is_parallel) return false;
   if (layer.mlp && !mlp_fits(*layer.mlp, hidden_)) return false;
   if (layer.input && (!fits(layer.input->gate, static_cast<int64_t>(input_norm_.size()), hidden_) ||
                       !fits(layer.input->up, hidden_, static_cast<int64_t>(input_norm_.size()))))
@@ -87,11 +158,12 @@ bool Decoder::frame_fits(const Layer& layer) const {
 }
 
 void Decoder::add_layer(Layer layer) {
-  const bool good = (layer.conv ? conv_fits(layer) : attention_fits(layer)) && frame_fits(layer);
+  const bool mixer_fits = layer.conv ? conv_fits(layer) : layer.recurrent ? recurrent_fits(layer) : attention_fits(layer);
+  const bool good = mixer_fits && frame_fits(layer);
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
-    if (!layer.conv) grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
+    if (!layer.conv && !layer.recurrent) grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
@@ -150,6 +222,8 @@ size_t Decoder::weight_bytes() const {
   for (const Layer& layer : layers_) {
     for (const Linear* l : {&layer.q, &layer.k, &layer.v, &layer.o}) total += l->w.num_bytes();
     if (layer.conv) total += layer.conv->in.w.num_bytes();
+    if (layer.recurrent)
+      for (const Linear& linear : layer.recurrent->in) total += linear.w.num_bytes();
     if (layer.mlp) add(*layer.mlp);
     total += layer.gate.w.num_bytes();
     if (layer.input) total += layer.input->gate.w.num_bytes() + layer.input->up.w.num_bytes();
@@ -180,6 +254,10 @@ void Decoder::check(const BatchView& batch) const {
   for (const Layer& layer : layers_) {
     require(layer.group >= 0 && layer.group < static_cast<int>(batch.groups.size()), "a KV group is missing");
     require(layer.has_cache(), "no cache is bound");
+    if (layer.recurrent) {
+      check_recurrent(layer, batch);
+      continue;
+    }
     const int block_size = layer.block_size();
     const Layer*& before = checked[static_cast<size_t>(layer.group)];
     if (before && before->num_blocks == layer.num_blocks && before->block_size() == block_size) continue;

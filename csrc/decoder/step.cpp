@@ -26,12 +26,19 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
 }
 
 void Decoder::mixer(const Layer& layer, const BatchView& batch) {
-  if (layer.conv) convolve(layer, batch);
-  else attention(layer, batch);
+  if (layer.conv) return convolve(layer, batch);
+  if (!layer.recurrent) return attention(layer, batch);
+  recur(layer, batch);
+  recurrent_outputs(layer, batch.tokens);
 }
 
 size_t Decoder::projected_width(const Layer& layer) const {
   if (layer.conv) return 3 * static_cast<size_t>(hidden_);
+  if (layer.recurrent) {
+    size_t width = 0;
+    for (const Linear& linear : layer.recurrent->in) width += static_cast<size_t>(linear.w.rows);
+    return width;
+  }
   const int heads = layer.attention.heads + (layer.has_own_kv() ? 2 * layer.attention.cache.kv_heads : 0);
   return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.w.rows);
 }
@@ -45,7 +52,10 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
     output_and_mlp(layer, batch.tokens);
     return end_layer(layer, number, batch.tokens, nullptr);
   }
-  if (layer.conv) {
+  if (layer.recurrent) {
+    recur(layer, batch);
+    keep_wanted(batch, static_cast<size_t>(layer.recurrent->shape.values()), recurred_);
+  } else if (layer.conv) {
     project_conv(layer, batch);
     write_conv_inputs(layer, batch);
   } else {
@@ -56,7 +66,9 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
   if (batch.wanted == 0) return;
   narrowed_.take(batch, layer.group);
-  if (layer.conv) {
+  if (layer.recurrent) {
+    recurrent_outputs(layer, batch.wanted);
+  } else if (layer.conv) {
     conv_outputs(layer, narrowed_.view, false);
   } else {
     prepare_heads(layer, batch.wanted);
@@ -98,6 +110,7 @@ void Decoder::output_and_mlp(const Layer& layer, int tokens) {
                is_added ? x_.data() : mixed_.data(), static_cast<size_t>(hidden_)};
   runner_.run(&o, 1);
   if (!is_added) add_result(layer.attn_post_norm, layer.residual_scale, tokens);
+  if (!layer.mlp && !layer.moe) return;
   if (!layer.is_parallel) return feed_forward(layer, tokens);
   std::swap(side_, mixed_);
   add_result(layer.mlp_post_norm, layer.residual_scale, tokens);

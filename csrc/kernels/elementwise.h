@@ -93,6 +93,9 @@ inline void scale(float* x, float factor, int size) {
 inline void sigmoid_all(const float* x, int size, float* out) {
   in_vectors(size, x, [&](int i, Floats a, int count) { store_some(out + i, sigmoid(a), count); });
 }
+inline void silu_all(const float* x, int size, float* out) {
+  in_vectors(size, x, [&](int i, Floats a, int count) { store_some(out + i, activate(a, Activation::Silu), count); });
+}
 inline void add_into(float* x, const float* y, int size) {
   in_vectors(size, x, [&](int i, Floats a, int count) {
     float other[16] = {};

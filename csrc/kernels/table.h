@@ -21,6 +21,10 @@ inline Kernels make_table(const char* name) {
   k.scale = scale;
   k.sigmoid = sigmoid_all;
   k.short_conv = short_conv;
+  k.silu = silu_all;
+  k.unit_vector = unit_vector;
+  k.recur_token = recur_token;
+  k.next_state = next_state;
   k.embed = embed;
   k.rotate = rotate;
   k.write_kv = write_kv;

@@ -5,19 +5,30 @@ around those that most tests look."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.mixed_requests import Answers, make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.errors import InvalidConfig
+from tokenmill.ops.cpu import is_available
 from tokenmill.types import PromptRequest
 
 CLOSE_CALL = 1e-3  # a smaller margin in the golden answers may fall either way
+native = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "one token at a time": {"token_budget": 16, "max_running": 16},
+    "small odd chunks": {"token_budget": 37, "max_running": 23},
+    "pools that are far too small": {"num_blocks": 60, "num_states": 9, "max_running": 32},
+    "n-gram drafts, few states": {"speculate": "ngram", "token_budget": 96, "num_states": 20},
+}
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
 
 
@@ -48,10 +59,11 @@ def greedy(llm: LLM, prompt: list[int], max_tokens: int = 6, **changes: Any) -> 
 # ── golden answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=native), "reference"])
 @pytest.mark.parametrize("name", MODELS)
-def test_golden_answers(name: str, shared_dir: Path) -> None:
+def test_golden_answers(name: str, backend: str, shared_dir: Path) -> None:
     """Greedy tokens and logprobs of a float64 computation, with prompts in odd chunks."""
-    llm = hybrid(shared_dir, name, token_budget=48, max_running=10)
+    llm = hybrid(shared_dir, name, backend, token_budget=48, max_running=10, kv_dtype="float32")
     cases = cases_of(tiny(shared_dir, name))[-3:]
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     answers = llm.generate([case["prompt_ids"] for case in cases], params)
@@ -149,3 +161,78 @@ def test_preemption_around_a_state(shared_dir: Path) -> None:
         before = llm.core.stats().preemptions
         assert interrupted(llm, story(50), 30, position) == expected, position
         assert llm.core.stats().preemptions == before + 1
+
+
+# ── to the last bit, with native kernels ───────────────────────────────────────────────────────────────
+
+
+def scored(llm: LLM, prompt: list[int], **changes: Any) -> list[tuple[list[int], list[float]]]:
+    """Tokens and logprobs of each choice."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0, **changes})
+    (answer,) = llm.generate([prompt], params)
+    return [(output.token_ids, [one.logprob for one in output.logprobs or []]) for output in answer.outputs]
+
+
+@native
+@pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid"])
+def test_cuts_prefix_hits_and_samples_change_no_bit(name: str, shared_dir: Path) -> None:
+    """A prompt of 300 tokens at once, token by token, in odd chunks, after prefix hits, with drafts, with siblings."""
+    prompt = story(300)
+    whole = hybrid(shared_dir, name, "cpu", token_budget=512)
+    expected = scored(whole, prompt)
+    assert scored(hybrid(shared_dir, name, "cpu", token_budget=1, max_running=1), prompt) == expected
+    for budget in (7, 37, 63, 65):
+        assert scored(hybrid(shared_dir, name, "cpu", token_budget=budget, max_running=4), prompt) == expected, budget
+    for shared in (63, 64, 65, 128, 150, 192, 256, 299):
+        other = prompt[:shared] + story(60, seed=shared)[1:]
+        plain = hybrid(shared_dir, name, "cpu", prefix_caching=False)
+        before = whole.core.stats().prefix_hit_tokens
+        assert scored(whole, other) == scored(plain, other), shared
+        assert whole.core.stats().prefix_hit_tokens - before >= shared // 64 * 64, shared
+    drafted = hybrid(shared_dir, name, "cpu", speculate="ngram")
+    assert scored(drafted, prompt, max_tokens=60) == scored(whole, prompt, max_tokens=60)
+    samples = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 30}
+    assert scored(whole, prompt, **samples) == scored(
+        hybrid(shared_dir, name, "cpu", token_budget=9, max_running=5, prefix_caching=False), prompt, **samples
+    )
+
+
+@native
+@pytest.mark.parametrize("positions", [range(60, 71), range(120, 131)])
+def test_preemption_at_every_position_changes_no_token(positions: range, shared_dir: Path) -> None:
+    for caching in (False, True):
+        llm = hybrid(shared_dir, backend="cpu", max_running=1, prefix_caching=caching)
+        prompt = story(positions.start - 5)
+        expected = greedy(llm, prompt, max_tokens=30)[0]
+        for position in positions:
+            before = llm.core.stats().preemptions
+            assert interrupted(llm, prompt, 30, position) == expected, position
+            assert llm.core.stats().preemptions == before + 1
+
+
+@pytest.fixture(scope="module")
+def alone(shared_dir: Path) -> Answers:
+    return run_together(hybrid(shared_dir, backend="cpu", prefix_caching=False), make_asks(7, 60), rng=None)
+
+
+@native
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_mixed_requests_together_and_alone(setting: str, alone: Answers, shared_dir: Path) -> None:
+    """To the last bit of every logprob; with samples of n > 1, which are forks."""
+    asks = make_asks(7, 60)
+    llm = hybrid(shared_dir, backend="cpu", **SETTINGS[setting])
+    assert run_together(llm, asks, random.Random(setting)) == alone
+    stats = llm.core.stats()
+    assert stats.kv_blocks_used == 0 and stats.prefix_hit_tokens > 0
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_thousand_random_interleavings(name: str, shared_dir: Path) -> None:
+    """200 mixed requests of each model, five times together: in another order, with other pools, budgets and drafts."""
+    asks = make_asks(11)
+    alone = run_together(hybrid(shared_dir, name, "cpu", prefix_caching=False), asks, rng=None)
+    for number, settings in enumerate(SETTINGS.values()):
+        llm = hybrid(shared_dir, name, "cpu", **settings)
+        assert run_together(llm, asks, random.Random(number)) == alone, settings

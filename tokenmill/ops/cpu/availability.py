@@ -44,8 +44,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
-    if any(layer.mlp is None for layer in request.spec.layers):
-        return "layers without an MLP, which the native kernels don't have"
     return next(filter(None, (_mixer_reason(layer.mixer) for layer in dict.fromkeys(request.spec.layers))), None)
 
 
@@ -55,8 +53,10 @@ def _mixer_reason(mixer: MixerSpec) -> str | None:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Mla):
         return "latent attention, which the native kernels don't have"
-    if isinstance(mixer, Recurrent):
-        return "recurrent layers, which the native kernels don't have"
+    if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
+        return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't have"
+    if isinstance(mixer, Recurrent) and mixer.kernel > MAX_CONV_KERNEL:
+        return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Gqa) and (mixer.value_dim not in (None, mixer.head_dim) or mixer.value_scale != 1.0):
         return "values of another width or scale than keys, which the native kernels don't have"
     return None

@@ -30,6 +30,7 @@ from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeS
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
+from tokenmill.ops.recurrent import recurrent_weights
 
 KEPT_LINES = 64  # of logits, whose memory is kept from step to step
 OUTLIER_THRESHOLDS = {"8": math.inf, "mixed": 2.5, "16": 0.0}
@@ -38,7 +39,7 @@ some do, all do in the last layer and the head."""
 
 
 class Storage(Protocol):
-    def group(self, layer: int) -> int: ...
+    def group(self, layer: int, field: str | None = None) -> int: ...
 
     def layer(self, number: int) -> LayerCache: ...
 
@@ -168,7 +169,13 @@ class NativeDecoder:
             kept = number
             if isinstance(layer.mixer, Gqa) and layer.mixer.shares_kv_of is not None:
                 kept = layer.mixer.shares_kv_of
-            group, fields = storage.group(kept), storage.fields(kept)
+            fields = storage.fields(kept)
+            if isinstance(layer.mixer, Recurrent):
+                groups = storage.group(number, "cell_keys"), storage.group(number, "state")
+                names = ("conv_inputs", "cell_keys", "cell_updates", "cell_decays", "state", "conv_tail")
+                self._decoder.bind_recurrent_cache(number, *groups, *(fields[name] for name in names))
+                continue
+            group = storage.group(kept)
             if "inputs" in fields:
                 self._decoder.bind_conv_cache(number, group, fields["inputs"])
                 continue
@@ -188,7 +195,6 @@ class NativeDecoder:
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
         """The regions of a layer as the arguments of one call."""
         project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
-        assert feed is not None, "refused by `unsupported_reason`"
         frame = native().LayerFrame(
             self.spec.hidden_size,
             attn_norm=self._parts.norm(project.norm),
@@ -197,14 +203,16 @@ class NativeDecoder:
             residual_scale=add.scale,
             input=self._layer_input(regions.add_input),
             stream_scale=1.0 if regions.scale is None else float(self._parts.vector(regions.scale)),
-            **self._feed(feed),
+            **({} if feed is None else self._feed(feed)),
         )
         match attend.mixer:
             case Gqa() as mixer:
                 self._decoder.add_layer(frame, **self._attention(project, mixer, attend.name, add, ropes))
             case ShortConv() as mixer:
                 self._decoder.add_conv_layer(frame, **self._convolution(project, mixer, attend.name, add))
-            case Mla() | Recurrent():
+            case Recurrent() as mixer:
+                self._decoder.add_recurrent_layer(frame, **self._recurrent(project, mixer, attend.name, add))
+            case Mla():
                 raise AssertionError("refused by `unsupported_reason`")
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
@@ -276,6 +284,35 @@ class NativeDecoder:
             "conv_out": conv_out,
             "weight": self._parts.vector(f"{name}.conv.weight").t().contiguous(),  # [kernel, hidden]
             "bias": self._parts.vector(f"{name}.conv.bias") if conv.bias else None,
+        }
+
+    def _recurrent(self, project: NormProject, mixer: Recurrent, name: str, add: ProjectAdd) -> dict[str, Any]:
+        weights = recurrent_weights(mixer, self.spec.norm_eps, lambda part: self._parts.vector(f"{name}.ssm_{part}"))
+        (output,) = self._parts.linears(add.projection)
+        low, high = mixer.step_limits or (0.0, math.inf)
+        return {
+            "inputs": self._parts.linears(project.projection),
+            "output": output,
+            "is_delta": mixer.rule == "delta",
+            "key_heads": mixer.key_heads,
+            "value_heads": mixer.value_heads,
+            "key_dim": mixer.key_dim,
+            "value_dim": mixer.value_dim,
+            "conv": weights.conv.t().contiguous(),  # [kernel, channels]
+            "conv_bias": weights.conv_bias,
+            "rates": weights.rates,
+            "step_bias": weights.step_bias,
+            "skip": weights.skip,
+            "norm": weights.norm,
+            "norm_groups": 0 if mixer.norm is None else mixer.norm.groups,
+            "is_norm_shared": mixer.norm is not None and mixer.norm.is_shared,
+            "gates_first": mixer.norm is not None and mixer.norm.gates_first,
+            "eps": weights.eps,
+            "min_step": low,
+            "max_step": high,
+            "step_scale": mixer.step_scale,
+            "gate_scale": mixer.gate_scale,
+            "out_scale": mixer.out_scale,
         }
 
 

@@ -1,0 +1,215 @@
+// A recurrent mixer in the place of attention. Phases, each handed to the pool as a whole:
+//
+//   norm → q, k, v, z, b, a → convolution, silu (tokens) → recurrence (rows × heads) → norm, gate (tokens) → o
+//
+// A row's tokens are computed one after another, from the state before their chunk, the cells of earlier steps and those
+// of this one. Cells and states are written where the tables have a block: 0 means that nobody will read them.
+#include <algorithm>
+#include <cmath>
+
+#include "decoder/phases.h"
+
+namespace tokenmill {
+namespace {
+
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+}  // namespace
+
+// The tokens of one row in a step, and its tables.
+struct Decoder::RecurrentRow {
+  int first, end;  // tokens of the step
+  int start;       // position of the first
+  const int32_t* cells;
+  const int32_t* states;
+};
+
+Decoder::RecurrentRow Decoder::recurrent_row(const Layer& layer, const BatchView& batch, int row) const {
+  const GroupView& cells = batch.groups[static_cast<size_t>(layer.group)];
+  const GroupView& states = batch.groups[static_cast<size_t>(layer.recurrent->state_group)];
+  const int first = batch.query_starts[row], end = batch.query_starts[row + 1];
+  return {first, end, batch.context_lens[row] - (end - first),
+          cells.block_tables + static_cast<size_t>(row) * cells.max_blocks,
+          states.block_tables + static_cast<size_t>(row) * states.max_blocks};
+}
+
+void Decoder::recur(const Layer& layer, const BatchView& batch) {
+  const Recurrent& mixer = *layer.recurrent;
+  project_recurrent(layer, batch);
+  const int rows = batch.rows;
+  for_rows(pool_, batch.tokens, 4 * mixer.kernel * mixer.shape.channels(), [&](int t) {
+    const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + rows + 1, t);
+    convolve_token(layer, recurrent_row(layer, batch, static_cast<int>(next - batch.query_starts - 1)), t);
+  });
+  for (int r = 0; r < rows; ++r) keep_conv_tails(layer, recurrent_row(layer, batch, r));
+  const int heads = mixer.shape.value_heads;
+  grow(recurred_, static_cast<size_t>(batch.tokens) * mixer.shape.values());
+  pool_.run(rows * heads, [&](int task, int thread) {
+    recur_head(layer, recurrent_row(layer, batch, task / heads), task % heads, thread);
+  });
+}
+
+void Decoder::project_recurrent(const Layer& layer, const BatchView& batch) {
+  const Recurrent& mixer = *layer.recurrent;
+  Form form{false, false, outlier_threshold(layer)};
+  for (const Linear& linear : mixer.in) {
+    const Form one = form_for({&linear}, outlier_threshold(layer));
+    form.quantised |= one.quantised;
+    form.plain |= one.plain;
+  }
+  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form);
+  const size_t stride = projected_width(layer);
+  grow(projected_, static_cast<size_t>(batch.tokens) * stride);
+  grow(convolved_, static_cast<size_t>(batch.tokens) * mixer.shape.channels());
+  std::vector<Gemm> gemms;
+  size_t at = 0;
+  for (const Linear& linear : mixer.in) {
+    gemms.push_back({&linear, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride});
+    at += static_cast<size_t>(linear.w.rows);
+  }
+  runner_.run(gemms.data(), static_cast<int>(gemms.size()));
+}
+
+// The convolution's input of the token at a position: of this step, of the row's chunk before it, or before that chunk.
+const float* Decoder::conv_input(const Layer& layer, const RecurrentRow& row, int position) const {
+  const Recurrent& mixer = *layer.recurrent;
+  const size_t channels = static_cast<size_t>(mixer.shape.channels());
+  if (position < 0) return nullptr;
+  if (position >= row.start)
+    return projected_.data() + static_cast<size_t>(row.first + position - row.start) * projected_width(layer);
+  const int begin = row.start / kStateChunk * kStateChunk, size = mixer.block_size;
+  if (position >= begin)
+    return mixer.conv_inputs + (static_cast<size_t>(row.cells[position / size]) * size + position % size) * channels;
+  const size_t slot = static_cast<size_t>(row.states[row.start / kStateChunk - 1]);
+  return mixer.tails + (slot * (mixer.kernel - 1) + (mixer.kernel - 1 - (begin - position))) * channels;
+}
+
+void Decoder::convolve_token(const Layer& layer, const RecurrentRow& row, int token) {
+  const Recurrent& mixer = *layer.recurrent;
+  const int channels = mixer.shape.channels(), position = row.start + token - row.first, size = mixer.block_size;
+  const float* taps[kMaxConvKernel];
+  for (int k = 0; k < mixer.kernel; ++k) taps[k] = conv_input(layer, row, position - mixer.kernel + 1 + k);
+  float* out = convolved_.data() + static_cast<size_t>(token) * channels;
+  const float* bias = mixer.conv_bias.empty() ? nullptr : mixer.conv_bias.data();
+  kernels_->short_conv(taps, mixer.conv.data(), bias, mixer.ones.data(), mixer.kernel, channels, out);
+  kernels_->silu(out, channels, out);
+  if (const int32_t block = row.cells[position / size]; block != 0) {
+    float* cell = mixer.conv_inputs + (static_cast<size_t>(block) * size + position % size) * channels;
+    std::copy_n(taps[mixer.kernel - 1], channels, cell);
+  }
+}
+
+// With each state that is kept, the inputs of the convolution before its position.
+void Decoder::keep_conv_tails(const Layer& layer, const RecurrentRow& row) {
+  const Recurrent& mixer = *layer.recurrent;
+  const int end = row.start + row.end - row.first, number = mixer.kernel - 1;
+  const size_t channels = static_cast<size_t>(mixer.shape.channels());
+  for (int chunk = row.start / kStateChunk; chunk < end / kStateChunk; ++chunk) {
+    const size_t slot = static_cast<size_t>(row.states[chunk]);
+    for (int i = 0; slot != 0 && i < number; ++i)
+      std::copy_n(conv_input(layer, row, (chunk + 1) * kStateChunk - number + i), channels,
+                  mixer.tails + (slot * number + i) * channels);
+  }
+}
+
+// All tokens of a row in one head.
+void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread) {
+  const Recurrent& mixer = *layer.recurrent;
+  const RecurrentShape& shape = mixer.shape;
+  const size_t key_dim = static_cast<size_t>(shape.key_dim), value_dim = static_cast<size_t>(shape.value_dim);
+  const size_t state_size = key_dim * value_dim, size = static_cast<size_t>(mixer.block_size);
+  const size_t own = static_cast<size_t>(head), per_key = static_cast<size_t>(shape.value_heads / shape.key_heads);
+  const size_t key_head = own / per_key;
+  Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
+  grow(scratch, 2 * state_size + kStateChunk * (key_dim + value_dim) + key_dim);
+  float* next = scratch.data();
+  float* fresh_keys = next + 2 * state_size;
+  float* fresh_updates = fresh_keys + kStateChunk * key_dim;
+  float* query = fresh_updates + kStateChunk * value_dim;
+
+  ChunkCells cells;
+  const auto key_cell = [&](int position) {
+    const size_t block = static_cast<size_t>(row.cells[position / mixer.block_size]);
+    return mixer.keys + ((block * shape.key_heads + key_head) * size + position % mixer.block_size) * key_dim;
+  };
+  const auto update_cell = [&](int position) {
+    const size_t block = static_cast<size_t>(row.cells[position / mixer.block_size]);
+    return mixer.updates + ((block * shape.value_heads + own) * size + position % mixer.block_size) * value_dim;
+  };
+  const auto decay_cell = [&](int position) {
+    const size_t block = static_cast<size_t>(row.cells[position / mixer.block_size]);
+    return mixer.decays + (block * size + position % mixer.block_size) * shape.value_heads + own;
+  };
+  for (int position = row.start / kStateChunk * kStateChunk; position < row.start; ++position) {
+    const int at = position % kStateChunk;
+    cells.keys[at] = key_cell(position);
+    cells.updates[at] = update_cell(position);
+    cells.decays[at] = *decay_cell(position);
+  }
+  const float* state = nullptr;
+  if (row.start >= kStateChunk)
+    state = mixer.states + (static_cast<size_t>(row.states[row.start / kStateChunk - 1]) * shape.value_heads + own) * state_size;
+
+  const size_t stride = projected_width(layer), channels = static_cast<size_t>(shape.channels());
+  for (int t = row.first; t < row.end; ++t) {
+    const int position = row.start + t - row.first, at = position % kStateChunk;
+    const float* in = convolved_.data() + static_cast<size_t>(t) * channels;
+    const float* steps = projected_.data() + static_cast<size_t>(t) * stride + channels + shape.values();
+    const float* a = shape.is_delta ? steps + shape.value_heads : steps;
+    float dt = softplus(a[own] * mixer.step_scale + mixer.step_bias[own]);
+    dt = std::min(std::max(dt, mixer.min_step), mixer.max_step);
+    float* key = fresh_keys + at * key_dim;
+    const float* in_key = in + shape.keys() + key_head * key_dim;
+    RecurrentToken token{in + key_head * key_dim, in + 2 * static_cast<size_t>(shape.keys()) + own * value_dim, dt};
+    if (shape.is_delta) {
+      kernels_->unit_vector(token.q, 1.0f / std::sqrt(static_cast<float>(shape.key_dim)), shape.key_dim, query);
+      kernels_->unit_vector(in_key, 1.0f, shape.key_dim, key);
+      token.q = query;
+      token.strength = 1.0f / (1.0f + std::exp(-steps[own]));
+    } else {
+      std::copy_n(in_key, key_dim, key);
+    }
+    float* update = fresh_updates + at * value_dim;
+    cells.keys[at] = key;
+    cells.updates[at] = update;
+    cells.decays[at] = (at == 0 ? 0.0f : cells.decays[at - 1]) + mixer.rates[own] * dt;
+    float* out = recurred_.data() + static_cast<size_t>(t) * shape.values() + own * value_dim;
+    kernels_->recur_token(shape, cells, at, state, token, update, out);
+    for (size_t i = 0; !mixer.skip.empty() && i < value_dim; ++i) out[i] += mixer.skip[own] * token.v[i];
+    if (row.cells[position / mixer.block_size] != 0) {
+      if (own % per_key == 0) std::copy_n(key, key_dim, key_cell(position));
+      std::copy_n(update, value_dim, update_cell(position));
+      *decay_cell(position) = cells.decays[at];
+    }
+    if (at + 1 < kStateChunk) continue;
+    kernels_->next_state(shape, cells, state, next);
+    state = next;
+    next = next == scratch.data() ? scratch.data() + state_size : scratch.data();
+    if (const size_t slot = static_cast<size_t>(row.states[position / kStateChunk]); slot != 0)
+      std::copy_n(state, state_size, mixer.states + (slot * shape.value_heads + own) * state_size);
+  }
+}
+
+// norm(o) * silu(z), or norm(o * silu(z)); `projected_` and `recurred_` have a row for each of so many tokens.
+void Decoder::recurrent_outputs(const Layer& layer, int tokens) {
+  const Recurrent& mixer = *layer.recurrent;
+  const RecurrentShape& shape = mixer.shape;
+  const int values = shape.values(), groups = mixer.norm_groups, size = groups == 0 ? 0 : values / groups;
+  const size_t stride = projected_width(layer);
+  fill_rows(tokens, values, 6 * values, heads_, form_for({&layer.o}, outlier_threshold(layer)), [&](int t, float* out) {
+    float* x = recurred_.data() + static_cast<size_t>(t) * values;
+    float* gate = projected_.data() + static_cast<size_t>(t) * stride + shape.channels();
+    if (mixer.gate_scale != 1.0f) kernels_->scale(gate, mixer.gate_scale, values);
+    kernels_->silu(gate, values, gate);
+    if (groups == 0 || mixer.gates_first) kernels_->multiply(x, gate, values, x);
+    if (groups == 0) std::copy_n(x, values, out);
+    for (int g = 0; g < groups; ++g) {
+      const float* weight = mixer.norm.data() + (mixer.is_norm_shared ? 0 : g * size);
+      kernels_->rms_norm(x + g * size, weight, mixer.eps, size, out + g * size);
+    }
+    if (groups != 0 && !mixer.gates_first) kernels_->multiply(out, gate, values, out);
+    if (mixer.out_scale != 1.0f) kernels_->scale(out, mixer.out_scale, values);
+  });
+}
+
+}  // namespace tokenmill

@@ -18,6 +18,7 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.cpu import is_available
+from tokenmill.runner.memory import recurrent_bytes
 from tokenmill.types import PromptRequest
 
 CLOSE_CALL = 1e-3  # a smaller margin in the golden answers may fall either way
@@ -95,9 +96,10 @@ def test_states_and_cells_are_counted_in_bytes(shared_dir: Path) -> None:
     assert layout.state_bytes == 3 * 4 * (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16))
     assert layout.cells_bytes(16) == 16 * 3 * 4 * (128 + 2 * 16 + 4 * 16 + 4)
     blocks = storage.num_blocks * layout.block_bytes(16)
-    assert storage.num_bytes == (
-        blocks + storage.num_states * layout.state_bytes + storage.num_cells * layout.cells_bytes(16)
+    assert storage.num_bytes - blocks == (
+        storage.num_states * layout.state_bytes + storage.num_cells * layout.cells_bytes(16)
     )
+    assert storage.num_bytes - blocks == recurrent_bytes(layout, storage.num_states, 16, max_rows=4)  # what is planned
 
 
 def test_a_block_must_fit_between_two_states(shared_dir: Path) -> None:

@@ -129,6 +129,18 @@ struct Recurrent {
   int block_size = 0, state_group = 0, num_states = 0;
 };
 
+// Latent attention: all heads attend to one entry a token, [rank | rope_dim]. `q` gives queries, or the latent that `q_up`
+// makes them of; each head has a matrix from queries to the space of latents, and one from there to its values.
+struct LatentAttention {
+  Linear q, kv_down;
+  std::optional<Linear> q_up;
+  Vector q_norm, kv_norm;
+  std::vector<Linear> absorb, expand;  // a head's: [rank][nope_dim] and [value_dim][rank], plain numbers
+  int heads = 0, nope_dim = 0, rope_dim = 0, value_dim = 0;
+  float scale = 1.0f, eps = 0.0f;
+  EntryCache cache;
+};
+
 struct Layer : LayerFrame {
   explicit Layer(LayerFrame frame) : LayerFrame(std::move(frame)) {}
 
@@ -147,13 +159,17 @@ struct Layer : LayerFrame {
   std::optional<ShortConv> conv;  // in the place of attention: then `o` projects its output, and q, k and v are empty
   std::optional<Recurrent> recurrent;  // likewise
 
+  std::optional<LatentAttention> latent;  // likewise
+
   bool has_own_kv() const { return k.w.data != nullptr; }
   bool has_cache() const {
     if (recurrent) return recurrent->states != nullptr;
+    if (latent) return latent->cache.entries != nullptr;
     return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr;
   }
   int block_size() const {
     if (recurrent) return recurrent->block_size;
+    if (latent) return latent->cache.block_size;
     return conv ? conv->block_size : attention.cache.block_size;
   }
 };
@@ -178,6 +194,7 @@ class Decoder {
   void set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size);
   // The pointers, sizes and group of states in `cache`; `group` is that of the cells.
   void set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells);
+  void set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks);
 
   void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
   void logits(const float* hidden, int rows, float* out);  // [rows][vocab]
@@ -206,6 +223,7 @@ class Decoder {
   void keep_conv_tails(const Layer& layer, const RecurrentRow& row);
   void recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread);
   void recurrent_outputs(const Layer& layer, int tokens);
+  bool latent_fits(const Layer& layer) const;
   void check(const BatchView& batch) const;
   void embed(const BatchView& batch);
   void mixer(const Layer& layer, const BatchView& batch);
@@ -213,6 +231,13 @@ class Decoder {
   void keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows);
   void output_and_mlp(const Layer& layer, int tokens);
   size_t projected_width(const Layer& layer) const;
+  void attend_latent(const Layer& layer, const BatchView& batch);
+  void project_latent(const Layer& layer, const BatchView& batch);
+  void rotate_at(const Layer& layer, int64_t position, float* values) const;
+  void place_entries(const Layer& layer, const BatchView& batch);
+  void latent_outputs(const Layer& layer, const BatchView& batch);
+  void absorb_queries(const Layer& layer, const BatchView& batch);
+  void attend_tokens(const Layer& layer, const BatchView& batch);
   void convolve(const Layer& layer, const BatchView& batch);
   void project_conv(const Layer& layer, const BatchView& batch);
   void write_conv_inputs(const Layer& layer, const BatchView& batch);
@@ -286,6 +311,8 @@ class Decoder {
   PageVector<float> x_;       // [T][hidden] the residual stream
   PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
   PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]
+  PageVector<float> queries_, absorbed_, mixtures_, latent_values_;  // of latent attention: [T][heads] of each
+  Activations query_latents_;
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts

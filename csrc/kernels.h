@@ -74,6 +74,13 @@ struct PagedCache {
   int kv_heads = 0, head_dim = 0, block_size = 0;
 };
 
+// The cache of latent attention: one entry a token for all heads, its latent and then a key that is rotated.
+struct EntryCache {
+  void* entries = nullptr;  // [block][token][width]
+  Store store = Store::F32;  // any but I8
+  int width = 0, rank = 0, block_size = 0;
+};
+
 struct AttentionTask {
   PagedCache cache;
   int heads = 0;
@@ -174,6 +181,12 @@ struct Kernels {
   void (*finish)(const float* sums, const Partial&, const float* sink, int head_dim, float* out);
   // joins `other`, which covers what follows, into `sums`
   void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);
+  size_t (*entry_scratch_floats)(int rank);
+  // `count` queries [count][width, padded to 16] of one token, whose context ends before `limit`: sums [count][rank, padded]
+  // of the entries' first `rank` numbers, weighted
+  void (*attend_entries)(const EntryCache&, const int32_t* table, const float* q, int count, int limit, float scale,
+                         float* sums, Partial* partial, float* scratch);
+  void (*write_entry)(const EntryCache&, int64_t slot, const float* values);
   void (*softcap)(float* x, float cap, int size);
   // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them
   void (*take_best)(const float* x, int size, int place, Best&);

@@ -29,6 +29,20 @@ void hold_cache(HeldDecoder& decoder, int layer, HeldCache cache) {
   decoder.caches[static_cast<size_t>(layer)] = std::move(cache);
 }
 
+void bind_entry_cache(HeldDecoder& decoder, int layer, int group, AnyArray entries) {
+  const DecoderLock lock(decoder);
+  if (entries.ndim() != 3) throw std::invalid_argument("entries must be [blocks, block size, width]");
+  EntryCache cache;
+  cache.entries = entries.data();
+  cache.store = store_of(entries);
+  cache.block_size = static_cast<int>(entries.shape(1));
+  cache.width = static_cast<int>(entries.shape(2));
+  decoder.set_entry_cache(layer, group, cache, static_cast<int>(entries.shape(0)));
+  HeldCache held;
+  held.entries = std::move(entries);
+  hold_cache(decoder, layer, std::move(held));
+}
+
 void bind_conv_cache(HeldDecoder& decoder, int layer, int group, Array<float, 3> inputs) {
   const DecoderLock lock(decoder);
   if (inputs.shape(2) != static_cast<size_t>(decoder.hidden()) || inputs.shape(1) == 0)
@@ -71,6 +85,34 @@ using MaybeVector = std::optional<FloatVector>;
 
 Vector copied(const MaybeVector& array) {
   return array ? Vector(array->data(), array->data() + array->size()) : Vector();
+}
+
+void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, const Linear& kv_down,
+                      std::optional<Linear> q_up, const Linear& o, std::optional<FloatVector> q_norm, FloatVector kv_norm,
+                      std::vector<Linear> absorb, std::vector<Linear> expand, int nope_dim, int rope_dim, float scale,
+                      float eps, int rope) {
+  Layer layer(frame);
+  LatentAttention latent;
+  if (absorb.empty() || expand.size() != absorb.size()) throw std::invalid_argument("heads without matrices");
+  latent.q = q;
+  latent.kv_down = kv_down;
+  latent.q_up = std::move(q_up);
+  latent.q_norm = vector_of(q_norm, static_cast<size_t>(q.w.rows), "q_norm");
+  latent.kv_norm = vector_of(kv_norm, static_cast<size_t>(absorb[0].w.rows), "kv_norm");
+  latent.heads = static_cast<int>(absorb.size());
+  latent.nope_dim = nope_dim;
+  latent.rope_dim = rope_dim;
+  latent.value_dim = static_cast<int>(expand[0].w.rows);
+  latent.cache.rank = static_cast<int>(absorb[0].w.rows);
+  latent.cache.width = latent.cache.rank + rope_dim;
+  latent.absorb = std::move(absorb);
+  latent.expand = std::move(expand);
+  latent.scale = scale;
+  latent.eps = eps;
+  layer.latent = std::move(latent);
+  layer.o = o;
+  layer.rope = rope;
+  self.add_layer(std::move(layer));
 }
 
 void add_conv_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& in, const Linear& out,
@@ -300,6 +342,9 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("bind_recurrent_cache", &bind_recurrent_cache, "layer"_a, "group"_a, "state_group"_a,
            "conv_inputs"_a.noconvert(), "keys"_a.noconvert(), "updates"_a.noconvert(), "decays"_a.noconvert(),
            "states"_a.noconvert(), "tails"_a.noconvert())
+      .def("add_latent_layer", &add_latent_layer, "frame"_a, "q"_a, "kv_down"_a, "q_up"_a.none(), "o"_a, "q_norm"_a.none(),
+           "kv_norm"_a, "absorb"_a, "expand"_a, "nope_dim"_a, "rope_dim"_a, "scale"_a, "eps"_a, "rope"_a)
+      .def("bind_entry_cache", &bind_entry_cache, "layer"_a, "group"_a, "entries"_a.noconvert())
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
       .def("set_head", &HeldDecoder::set_head, "head"_a)

@@ -21,6 +21,7 @@ struct HeldCache {
   Scales key_scales, value_scales;
   std::optional<Array<float, 3>> inputs;  // of a convolution
   std::vector<AnyArray> recurrent;        // cells and states
+  std::optional<AnyArray> entries = {};  // of latent attention
 };
 
 // A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.

@@ -50,6 +50,27 @@ bool Decoder::attention_fits(const Layer& layer) const {
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= dim);
 }
 
+bool Decoder::latent_fits(const Layer& layer) const {
+  const LatentAttention& latent = *layer.latent;
+  const int rank = latent.cache.rank, width = latent.cache.width, heads = latent.heads;
+  const int64_t q_size = int64_t{heads} * (latent.nope_dim + latent.rope_dim);
+  const auto all = [&](const std::vector<Linear>& matrices, int64_t rows, int64_t cols) {
+    return static_cast<int>(matrices.size()) == heads &&
+           std::all_of(matrices.begin(), matrices.end(), [&](const Linear& l) {
+             return fits(l, rows, cols) && !is_quantised(l.w.kind);
+           });
+  };
+  const bool queries_fit =
+      latent.q_up ? latent.q_up->w.rows == q_size && latent.q_up->w.cols == latent.q.w.rows &&
+                        static_cast<int64_t>(latent.q_norm.size()) == latent.q.w.rows
+                  : latent.q.w.rows == q_size;
+  return heads > 0 && rank > 0 && width == rank + latent.rope_dim && queries_fit && latent.q.w.cols == hidden_ &&
+         fits(latent.kv_down, width, hidden_) && static_cast<int>(latent.kv_norm.size()) == rank &&
+         all(latent.absorb, rank, latent.nope_dim) && all(latent.expand, latent.value_dim, rank) &&
+         fits(layer.o, hidden_, int64_t{heads} * latent.value_dim) && layer.rope < static_cast<int>(ropes_.size()) &&
+         (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= latent.rope_dim);
+}
+
 bool Decoder::conv_fits(const Layer& layer) const {
   const ShortConv& conv = *layer.conv;
   const size_t hidden = static_cast<size_t>(hidden_);
@@ -158,12 +179,14 @@ bool Decoder::frame_fits(const Layer& layer) const {
 }
 
 void Decoder::add_layer(Layer layer) {
-  const bool mixer_fits = layer.conv ? conv_fits(layer) : layer.recurrent ? recurrent_fits(layer) : attention_fits(layer);
+  const bool mixer_fits = layer.conv ? conv_fits(layer) : layer.recurrent ? recurrent_fits(layer)
+                          : layer.latent ? latent_fits(layer) : attention_fits(layer);
   const bool good = mixer_fits && frame_fits(layer);
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
-    if (!layer.conv && !layer.recurrent) grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
+    if (!layer.conv && !layer.recurrent && !layer.latent)
+      grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
@@ -188,6 +211,19 @@ void Decoder::set_head(Linear head) {
   head_ = std::move(head);
 }
 
+void Decoder::set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
+  Layer& to = layers_.at(static_cast<size_t>(layer));
+  if (!to.latent) throw std::invalid_argument("the layer has no latent attention");
+  if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
+  if (cache.width != to.latent->cache.width || cache.block_size <= 0 || cache.store == Store::I8)
+    throw std::invalid_argument("the cache does not fit the layer's entries");
+  const int rank = to.latent->cache.rank;
+  to.latent->cache = cache;
+  to.latent->cache.rank = rank;
+  to.group = group;
+  to.num_blocks = num_blocks;
+}
+
 void Decoder::set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
   if (!to.conv) throw std::invalid_argument("the layer has no convolution");
@@ -200,7 +236,7 @@ void Decoder::set_conv_cache(int layer, int group, float* inputs, int num_blocks
 
 void Decoder::set_cache(int layer, int group, const PagedCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (to.conv) throw std::invalid_argument("the layer has no attention");
+  if (to.conv || to.latent) throw std::invalid_argument("the layer has no keys and values");
   if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
   const PagedCache& own = to.attention.cache;
   if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim)
@@ -224,6 +260,12 @@ size_t Decoder::weight_bytes() const {
     if (layer.conv) total += layer.conv->in.w.num_bytes();
     if (layer.recurrent)
       for (const Linear& linear : layer.recurrent->in) total += linear.w.num_bytes();
+    if (layer.latent) {
+      total += layer.latent->q.w.num_bytes() + layer.latent->kv_down.w.num_bytes();
+      if (layer.latent->q_up) total += layer.latent->q_up->w.num_bytes();
+      for (const auto* heads : {&layer.latent->absorb, &layer.latent->expand})
+        for (const Linear& l : *heads) total += l.w.num_bytes();
+    }
     if (layer.mlp) add(*layer.mlp);
     total += layer.gate.w.num_bytes();
     if (layer.input) total += layer.input->gate.w.num_bytes() + layer.input->up.w.num_bytes();

@@ -27,6 +27,7 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
 
 void Decoder::mixer(const Layer& layer, const BatchView& batch) {
   if (layer.conv) return convolve(layer, batch);
+  if (layer.latent) return attend_latent(layer, batch);
   if (!layer.recurrent) return attention(layer, batch);
   recur(layer, batch);
   recurrent_outputs(layer, batch.tokens);
@@ -39,6 +40,7 @@ size_t Decoder::projected_width(const Layer& layer) const {
     for (const Linear& linear : layer.recurrent->in) width += static_cast<size_t>(linear.w.rows);
     return width;
   }
+  if (layer.latent) return static_cast<size_t>(layer.latent->q.w.rows + layer.latent->kv_down.w.rows);
   const int heads = layer.attention.heads + (layer.has_own_kv() ? 2 * layer.attention.cache.kv_heads : 0);
   return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.w.rows);
 }
@@ -58,6 +60,9 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   } else if (layer.conv) {
     project_conv(layer, batch);
     write_conv_inputs(layer, batch);
+  } else if (layer.latent) {
+    project_latent(layer, batch);
+    place_entries(layer, batch);
   } else {
     project(layer, batch);
     if (layer.has_own_kv()) place_all(layer, batch);
@@ -70,6 +75,8 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
     recurrent_outputs(layer, batch.wanted);
   } else if (layer.conv) {
     conv_outputs(layer, narrowed_.view, false);
+  } else if (layer.latent) {
+    latent_outputs(layer, narrowed_.view);
   } else {
     prepare_heads(layer, batch.wanted);
     attend_placed(layer, narrowed_.view);

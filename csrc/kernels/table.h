@@ -33,6 +33,9 @@ inline Kernels make_table(const char* name) {
   k.attend = attend;
   k.finish = finish;
   k.join = join;
+  k.entry_scratch_floats = entry_scratch_floats;
+  k.attend_entries = attend_entries;
+  k.write_entry = write_entry;
   k.softcap = softcap;
   k.take_best = take_best;
   k.softmax_row = softmax_row;

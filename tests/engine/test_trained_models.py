@@ -12,6 +12,7 @@ from tests.support.mixed_requests import make_asks, run_together
 from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
+from tokenmill.errors import TokenmillError
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.ops.cpu import is_available, unsupported_reason
 
@@ -62,3 +63,9 @@ def test_200_mixed_requests_together_and_alone(setting: str, trained_dir: Path) 
     llm = LLM(str(trained_dir), **{**common, "speculate": "off", **SETTINGS[setting]})
     assert run_together(llm, make_asks(7), random.Random(setting)) == alone
     assert llm.core.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_latents_are_not_rounded_to_bytes(backend: str, shared_dir: Path) -> None:
+    with pytest.raises(TokenmillError, match="latent attention"):
+        LLM(str(shared_dir / "goldens" / "tiny" / "deepseek_v2"), backend=backend, kv_dtype="int8")

@@ -30,7 +30,7 @@ from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_lim
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops import triton as triton_kernels
-from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 from tokenmill.runner.memory import (
     GPU_START_BYTES,
     NO_RUNNER_BYTES,
@@ -330,6 +330,8 @@ NATIVE = Backend(
 
 
 def _reference_limits(request: ComputeRequest) -> str | None:
+    if request.rounds_latents:
+        return ROUNDED_LATENTS
     if request.deterministic and find_device(request.device).batch_notes is not None:
         return "torch's sums on a GPU change with the batch (deterministic)"
     if request.device != "cpu" and any(isinstance(layer.mixer, Recurrent) for layer in request.spec.layers):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.spec import Mla, ModelSpec
+
+ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention"
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,9 @@ class ComputeRequest:
     block_size: int = 16
     quantization: str = "none"  # of plain weights, while they are loaded
     deterministic: bool = False  # the same sums for a row whatever the batch
+
+    @property
+    def rounds_latents(self) -> bool:
+        """True where latent attention would have to keep its entries in one byte a value, which no backend does."""
+        has_latents = any(isinstance(layer.mixer, Mla) for layer in self.spec.layers)
+        return has_latents and self.kv_dtype in ("int8", "fp8")

@@ -10,8 +10,8 @@ from importlib import import_module
 from types import ModuleType
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import Gqa, MixerSpec, Mla, ShortConv
-from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.arch.spec import Gqa, MixerSpec, ShortConv
+from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEAD_DIM = 256
 MAX_CONV_KERNEL = 16
@@ -44,6 +44,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
+    if request.rounds_latents:
+        return ROUNDED_LATENTS
     return next(filter(None, (_mixer_reason(layer.mixer) for layer in dict.fromkeys(request.spec.layers))), None)
 
 
@@ -51,8 +53,6 @@ def _mixer_reason(mixer: MixerSpec) -> str | None:
     """What of a mixer the native kernels don't have."""
     if isinstance(mixer, ShortConv) and mixer.kernel > MAX_CONV_KERNEL:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
-    if isinstance(mixer, Mla):
-        return "latent attention, which the native kernels don't have"
     if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
         return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't have"
     if isinstance(mixer, Recurrent) and mixer.kernel > MAX_CONV_KERNEL:

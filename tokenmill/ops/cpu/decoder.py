@@ -29,7 +29,8 @@ from tokenmill.arch.regions import (
 from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
-from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights
+from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
+from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import recurrent_weights
 
 KEPT_LINES = 64  # of logits, whose memory is kept from step to step
@@ -176,6 +177,9 @@ class NativeDecoder:
                 self._decoder.bind_recurrent_cache(number, *groups, *(fields[name] for name in names))
                 continue
             group = storage.group(kept)
+            if "latents" in fields:
+                self._decoder.bind_entry_cache(number, group, fields["latents"])
+                continue
             if "inputs" in fields:
                 self._decoder.bind_conv_cache(number, group, fields["inputs"])
                 continue
@@ -212,8 +216,8 @@ class NativeDecoder:
                 self._decoder.add_conv_layer(frame, **self._convolution(project, mixer, attend.name, add))
             case Recurrent() as mixer:
                 self._decoder.add_recurrent_layer(frame, **self._recurrent(project, mixer, attend.name, add))
-            case Mla():
-                raise AssertionError("refused by `unsupported_reason`")
+            case Mla() as mixer:
+                self._decoder.add_latent_layer(frame, **self._latent_attention(project, mixer, attend.name, add, ropes))
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
         parts = self._parts
@@ -277,6 +281,28 @@ class NativeDecoder:
             return {norm: torch.ones(attention.head_dim) for norm in names}
         return {norm: self._parts.vector(f"{name}.{norm}.weight") for norm in names}
 
+    def _latent_attention(
+        self, project: NormProject, mla: Mla, name: str, add: ProjectAdd, ropes: Mapping[RopeSpec, int]
+    ) -> dict[str, Any]:
+        q, kv_down = self._parts.linears(project.projection)
+        (o,) = self._parts.linears(add.projection)
+        heads = self._parts.plain(f"{name}.kv_up.weight").view(mla.num_heads, -1, mla.kv_rank)
+        return {
+            "q": q,
+            "kv_down": kv_down,
+            "q_up": self._parts.linear(f"{name}.q_up") if mla.q_rank else None,
+            "o": o,
+            "q_norm": self._parts.vector(f"{name}.q_norm.weight") if mla.q_rank else None,
+            "kv_norm": self._parts.vector(f"{name}.kv_norm.weight"),
+            "absorb": self._parts.plain_linears(heads[:, : mla.nope_dim].transpose(1, 2)),
+            "expand": self._parts.plain_linears(heads[:, mla.nope_dim :]),
+            "nope_dim": mla.nope_dim,
+            "rope_dim": mla.rope_dim,
+            "scale": mla.scale,
+            "eps": mla.norm_eps,
+            "rope": -1 if mla.rope is None else ropes[mla.rope],
+        }
+
     def _convolution(self, project: NormProject, conv: ShortConv, name: str, add: ProjectAdd) -> dict[str, Any]:
         (conv_in,), (conv_out,) = self._parts.linears(project.projection), self._parts.linears(add.projection)
         return {
@@ -339,6 +365,17 @@ class _Parts:
     def linear(self, name: str, has_bias: bool = False) -> Any:
         matrix = self.packer.matrix(f"{name}.weight")
         return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
+
+    def plain(self, name: str) -> torch.Tensor:
+        """The values of a matrix as the file has them, or as float16 where it is quantised"""
+        raw = self.weights.get(name)
+        return self.dense(raw).to(torch.float16) if raw.quant else raw.data
+
+    def plain_linears(self, matrices: torch.Tensor) -> list[Any]:
+        """[count, rows, columns] as one matrix each, not quantised"""
+        raws = (RawTensor("", tuple(matrix.shape), matrix.contiguous()) for matrix in matrices)
+        packed = (pack_as(kind_of(raw, "none"), raw, self.dense) for raw in raws)
+        return [native().Linear(matrix, None) for matrix in packed]
 
     def linears(self, matrices: Matrices) -> list[Any]:
         made = {name: self.linear(name, matrices.has_bias) for name in dict.fromkeys(matrices.names)}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 256
@@ -18,6 +18,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return "products with quantised weights have no one order of adding for every batch (deterministic)"
     if any(isinstance(layer.mixer, Recurrent) for layer in request.spec.layers):
         return "recurrent layers"
+    if request.rounds_latents:
+        return ROUNDED_LATENTS
     for moe in request.spec.experts:
         if request.deterministic and moe.has_shared_gate:
             return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"

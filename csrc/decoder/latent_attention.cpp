@@ -1,0 +1,146 @@
+// Latent attention in the place of attention: queries and one entry a token, projected from the norm; each head's query is
+// taken into the space of latents, attends to the entries themselves, and what it finds is taken to the head's values.
+//
+//   norm → q, entry → (norm, rotate, write to the cache) → queries · absorb → attend → · expand → o
+//
+// The arithmetic over entries is in kernels/latent_attention.h; absorb and expand are products like any other.
+#include <algorithm>
+
+#include "decoder/phases.h"
+
+namespace tokenmill {
+namespace {
+
+constexpr int kHeadTile = 16;  // heads of a token that one piece computes
+
+size_t padded16(int size) { return static_cast<size_t>((size + 15) / 16 * 16); }
+
+// Some columns of rows that lie `stride` apart, as the input of products with plain matrices
+Rows columns_of(const float* values, size_t stride, int rows, const Kernels& kernels) {
+  Rows in{values, stride, {}};
+  in.quant.rows = rows;
+  in.quant.tile = kernels.tile_for(rows);
+  return in;
+}
+
+}  // namespace
+
+void Decoder::attend_latent(const Layer& layer, const BatchView& batch) {
+  project_latent(layer, batch);
+  place_entries(layer, batch);
+  latent_outputs(layer, batch);
+}
+
+void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
+  const LatentAttention& latent = *layer.latent;
+  const size_t stride = projected_width(layer);
+  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
+            form_for({&latent.q, &latent.kv_down}, outlier_threshold(layer)));
+  grow(projected_, static_cast<size_t>(batch.tokens) * stride);
+  const Rows in = normed_.view();
+  const Gemm gemms[2] = {{&latent.q, nullptr, in, Gemm::Mode::Store, projected_.data(), stride},
+                         {&latent.kv_down, nullptr, in, Gemm::Mode::Store, projected_.data() + latent.q.w.rows, stride}};
+  runner_.run(gemms, 2);
+}
+
+void Decoder::rotate_at(const Layer& layer, int64_t position, float* values) const {
+  if (layer.rope < 0) return;
+  const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
+  const size_t at = static_cast<size_t>(position) * rope.half;
+  kernels_->rotate(values, rope.cos.data() + at, rope.sin.data() + at, rope.half);
+}
+
+// Every token's latent is normed, its key rotated, and both written to the cache.
+void Decoder::place_entries(const Layer& layer, const BatchView& batch) {
+  const LatentAttention& latent = *layer.latent;
+  const int64_t* slots = batch.groups[static_cast<size_t>(layer.group)].slots;
+  for_rows(pool_, batch.tokens, 4 * latent.cache.width, [&](int t) {
+    float* entry = projected_.data() + static_cast<size_t>(t) * projected_width(layer) + latent.q.w.rows;
+    kernels_->rms_norm(entry, latent.kv_norm.data(), latent.eps, latent.cache.rank, entry);
+    rotate_at(layer, batch.positions[t], entry + latent.cache.rank);
+    kernels_->write_entry(latent.cache, slots[t], entry);
+  });
+}
+
+void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
+  const LatentAttention& latent = *layer.latent;
+  const int tokens = batch.tokens, value_width = latent.heads * latent.value_dim;
+  absorb_queries(layer, batch);
+  attend_tokens(layer, batch);
+  grow(latent_values_, static_cast<size_t>(tokens) * value_width);
+  const size_t wide = padded16(latent.cache.rank), stride = latent.heads * wide;
+  std::vector<Gemm> gemms;
+  for (int h = 0; h < latent.heads; ++h)
+    gemms.push_back({&latent.expand[static_cast<size_t>(h)], nullptr,
+                     columns_of(mixtures_.data() + h * wide, stride, tokens, *kernels_), Gemm::Mode::Store,
+                     latent_values_.data() + static_cast<size_t>(h) * latent.value_dim, static_cast<size_t>(value_width)});
+  runner_.run(gemms.data(), latent.heads);
+  fill_rows(tokens, value_width, 2 * value_width, heads_, form_for({&layer.o}, outlier_threshold(layer)),
+            [&](int t, float* out) {
+    std::copy_n(latent_values_.data() + static_cast<size_t>(t) * value_width, value_width, out);
+  });
+}
+
+// Queries over entries, [T][heads][padded width]: the part without rotation as one over latents, and the rotated one.
+void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
+  const LatentAttention& latent = *layer.latent;
+  const int tokens = batch.tokens, head_dim = latent.nope_dim + latent.rope_dim, rank = latent.cache.rank;
+  const float* queries = projected_.data();
+  size_t stride = projected_width(layer);
+  if (latent.q_up) {
+    const int q_rank = static_cast<int>(latent.q.w.rows);
+    fill_rows(tokens, q_rank, 2 * q_rank, query_latents_, form_for({&*latent.q_up}, outlier_threshold(layer)),
+              [&](int t, float* out) {
+      kernels_->rms_norm(projected_.data() + static_cast<size_t>(t) * stride, latent.q_norm.data(), latent.eps, q_rank, out);
+    });
+    const size_t width = static_cast<size_t>(latent.heads) * head_dim;
+    grow(queries_, static_cast<size_t>(tokens) * width);
+    const Gemm up{&*latent.q_up, nullptr, query_latents_.view(), Gemm::Mode::Store, queries_.data(), width};
+    runner_.run(&up, 1);
+    queries = queries_.data();
+    stride = width;
+  }
+  const size_t wide = padded16(latent.cache.width), all = latent.heads * wide;
+  grow(absorbed_, static_cast<size_t>(tokens) * all);
+  std::vector<Gemm> gemms;
+  for (int h = 0; h < latent.heads; ++h)
+    gemms.push_back({&latent.absorb[static_cast<size_t>(h)], nullptr,
+                     columns_of(queries + static_cast<size_t>(h) * head_dim, stride, tokens, *kernels_),
+                     Gemm::Mode::Store, absorbed_.data() + h * wide, all});
+  runner_.run(gemms.data(), latent.heads);
+  for_rows(pool_, tokens, 4 * latent.heads * latent.rope_dim, [&](int t) {
+    for (int h = 0; h < latent.heads; ++h) {
+      float* to = absorbed_.data() + static_cast<size_t>(t) * all + h * wide + rank;
+      std::copy_n(queries + static_cast<size_t>(t) * stride + static_cast<size_t>(h) * head_dim + latent.nope_dim,
+                  latent.rope_dim, to);
+      rotate_at(layer, batch.positions[t], to);
+      std::fill(to + latent.rope_dim, to + wide - rank, 0.0f);
+    }
+  });
+}
+
+// Each token's heads over its context: [T][heads][padded rank]
+void Decoder::attend_tokens(const Layer& layer, const BatchView& batch) {
+  const LatentAttention& latent = *layer.latent;
+  const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];
+  const size_t wide = padded16(latent.cache.width), wide_sums = padded16(latent.cache.rank);
+  const int tiles = (latent.heads + kHeadTile - 1) / kHeadTile;
+  grow(mixtures_, static_cast<size_t>(batch.tokens) * latent.heads * wide_sums);
+  pool_.run(batch.tokens * tiles, [&](int piece, int thread) {
+    const int t = piece / tiles, first = piece % tiles * kHeadTile, count = std::min(kHeadTile, latent.heads - first);
+    const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.rows + 1, t);
+    const size_t row = static_cast<size_t>(next - batch.query_starts - 1);
+    const int limit = batch.context_lens[row] - (*next - t) + 1;
+    Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
+    grow(scratch, kernels_->entry_scratch_floats(latent.cache.rank));
+    const size_t at = static_cast<size_t>(t) * latent.heads + first;
+    float* sums = mixtures_.data() + at * wide_sums;
+    Partial partial[kHeadTile];
+    kernels_->attend_entries(latent.cache, group.block_tables + row * group.max_blocks, absorbed_.data() + at * wide, count,
+                             limit, latent.scale, sums, partial, scratch.data());
+    for (int i = 0; i < count; ++i)
+      kernels_->finish(sums + i * wide_sums, partial[i], nullptr, static_cast<int>(wide_sums), sums + i * wide_sums);
+  });
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,123 @@
+// Latent attention over the paged cache: one entry a token for all heads, whose first `rank` numbers are the value too.
+//
+//   scores [queries][256] = q . entry          weights = e^(score - largest)        sums [queries][rank] = weights . entry
+//
+// Segments of 256 entries begin at absolute positions and are joined in order, as in attention.h. A product of a query and
+// an entry is added up in one order whatever the tile, so a query's result depends on its own context alone.
+#pragma once
+
+namespace tokenmill::TM_ISA {
+
+inline constexpr int kEntryTile = 4;  // queries that an entry is multiplied with while it is in registers
+
+// 16 numbers of an entry from `at` on; zeros behind its end
+template <Store S>
+inline Floats entry_part(const typename Stored<S>::Type* entry, int at, int width) {
+  if (at + 16 <= width) return Stored<S>::load16(entry + at);
+  float tail[16] = {};
+  for (int d = at; d < width; ++d) tail[d - at] = Stored<S>::get(entry[d]);
+  return load(tail);
+}
+
+template <Store S>
+struct PagedEntries {
+  const EntryCache& cache;
+  const int32_t* table;
+
+  const typename Stored<S>::Type* operator()(int position) const {
+    const size_t block = static_cast<size_t>(table[position / cache.block_size]);
+    const size_t slot = block * cache.block_size + position % cache.block_size;
+    return static_cast<const typename Stored<S>::Type*>(cache.entries) + slot * cache.width;
+  }
+};
+
+// Scores of M queries, [M][padded width], for the entries [lo, hi)
+template <Store S, int M>
+inline void score_entries(const PagedEntries<S>& entries, const float* q, int lo, int hi, float scale, float* scores) {
+  const int width = entries.cache.width, wide = padded(width);
+  for (int key = lo; key < hi; ++key) {
+    const auto* entry = entries(key);
+    Floats sums[M];
+    for (int m = 0; m < M; ++m) sums[m] = zeros();
+    for (int d = 0; d < wide; d += 16) {
+      const Floats part = entry_part<S>(entry, d, width);
+      for (int m = 0; m < M; ++m) sums[m] = fma(load(q + m * wide + d), part, sums[m]);
+    }
+    for (int m = 0; m < M; ++m) scores[m * kSegment + key - lo] = sum_lanes(sums[m]) * scale;
+  }
+}
+
+// Sums of the first `rank` numbers of the entries [lo, hi), weighted, for M queries: [M][padded rank]
+template <Store S, int M>
+inline void mix_entries(const PagedEntries<S>& entries, const float* weights, int lo, int hi, float* sums) {
+  constexpr int kVectors = 4;
+  const int width = entries.cache.width, wide = padded(entries.cache.rank);
+  for (int first = 0; first < wide; first += 16 * kVectors) {
+    const int count = std::min(kVectors, (wide - first) / 16);
+    Floats acc[M][kVectors];
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < kVectors; ++n) acc[m][n] = zeros();
+    for (int key = lo; key < hi; ++key) {
+      const auto* entry = entries(key);
+      for (int n = 0; n < count; ++n) {
+        const Floats part = entry_part<S>(entry, first + 16 * n, width);
+        for (int m = 0; m < M; ++m) acc[m][n] = fma(splat(weights[m * kSegment + key - lo]), part, acc[m][n]);
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < count; ++n) store(sums + m * wide + first + 16 * n, acc[m][n]);
+  }
+}
+
+// M queries of one token over its context, which ends before `limit`
+template <Store S, int M>
+inline void attend_entry_tile(const PagedEntries<S>& entries, const float* q, int limit, float scale, float* sums,
+                              Partial* partial, float* scratch) {
+  const int wide = padded(entries.cache.rank);
+  float* scores = scratch;
+  float* fresh_sums = scratch + M * kSegment;
+  for (int m = 0; m < M; ++m) partial[m] = {kNever, 0.0f};
+  for (int lo = 0; lo < limit; lo += kSegment) {
+    const int hi = std::min(lo + kSegment, limit), count = hi - lo;
+    Partial fresh[M];
+    score_entries<S, M>(entries, q, lo, hi, scale, scores);
+    for (int m = 0; m < M; ++m) {
+      float* own = scores + m * kSegment;
+      std::fill(own + count, own + padded(count), kNever);
+      fresh[m].largest = largest_score(own, 0, count, 0.0f);
+      fresh[m].total = weigh(own, 0, padded(count), 0, count, fresh[m].largest);
+    }
+    mix_entries<S, M>(entries, scores, lo, hi, fresh_sums);
+    for (int m = 0; m < M; ++m) join(sums + m * wide, partial[m], fresh_sums + m * wide, fresh[m], entries.cache.rank);
+  }
+}
+
+inline size_t entry_scratch_floats(int rank) {
+  return static_cast<size_t>(kEntryTile) * (kSegment + static_cast<size_t>(padded(rank)));
+}
+
+inline void attend_entries(const EntryCache& cache, const int32_t* table, const float* q, int count, int limit, float scale,
+                           float* sums, Partial* partial, float* scratch) {
+  const int wide = padded(cache.width), wide_sums = padded(cache.rank);
+  with_store(cache.store, [&](auto s) {
+    constexpr Store S = decltype(s)::value;
+    if constexpr (S != Store::I8) {
+      const PagedEntries<S> entries{cache, table};
+      int i = 0;
+      for (; i + kEntryTile <= count; i += kEntryTile)
+        attend_entry_tile<S, kEntryTile>(entries, q + i * wide, limit, scale, sums + i * wide_sums, partial + i, scratch);
+      for (; i < count; ++i)
+        attend_entry_tile<S, 1>(entries, q + i * wide, limit, scale, sums + i * wide_sums, partial + i, scratch);
+    }
+  });
+}
+
+inline void write_entry(const EntryCache& cache, int64_t slot, const float* values) {
+  with_store(cache.store, [&](auto s) {
+    constexpr Store S = decltype(s)::value;
+    if constexpr (S != Store::I8)
+      narrow<S>(values, cache.width, static_cast<typename Stored<S>::Type*>(cache.entries) + static_cast<size_t>(slot) * cache.width);
+  });
+}
+
+}  // namespace tokenmill::TM_ISA

@@ -166,7 +166,7 @@ class SimulatedRunner:
             updated(self.cache, tables, row_plan.table_updates)
             for rule, table in zip(self.cache.rules, tables, strict=True):
                 for entry in rule.written(row_plan.start, row_plan.start + len(row_plan.token_ids)):
-                    block = table[entry] if entry < len(table) else 0
+                    block = table[entry]  # null where nothing is kept: a row may have had other tables before
                     if block == 0 and rule.kind != "paged":
                         continue  # what no later query sees is not kept
                     assert block != 0, "the null block is written"
@@ -222,7 +222,7 @@ class SimulatedRunner:
                 entry = position // rule.tokens
                 if rule.kind == "state" and (position + 1) % rule.tokens:
                     continue
-                if entry < len(table) and table[entry]:
+                if table[entry]:
                     at = 0 if rule.kind == "state" else position % rule.tokens
                     self._block(table[entry])[at] = (position, row.known[position])
 

@@ -191,16 +191,24 @@ class KVCache:
             return NO_COPIES
         shared = self._shared_entries(table, start, end)
         new = self._new_entries(table, start, end, is_certain=is_certain)
-        if not shared and not new:
+        if not shared and not new and not self.is_recurrent:
             return NO_COPIES
         if not self._suffices(shared, new):
             return None
         copies = [pair for group, index in shared if (pair := self._copy_on_write(table, group, index))]
         for group, indices in new.items():
             self._fill(table, group, indices)
+        if self.is_recurrent:
+            self._say_what_is_not_kept(table, start, end)
         if passes_state and is_certain:
             self._keep_earlier_states(table, start, end)
         return copies
+
+    def _say_what_is_not_kept(self, table: BlockTable, start: int, end: int) -> None:
+        """Make entries null that a step writes and nobody will read: the runner's copy may name other blocks there."""
+        for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
+            if (gap := rule.written(start, end).stop - len(blocks)) > 0:
+                table.append(group, [NULL_BLOCK] * gap)
 
     def _is_own(self, table: BlockTable, index: int) -> bool:
         """True where every group has the entry and no other table holds it."""

@@ -11,6 +11,9 @@ import torch
 
 from tests.support.tiny_models import FAMILIES, VOCAB, make_reference
 from tokenmill import LLM, SamplingParams
+from tokenmill.arch.read import read_spec
+from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.triton import unsupported_reason
 from tokenmill.params import Guided
 from tokenmill.runner.cuda_runner import CudaRunner
 from tokenmill.types import PENDING, StepPlan, StepResult
@@ -45,6 +48,9 @@ def answers(folder: Path, device: str, params: SamplingParams | list[SamplingPar
 def test_greedy_tokens_equal_the_reference(family: str, tmp_path: Path) -> None:
     """Seven rows in five seats: rows end, others take their place, chunks run beside decoding rows."""
     make_reference(family).save_pretrained(tmp_path)
+    reason = unsupported_reason(ComputeRequest(read_spec(tmp_path), "cuda", "float32", "float32"))
+    if reason:
+        pytest.skip(f"not computed by the GPU's kernels yet: {reason}")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     assert answers(tmp_path, "cuda", params, 5) == answers(tmp_path, "cpu", params, 7)
 

@@ -122,9 +122,9 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[La
         warm_up = warm_up_for(config, **how)
         warm_up.compile_first(8192, list)
         warm_up.compile_rest()
-        warm_up._rehearse([(700, 1), (5, MAX_CONTEXT // 2)])
+        warm_up.rehearse([(700, 1), (5, MAX_CONTEXT // 2)])
         for size in graph_sizes(256):
-            warm_up._compute(warm_up._decoding(size))
+            warm_up.compute(warm_up.decoding(size))
     launch_options.cache_clear()
     yield from found.values()
 

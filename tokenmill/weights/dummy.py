@@ -30,7 +30,10 @@ _BLOCK_SCALES: dict[str, dict[int, float]] = {
     "Q4_K": {0: DEVIATION / 250, 2: DEVIATION * 7.5 / 250},
     "Q5_K": {0: DEVIATION / 525, 2: DEVIATION * 15.5 / 525},
     "Q6_K": {208: DEVIATION / 1370},
+    "IQ4_NL": {0: DEVIATION / 70},
+    "MXFP4": {},
 }
+_BLOCK_EXPONENTS = {"MXFP4": 120}  # the first byte: a power of two that gives about the same deviation
 
 
 @dataclass(frozen=True)
@@ -97,4 +100,6 @@ def random_blocks(shape: tuple[int, ...], quant: str, generator: torch.Generator
     data = words.view(torch.uint8)[: torch.Size(shape[:-1]).numel() * row_bytes].view(-1, kind.block_bytes)
     for start, value in _BLOCK_SCALES[quant].items():
         data[:, start : start + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8).to(data.device)
+    if quant in _BLOCK_EXPONENTS:
+        data[:, 0] = _BLOCK_EXPONENTS[quant]
     return data.view(*shape[:-1], row_bytes)

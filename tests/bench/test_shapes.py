@@ -12,10 +12,21 @@ from tokenmill.arch.read import read_spec
 SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-30b-a3b", 30.53)])
+BILLIONS = {
+    "deepseek-v2-lite": 15.71,
+    "glm-4.7-flash": 29.94,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "llama-1b": 1.24,
+    "llama-8b": 8.03,
+    "qwen3-30b-a3b": 30.53,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_shapes_are_what_they_are_called(name: str, billions: float) -> None:
     assert num_parameters(read_spec(SHAPES / name)) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_every_shape_is_checked() -> None:
-    assert sorted(path.name for path in SHAPES.iterdir()) == ["llama-1b", "llama-8b", "qwen3-30b-a3b"]
+    assert sorted(path.name for path in SHAPES.iterdir()) == sorted(BILLIONS)

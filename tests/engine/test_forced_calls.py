@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.engine.test_tool_calls import FAMILIES, HELLO, NOW, WEATHER, called, family, written
 from tests.support.speaker import Speaker
+from tests.support.tool_families import HELLO, NOW, WEATHER, called, family_speaker, written
 from tokenmill import SamplingParams
 from tokenmill.engine.results import reasoning_of, tool_calls_of
 from tokenmill.errors import InvalidRequest
@@ -32,21 +32,6 @@ ARGUMENTS = Tool(
     },
 )
 STUBBORN = "No, I will not call anything, I say <b>no</b>."
-
-
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def speaker(request: pytest.FixtureRequest, shared_dir: Path) -> Speaker:
-    return family(shared_dir, request.param)
-
-
-@pytest.fixture(scope="module")
-def hermes(shared_dir: Path) -> Speaker:
-    return family(shared_dir, "Qwen-Qwen2.5-7B-Instruct")
-
-
-@pytest.fixture(scope="module")
-def qwen3(shared_dir: Path) -> Speaker:
-    return family(shared_dir, "Qwen-Qwen3-0.6B")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +163,7 @@ LINES = "start: LINE+\nLINE: /x.+\\n/"
 def test_custom_tools_follow_their_grammar(
     shared_dir: Path, name: str, grammar: Guided, said: str, expected: str | None
 ) -> None:
-    speaker = family(shared_dir, name)
+    speaker = family_speaker(shared_dir, name)
     tool = Tool(name="patch", kind="custom", input_grammar=grammar)
     call = [ToolCall(id="a", name="patch", arguments=json.dumps({"input": said}))]
     choice = ToolChoice(mode="required", parallel=False)
@@ -238,7 +223,7 @@ def test_hostile_schemas_are_followed_loosened_or_refused(shared_dir: Path, name
     for strict in (None, True):
         tool = Tool(name="f", parameters=schema, strict=strict)
         try:
-            family(shared_dir, name).answer(chat([tool], params, tool_choice=REQUIRED), "no", is_stubborn=True)
+            family_speaker(shared_dir, name).answer(chat([tool], params, tool_choice=REQUIRED), "no", is_stubborn=True)
         except InvalidRequest as refused:
             assert refused.param in ("tools", "guided", "messages")
 

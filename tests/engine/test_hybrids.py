@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.mixed_requests import Answers, make_asks, run_together
+from tests.support.mixed_requests import Answers, add_greedy, make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.cpu import is_available
 from tokenmill.runner.memory import recurrent_bytes
-from tokenmill.types import PromptRequest
 
 CLOSE_CALL = 1e-3  # a smaller margin in the golden answers may fall either way
 native = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
@@ -148,12 +147,6 @@ def interrupted(llm: LLM, prompt: list[int], max_tokens: int, position: int) -> 
             position = -1
         tokens += [token for one in llm.core.step() if one.request_id == "patient" for token in one.token_ids]
     return tokens
-
-
-def add_greedy(llm: LLM, name: str, prompt: list[int], max_tokens: int, priority: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    asked = PromptRequest(prompt=prompt, params=params, request_id=name, priority=priority)
-    llm.core.add(llm.frontend.input_processor(512).process(asked))
 
 
 def test_preemption_around_a_state(shared_dir: Path) -> None:

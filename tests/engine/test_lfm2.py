@@ -14,14 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.mixed_requests import Answers, make_asks, run_together
+from tests.support.mixed_requests import Answers, add_greedy, make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.cost import kv_bytes, kv_bytes_per_token
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ShortConv
 from tokenmill.ops.cpu import is_available
 from tokenmill.params import BeamParams
-from tokenmill.types import PromptRequest
 
 CLOSE_CALL = 1e-3  # a smaller margin in the golden answers may fall either way
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -165,12 +164,6 @@ def interrupted(llm: LLM, prompt: list[int], max_tokens: int, position: int) -> 
             position = -1
         tokens += [token for one in llm.core.step() if one.request_id == "patient" for token in one.token_ids]
     return tokens
-
-
-def add_greedy(llm: LLM, name: str, prompt: list[int], max_tokens: int, priority: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    asked = PromptRequest(prompt=prompt, params=params, request_id=name, priority=priority)
-    llm.core.add(llm.frontend.input_processor(512).process(asked))
 
 
 @native

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.speaker import Speaker
+from tests.support.tool_families import HELLO, NOW, WEATHER, called, family_speaker, written
 from tokenmill import SamplingParams
 from tokenmill.engine.results import EventFold, reasoning_of, tool_calls_of
 from tokenmill.engine.tool_use import describe_speech
@@ -30,62 +31,15 @@ from tokenmill.types import (
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
-HELLO = [Message(role="user", content="Weather in Paris?")]
-WEATHER = Tool(
-    name="get_weather",
-    description="Weather of a city",
-    parameters={
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        "required": ["city"],
-    },
-)
-NOW = Tool(name="now")
 PATCH = Tool(name="patch", kind="custom")
-FAMILIES = {
-    "Qwen-Qwen2.5-7B-Instruct": ("<tool_call>", "</tool_call>"),
-    "Qwen-Qwen3-0.6B": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
-    "Qwen3-Coder": ("<tool_call>", "</tool_call>"),
-    "GLM-4.6": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "meta-llama-Llama-3.1-8B-Instruct": (),
-    "mistralai-Mistral-Nemo-Instruct-2407": ("[TOOL_CALLS]",),
-}
 CALLS = [
     ToolCall(id="a", name="get_weather", arguments='{"city": "São \\"P\\"", "days": 3}'),
     ToolCall(id="b", name="now", arguments="{}"),
 ]
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def speaker(request: pytest.FixtureRequest, shared_dir: Path) -> Speaker:
-    return family(shared_dir, request.param)
-
-
-@pytest.fixture(scope="module")
-def hermes(shared_dir: Path) -> Speaker:
-    return family(shared_dir, "Qwen-Qwen2.5-7B-Instruct")
-
-
-@pytest.fixture(scope="module")
-def qwen3(shared_dir: Path) -> Speaker:
-    return family(shared_dir, "Qwen-Qwen3-0.6B")
-
-
-def family(shared_dir: Path, name: str) -> Speaker:
-    return Speaker((shared_dir / "templates" / f"{name}.jinja").read_text(), special=FAMILIES[name])
-
-
 def chat(params: SamplingParams = GREEDY, tools: list[Tool] | None = None, **fields: Any) -> ChatRequest:
     return ChatRequest(messages=HELLO, params=params, tools=tools or [WEATHER, NOW], **fields)
-
-
-def written(speaker: Speaker, calls: list[ToolCall]) -> str:
-    assert speaker.frontend.speech is not None and speaker.frontend.speech.calls is not None
-    return speaker.frontend.speech.calls.write(calls)
-
-
-def called(calls: list[ToolCall]) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 # ── reading ────────────────────────────────────────────────────────────────────────────────────────────
@@ -264,7 +218,7 @@ def test_ids_are_those_of_the_family(shared_dir: Path) -> None:
 
 def test_foreign_ids_fit_the_template(shared_dir: Path) -> None:
     """Nemo's template refuses ids of other lengths; the call and its result keep one id."""
-    mistral = family(shared_dir, "mistralai-Mistral-Nemo-Instruct-2407")
+    mistral = family_speaker(shared_dir, "mistralai-Mistral-Nemo-Instruct-2407")
     turn = Message(role="assistant", tool_calls=[ToolCall(id="toolu_012345678901", name="now")])
     result = Message(role="tool", content="noon", tool_call_id="toolu_012345678901")
     prompt = mistral.prompt(ChatRequest(messages=[*HELLO, turn, result], tools=[NOW]))

@@ -86,3 +86,10 @@ def run_together(llm: LLM, asks: list[Ask], rng: random.Random | None) -> Answer
             tokens += output.token_ids
             logprobs += [one.logprob for one in output.logprobs or []]
     return answers
+
+
+def add_greedy(llm: LLM, name: str, prompt: list[int], max_tokens: int, priority: int) -> None:
+    """Add a greedy request to the core, beside those that run."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    asked = PromptRequest(prompt=prompt, params=params, request_id=name, priority=priority)
+    llm.core.add(llm.frontend.input_processor(512).process(asked))

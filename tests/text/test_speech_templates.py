@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.proved_templates import PROVED, template_and_speech
 from tests.support.speech_samples import cut, folded
-from tests.text.test_speech_detect import PROVED, template_and_speech
 from tokenmill.errors import InvalidRequest, ModelError
 from tokenmill.text.speech import Speech
 from tokenmill.text.template import ChatTemplate

@@ -220,7 +220,6 @@ MISSING = {
     "gemma3n": "several residual streams that predict each other",
     "gemma3n_text": "several residual streams that predict each other",
     "glm_moe_dsa": "sparse attention over an index of keys",
-    "granitemoehybrid": "recurrent layers",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "kimi_linear": "recurrent layers with a decay per channel",
     "mamba": "recurrent layers without attention",
@@ -229,12 +228,8 @@ MISSING = {
     "minimax_m3": "attention over chosen blocks of keys",
     "minimax_m3_vl": "attention over chosen blocks of keys",
     "nemotron-nas": "layers that differ in their sizes, or lack attention",
-    "nemotron_h": "recurrent layers, and layers of one part only",
     "phi-msft": "GPT-2's names for everything (the same model as `phi` has ours)",
     "phi3_v": "a picture part that the file has no names of ours for",
-    "qwen3_5": "recurrent layers",
-    "qwen3_5_moe": "recurrent layers",
-    "qwen3_next": "recurrent layers",
     "step3p7": "gates per head, limits of activations that differ between layers",
 }
 DEFAULTS = {

@@ -4,10 +4,10 @@
     ModelSpec = embedding → LayerSpec × L → final norm → head
     LayerSpec = norm → mixer → (norm) → + → norm → MLP or experts → (norm) → +      `norms` says where norms stand
 
-A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`), a short convolution
-(`ShortConv`) or a recurrence (`Recurrent`, in `recurrent.py`). It alone knows what has to be kept of the tokens
-computed so far (`cache_fields`) and how far back a token looks (`window`); cache, memory sizing and planner ask it and
-nothing else.
+A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`), latent attention
+(`Mla`), a short convolution (`ShortConv`) or a recurrence (`Recurrent`, in `recurrent.py`). It alone knows what has to
+be kept of the tokens computed so far (`cache_fields`) and how far back a token looks (`window`); cache, memory sizing
+and planner ask it and nothing else.
 
 A variant that these fields cannot express is refused by the reader, by name; it is never approximated.
 """

@@ -1,15 +1,15 @@
 """Latent attention (MLA) over the paged cache, in its absorbed form (see `ops/reference/latent_attention.py`).
 
-All heads attend to the same entries, so an entry is read once for a tile of heads: with 16 heads or more the memory is
-what decoding takes its time for. Three kernels a layer, and a fourth that
-merges splits:
+All heads attend to the same entries, so an entry is read once for a tile of heads. Decoding takes the time that
+reading the entries takes. Kernels of a layer:
 
     _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
     _attend     tiles of (query, head) lines over entries; a context is cut into splits that run side by side
+    _merge      what the splits of a line found, where there are several
     _expand     mixtures of latents × each head's matrix → values
 
 A tile has 16 lines where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
-Matrices are on their way before the kernel before has ended.
+`_absorb` and `_expand` load their matrices before the kernel that precedes them has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplie
 VALUE_BLOCK = 32  # and of `_expand`
 MAX_SPLITS = 64  # of a context
 MERGED = 64  # values of a line that a program of `_merge` adds up
-FEW_TOKENS = 16  # of a tile of both where the step has no more
+FEW_TOKENS = 16  # multiplied by a head's matrix together, unless a step has hundreds
 
 
 class LatentTiles(NamedTuple):

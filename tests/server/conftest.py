@@ -14,6 +14,7 @@ import uvicorn
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
+from tests.support.scripted_server import without_files
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.anthropic import signatures
@@ -42,7 +43,7 @@ def serving(own_home: Path) -> Iterator[Serving]:
     ) -> RunningServer:
         engine = FakeEngine()
         metrics = Metrics(model=engine.info.name)
-        app = create_app(gate or engine, config or ServerConfig(), metrics, dialects=dialects)
+        app = create_app(gate or engine, without_files(config), metrics, dialects=dialects)
         listener = socket.create_server(("127.0.0.1", 0))
         front = uvicorn.Server(uvicorn_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ from tokenmill.server.app import create_app
 from tokenmill.server.run import uvicorn_config
 
 NAME = "scripted"
+
+
+def without_files(config: ServerConfig | None) -> ServerConfig:
+    """The settings of a server that leaves nothing behind: its state is in memory unless it has a folder for it."""
+    config = config or ServerConfig()
+    return config if config.state_dir else replace(config, state=False)
 
 
 @dataclass
@@ -60,7 +66,7 @@ def scripted_server(
         file.write_text(json.dumps(script))
         if template is not None:
             settings["chat_template"] = str(_template_file(template, Path(folder)))
-        with _running(f"scripted:{file}", config or ServerConfig(), settings) as server:
+        with _running(f"scripted:{file}", without_files(config), settings) as server:
             yield server
 
 

@@ -47,6 +47,12 @@ class ServerConfig:
     """Silence in a stream after which a comment keeps the connection open."""
     drain_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
+    state: bool = True
+    """Keep responses, conversations, files and batches on disk, across restarts; otherwise in memory."""
+    state_dir: Path | None = None
+    """Where they are kept; by default `state` in TOKENMILL_HOME."""
+    max_state_bytes: int = 4 << 30
+    """Most bytes of stored responses and conversations together; those that were not used for longest go first."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -72,6 +78,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_prompts": (1, 1 << 20),
     "max_embedding_inputs": (1, 1 << 20),
     "max_choices": (1, 1 << 20),
+    "max_state_bytes": (1 << 20, 1 << 50),
     "body_timeout_s": (0.001, DAY_S),
     "keep_alive_s": (0.001, DAY_S),
     "drain_timeout_s": (0.0, DAY_S),

@@ -35,6 +35,7 @@ from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
 from tokenmill.server.routing import Endpoint, RouteContext, routes_of
+from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
 from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
@@ -65,7 +66,8 @@ def create_app(
     gate = engine if isinstance(engine, EngineGate) else EngineGate(engine)
     registry = ModelRegistry(gate, any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
-    context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers(), accounting.finish)
+    state = ServerState.of(config)
+    context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers(), accounting.finish, state)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
@@ -80,6 +82,7 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.dialects = dialects
+    app.state.context = context
     return app
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -30,6 +30,7 @@ from tokenmill.server.body import BodyReader, parse_object
 from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
 from tokenmill.server.registry import ModelRegistry
+from tokenmill.server.state.server_state import ServerState, Service
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
@@ -68,6 +69,8 @@ class RouteContext:
     bodies: BodyReader
     workers: TextWorkers
     count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
+    state: ServerState
+    services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
         """What a parser makes of the body; a long one is parsed in a thread. Wrong JSON is refused even while the model

@@ -35,6 +35,7 @@ from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
 from tokenmill.server.http_protocol import limited_protocol
 from tokenmill.server.registry import EngineGate, ServedEngine
+from tokenmill.server.routing import RouteContext
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
@@ -112,7 +113,8 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ServerLifecycle(http_server, listeners, gate, config, needs_key=bool(keys)).run(start_engine))
+        life = ServerLifecycle(http_server, listeners, gate, app.state.context, needs_key=bool(keys))
+        return runner.run(life.run(start_engine))
 
 
 def allow_many_connections() -> None:
@@ -194,14 +196,14 @@ class ServerLifecycle:
         http_server: HttpServer,
         listeners: list[socket.socket],
         gate: EngineGate,
-        config: ServerConfig,
+        context: RouteContext,
         *,
         needs_key: bool,
     ) -> None:
         self._http_server = http_server
         self._listeners = listeners
         self._gate = gate
-        self._config = config
+        self._context = context
         self._needs_key = needs_key
         self._stop = asyncio.Event()
         self._engine: ServedEngine | None = None
@@ -212,6 +214,8 @@ class ServerLifecycle:
         answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
             if await self._load(start_engine):
+                for service in self._context.services:
+                    await service.start()
                 print(welcome(self._listeners, self._gate.info.name, needs_key=self._needs_key), flush=True)
                 gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
                 with relaxed_gc():
@@ -245,15 +249,18 @@ class ServerLifecycle:
     async def _drain(self) -> None:
         assert self._engine is not None
         print("tokenmill: stopping; running requests are being finished", file=sys.stderr, flush=True)
-        if not await self._engine.drain(self._config.drain_timeout_s):
+        if not await self._engine.drain(self._context.config.drain_timeout_s):
             print("tokenmill: some requests did not finish in time and are ended", file=sys.stderr, flush=True)
 
     async def _end(self, answering: asyncio.Task[None]) -> None:
         """Close the engine, then the server: requests that still run end with an error that their clients can read."""
+        for service in self._context.services:
+            await service.close()
         if self._engine is not None:
             await self._engine.close()
         self._http_server.should_exit = True
         await answering
+        await self._context.state.close()
 
     async def _end_at_once(self) -> None:
         engine = self._engine

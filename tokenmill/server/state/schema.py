@@ -1,0 +1,103 @@
+"""The tables of the state file. Each version is a script that leads from the one before; SQLite's `user_version` says
+which of them a file has seen. Scripts that were released are never changed: a change is a new script at the end.
+
+    responses ──< items >── conversations          files ──── batches ──< batch_lines
+
+Every row that a client can ask for has `owner`: the id of the API key that made it ("" where the server needs none).
+`used_s` is when it was last part of a conversation: bounds take the rows that were not used for longest. `expires_s` is
+NULL for rows that stay. `server` is the process that works on a row now (see instance.py). Times are seconds since
+1970.
+"""
+
+from __future__ import annotations
+
+VERSIONS = (
+    """
+    CREATE TABLE responses (
+        id           TEXT PRIMARY KEY,
+        owner        TEXT NOT NULL,
+        created_s    REAL NOT NULL,
+        used_s       REAL NOT NULL,
+        expires_s    REAL,
+        status       TEXT NOT NULL,      -- queued, in_progress, completed, incomplete, failed, cancelled
+        server       TEXT,
+        parent       TEXT,               -- the response that it continues
+        conversation TEXT,
+        request      BLOB NOT NULL,      -- the JSON body that asked for it: a queued one is run again after a restart
+        body         BLOB NOT NULL,      -- JSON of the response, as GET shows it
+        prefix       BLOB,               -- token ids of prompt and answer, for the prompt of a child to extend
+        events       BLOB,               -- its stream, compressed, to be shown again
+        num_bytes    INTEGER NOT NULL
+    );
+    CREATE INDEX responses_by_use ON responses (used_s, num_bytes);
+    CREATE INDEX responses_by_expiry ON responses (expires_s) WHERE expires_s IS NOT NULL;
+    CREATE INDEX responses_at_work ON responses (server) WHERE server IS NOT NULL;
+
+    CREATE TABLE conversations (
+        id           TEXT PRIMARY KEY,
+        owner        TEXT NOT NULL,
+        created_s    REAL NOT NULL,
+        used_s       REAL NOT NULL,
+        expires_s    REAL,
+        metadata     BLOB NOT NULL,      -- JSON
+        num_bytes    INTEGER NOT NULL    -- with its items
+    );
+    CREATE INDEX conversations_by_use ON conversations (used_s, num_bytes);
+
+    CREATE TABLE items (
+        holder       TEXT NOT NULL,      -- a response or a conversation
+        seq          INTEGER NOT NULL,
+        id           TEXT NOT NULL,
+        owner        TEXT NOT NULL,
+        side         TEXT NOT NULL,      -- of a response: input or output
+        body         BLOB NOT NULL,      -- JSON
+        PRIMARY KEY (holder, seq)
+    ) WITHOUT ROWID;
+    CREATE INDEX items_by_id ON items (id);
+    CREATE TRIGGER response_gone AFTER DELETE ON responses
+        BEGIN DELETE FROM items WHERE holder = OLD.id; END;
+    CREATE TRIGGER conversation_gone AFTER DELETE ON conversations
+        BEGIN DELETE FROM items WHERE holder = OLD.id; END;
+
+    CREATE TABLE files (                 -- the content is a file of its own, named by the id
+        id           TEXT PRIMARY KEY,
+        owner        TEXT NOT NULL,
+        created_s    REAL NOT NULL,
+        used_s       REAL NOT NULL,
+        expires_s    REAL,
+        purpose      TEXT NOT NULL,
+        name         TEXT NOT NULL,
+        sha256       TEXT NOT NULL,
+        num_bytes    INTEGER NOT NULL
+    );
+    CREATE INDEX files_by_use ON files (used_s, num_bytes);
+    CREATE INDEX files_by_expiry ON files (expires_s) WHERE expires_s IS NOT NULL;
+
+    CREATE TABLE batches (
+        id           TEXT PRIMARY KEY,
+        owner        TEXT NOT NULL,
+        created_s    REAL NOT NULL,
+        used_s       REAL NOT NULL,
+        expires_s    REAL,
+        status       TEXT NOT NULL,
+        server       TEXT,
+        dialect      TEXT NOT NULL,      -- openai or anthropic
+        body         BLOB NOT NULL,      -- JSON of what is not a column
+        num_bytes    INTEGER NOT NULL    -- with its lines
+    );
+    CREATE INDEX batches_by_use ON batches (used_s, num_bytes);
+    CREATE INDEX batches_at_work ON batches (server) WHERE server IS NOT NULL;
+
+    CREATE TABLE batch_lines (
+        batch        TEXT NOT NULL,
+        line         INTEGER NOT NULL,
+        custom_id    TEXT NOT NULL,
+        state        TEXT NOT NULL,
+        request      BLOB,
+        result       BLOB,
+        PRIMARY KEY (batch, line)
+    ) WITHOUT ROWID;
+    CREATE TRIGGER batch_gone AFTER DELETE ON batches
+        BEGIN DELETE FROM batch_lines WHERE batch = OLD.id; END;
+    """,
+)

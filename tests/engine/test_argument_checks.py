@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -10,9 +12,16 @@ import pytest
 from tokenmill import LLM, AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.config.by_name import engine_config
-from tokenmill.engine.argument_checks import conversations_from, params_from, prompts_from, template_args_from
+from tokenmill.engine.argument_checks import (
+    AskedRows,
+    conversations_in,
+    messages_from,
+    prompt_from,
+    prompts_in,
+    template_args_from,
+)
 from tokenmill.errors import InvalidConfig, InvalidRequest
-from tokenmill.types import Message
+from tokenmill.types import Message, PromptRequest
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -41,10 +50,16 @@ def test_wrong_settings(model: Any, settings: dict[str, Any], words: str) -> Non
         engine_config(model, settings)
 
 
-@pytest.mark.parametrize("given", [5, None, b"abc", {"prompt": "x"}, {"x"}, ["a", 3], [1, "x"], ["a", ["b"]]])
+@pytest.mark.parametrize("given", [5, None, b"abc", {"prompt": "x"}, {"x"}, b""])
+def test_what_are_no_prompts(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt is a string or a list of token ids"):
+        prompts_in(given)
+
+
+@pytest.mark.parametrize("given", [3, [1, "x"], ["b"], None])
 def test_what_is_no_prompt(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt is a string or a list of token ids"):
-        prompts_from(given)
+        prompt_from(given)
 
 
 @pytest.mark.parametrize(
@@ -63,23 +78,51 @@ def test_what_is_no_prompt(given: Any) -> None:
 )
 def test_what_is_no_conversation(given: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        conversations_from(given)
+        conversations(given)
+
+
+def conversations(given: Any) -> list[list[Message]]:
+    return [messages_from(one) for one in conversations_in(given)]
 
 
 def test_conversations_in_all_their_forms() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
     plain = [Message(role="user", content="hello")]
-    assert conversations_from([parts]) == conversations_from([HELLO]) == conversations_from([plain]) == [plain]
+    assert conversations([parts]) == conversations([HELLO]) == conversations([plain]) == [plain]
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
-    assert conversations_from(([HELLO], [called]))[1][0].content is None and conversations_from([]) == []
+    assert conversations(([HELLO], [called]))[1][0].content is None and conversations([]) == []
 
 
 @pytest.mark.parametrize("given", [{"temperature": 0}, SamplingParams, "greedy", [None]])
 def test_what_are_no_params(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="params must be SamplingParams"):
-        params_from(given, 1)
+        AskedRows(["a"], given, asked)
     with pytest.raises(InvalidRequest, match=r"chat\(messages, SamplingParams\(temperature"):
         template_args_from({"temperature": 0})
+
+
+def asked(prompt: Any, params: SamplingParams) -> PromptRequest:
+    return PromptRequest(prompt=prompt_from(prompt), params=params)
+
+
+def test_rows_are_read_one_by_one_with_their_params() -> None:
+    def endless() -> Iterator[Any]:
+        yield from ("a", 5)
+        raise AssertionError("read too far")
+
+    params = (SamplingParams(max_tokens=number) for number in count(1))
+    rows = AskedRows(endless(), params, asked)
+    first, second = islice(rows, 2)
+    assert rows.total is None and isinstance(first, PromptRequest) and first.params.max_tokens == 1
+    assert isinstance(second, InvalidRequest) and "got int" in second.message
+
+
+@pytest.mark.parametrize("num_params", [1, 3])
+def test_params_must_be_as_many_as_rows(num_params: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{num_params} sampling params for 2 prompts"):
+        AskedRows(["a", "b"], [SamplingParams()] * num_params, asked)
+    with pytest.raises(InvalidRequest, match="1 sampling params for more prompts"):
+        list(AskedRows(iter(["a", "b"]), iter([SamplingParams()]), asked))
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncEngine, SamplingParams])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tokenmill import LLM, BeamParams, SamplingParams
+from tokenmill import LLM, BeamParams, Guided, SamplingParams
+from tokenmill.engine.offline import Interrupted
 from tokenmill.errors import InvalidConfig, InvalidRequest, ModelError
 from tokenmill.types import Pooling, SequenceOutput
 
@@ -111,16 +115,81 @@ def test_a_call_that_breaks_off_leaves_nothing_behind(stories: LLM, monkeypatch:
             raise KeyboardInterrupt
         return step()
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as stopped:
         patched.setattr(stories.core, "step", interrupted)
-        stories.generate(["Once upon a time", "Lily"], GREEDY)
+        stories.generate(["Once upon a time", "Lily"], [SamplingParams(max_tokens=1), long])
     assert not stories.core.has_work
+    assert isinstance(stopped.value, Interrupted)
+    finished, cut_off = stopped.value.outputs
+    assert finished.finished and finished.error is None and len(finished.outputs[0].token_ids) == 1
+    assert cut_off.error == "interrupted before it was finished" and cut_off.number == 1
     assert stories.generate("Lily", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:
+def test_ctrl_c_waits_for_the_end_of_a_step(stories: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step has finished is not lost, and what a step has begun is not left half done."""
+    step, num_steps = stories.core.step, iter(range(1, 1000))
+
+    def pressed() -> list[SequenceOutput]:
+        if next(num_steps) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    params = [SamplingParams(temperature=0, max_tokens=5 if n else 100, ignore_eos=True) for n in range(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(stories.core, "step", pressed)
+        answers = stories.generate_iter(["Lily", "Tom"], params)
+        assert next(answers).number == 1
+        with pytest.raises(KeyboardInterrupt):
+            next(answers)
+    with monkeypatch.context() as patched, pytest.raises(Interrupted) as stopped:
+        num_steps = iter(range(1, 1000))
+        patched.setattr(stories.core, "step", pressed)
+        stories.generate(["Lily", "Tom"], params)
+    assert [answer.error is None for answer in stopped.value.outputs] == [False, True]
+    assert not stories.core.has_work and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_wrong_row_is_an_answer_with_its_number(stories: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    schema = SamplingParams(temperature=0, max_tokens=4, guided=Guided("json_schema", '{"type": "nothing"}'))
+    prompts = ["fine", [], 7, "fine", "fine"]
+    params = [GREEDY, GREEDY, GREEDY, schema, GREEDY]
+    answers = stories.generate(prompts, params)
+    assert [answer.error is None for answer in answers] == [True, False, False, False, True]
+    assert [answer.number for answer in answers] == list(range(5))
+    assert "got int" in (answers[2].error or "") and answers[2].outputs[0].text == ""
+    assert "3 of 5 rows failed; the first is row 1" in caplog.text
     with pytest.raises(InvalidRequest, match="empty"):
-        stories.generate(["fine", []], GREEDY)
+        stories.generate([[]], GREEDY)
+    with pytest.raises(InvalidRequest, match="prompt 1: "):
+        stories.embed(["fine", 7])
+
+
+def test_answers_come_as_they_end_and_rows_are_read_as_there_is_room(stories_dir: Path) -> None:
+    llm = LLM(str(stories_dir), threads=1, max_running=4)
+    num_read = 0
+
+    def rows() -> Iterator[list[int]]:
+        nonlocal num_read
+        for number in range(300):
+            num_read += 1
+            yield [1, 400 + number % 100] if number != 40 else []
+
+    params = (SamplingParams(temperature=0, max_tokens=30 if n == 0 else 1, ignore_eos=True) for n in count())
+    numbers = []
+    for answer in llm.generate_iter(rows(), params):
+        numbers.append(answer.number)
+        assert num_read - len(numbers) <= 64 and (answer.error is None) == (answer.number != 40)
+    assert sorted(numbers) == list(range(300)) and numbers[0] != 0
+    assert llm.generate_iter([]) is not None and list(llm.generate_iter([])) == []
+    left = llm.chat_iter([[{"role": "user", "content": "hi"}]] * 3, SamplingParams(max_tokens=50, ignore_eos=True))
+    assert next(left).finished
+    left.close()  # type: ignore[attr-defined]  # a generator
+    assert not llm.core.has_work
+
+
+def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:
     with pytest.raises(InvalidRequest, match="sampling params"):
         stories.generate(["a", "b"], [GREEDY])
     with pytest.raises(InvalidRequest, match="role"):

@@ -6,12 +6,14 @@ A server's parser refuses a client's mistakes by name; these are the same mistak
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, cast, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from itertools import repeat
+from typing import Any, get_args
 
 import msgspec
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.params import SamplingParams
 from tokenmill.types import Effort, Message, Reasoning, Tool, ToolCall, ToolChoice
 
@@ -21,13 +23,13 @@ TOOL_HINT = '{"type": "function", "function": {"name": "…", "description": "�
 CALL_HINT = '{"id": "call_1", "type": "function", "function": {"name": "…", "arguments": "{}"}}'
 
 
-def prompts_from(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a call: one or several; a list of token ids is one."""
+def prompts_in(given: Prompt | Iterable[Prompt]) -> Iterable[Any]:
+    """The prompts of a call, not checked yet: one, or those of an iterable; a list of token ids is one."""
     if isinstance(given, str) or (_is_list(given) and given and all(isinstance(part, int) for part in given)):
-        return [prompt_from(given)]
-    if not _is_list(given):
+        return [given]
+    if not _is_iterable(given):
         raise _no_prompt(given)
-    return [prompt_from(one) for one in given]
+    return given
 
 
 def prompt_from(given: Any) -> Prompt:
@@ -38,12 +40,11 @@ def prompt_from(given: Any) -> Prompt:
     return list(given)
 
 
-def conversations_from(given: Conversation | Sequence[Conversation]) -> list[list[Message]]:
-    """The conversations of a call: one or several."""
-    if not _is_list(given):
+def conversations_in(given: Conversation | Iterable[Conversation]) -> Iterable[Any]:
+    """The conversations of a call, not checked yet: one, or those of an iterable."""
+    if not _is_iterable(given):
         raise _no_conversation(given)
-    is_one = bool(given) and isinstance(given[0], dict | Message)
-    return [messages_from(one) for one in cast(Sequence[Conversation], [given] if is_one else given)]
+    return [given] if isinstance(given, Sequence) and given and isinstance(given[0], dict | Message) else given
 
 
 def messages_from(conversation: Any) -> list[Message]:
@@ -52,16 +53,52 @@ def messages_from(conversation: Any) -> list[Message]:
     return [m if isinstance(m, Message) else _message(m) for m in conversation]
 
 
-def params_from(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The sampling params of each prompt."""
-    one_for_all: Any = SamplingParams() if given is None else given
-    many: list[Any] = list(one_for_all) if _is_list(given) else [one_for_all] * count
-    for one in many:
-        if not isinstance(one, SamplingParams):
-            raise InvalidRequest(f"params must be SamplingParams, got {_kind(one)}", param="params")
-    if len(many) != count:
-        raise InvalidRequest(f"{len(many)} sampling params for {count} prompts", param="params")
-    return many
+def params_from(given: object) -> SamplingParams:
+    return SamplingParams() if given is None else _params(given)
+
+
+def _params(given: object) -> SamplingParams:
+    if not isinstance(given, SamplingParams):
+        raise InvalidRequest(f"params must be SamplingParams, got {_kind(given)}", param="params")
+    return given
+
+
+class AskedRows:
+    """What a call asks, row by row: a request, or why there can't be one. Rows are read as they are wanted."""
+
+    def __init__(
+        self,
+        rows: Iterable[Any],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        ask: Callable[[Any, SamplingParams], ClientRequest],
+    ) -> None:
+        """`params`: for all rows, or an iterable with one each (it may have more). `ask` checks a row and makes its
+        request."""
+        self.total = len(rows) if isinstance(rows, Sized) else None  # None: nobody knows before the end
+        self._rows = rows
+        self._ask = ask
+        self._params: Iterable[SamplingParams]
+        if isinstance(params, Iterable) and _is_iterable(params):
+            self._params = list(map(_params, params)) if isinstance(params, Sequence) else map(_params, params)
+        else:
+            self._params = repeat(params_from(params))
+        if isinstance(self._params, list) and self.total not in (None, len(self._params)):
+            raise uneven(len(self._params), self.total)
+
+    def __iter__(self) -> Iterator[ClientRequest | TokenmillError]:
+        params = iter(self._params)
+        for number, row in enumerate(self._rows):
+            one = next(params, None)
+            if one is None:
+                raise uneven(number, "more")
+            try:
+                yield self._ask(row, one)
+            except InvalidRequest as error:
+                yield error
+
+
+def uneven(num_params: int, num_rows: object) -> InvalidRequest:
+    return InvalidRequest(f"{num_params} sampling params for {num_rows} prompts", param="params")
 
 
 def tools_from(given: Sequence[Tool | dict[str, Any]] | None) -> list[Tool]:
@@ -154,6 +191,11 @@ def _is_text(part: Any) -> bool:
 
 def _is_list(given: Any) -> bool:
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+
+
+def _is_iterable(given: Any) -> bool:
+    """Tell whether these are rows in some order: a set has none, and the rows of a dict would be its keys."""
+    return isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping | Set)
 
 
 def _kind(given: object) -> str:

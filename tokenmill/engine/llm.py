@@ -1,31 +1,30 @@
-"""The offline front: a list of prompts in, a list of answers out in the same order, with a progress bar.
+"""The offline front: prompts in, answers out, in the same order or as they come, with a progress bar.
 
 The same core as in serving, in this process, stepped by the thread that waits for the answers.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
 from tokenmill.engine.argument_checks import (
+    AskedRows,
     Conversation,
     Prompt,
-    conversations_from,
+    conversations_in,
     messages_from,
     params_from,
     prompt_from,
-    prompts_from,
+    prompts_in,
     reasoning_from,
     template_args_from,
     tool_choice_from,
@@ -34,11 +33,14 @@ from tokenmill.engine.argument_checks import (
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.engine.offline import INTERRUPTED, Arrived, Interrupted, OfflineRow, OfflineRun, interrupt_noted
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.engine.results import EmbeddingOutput, EventFold, RequestOutput, request_output
+from tokenmill.engine.progress import progress_over
+from tokenmill.engine.results import EmbeddingOutput, RequestOutput
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
+from tokenmill.observe.log import get_log
 from tokenmill.params import SamplingParams
 from tokenmill.types import (
     ChatRequest,
@@ -52,12 +54,8 @@ from tokenmill.types import (
     ToolChoice,
 )
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-Asked = tuple[ClientRequest, Request]
-Arrived = Event | TokenmillError
-ADDED_PER_STEP = 128  # requests: 20 ms of work
+log = get_log("engine")
+Receive = Callable[[SequenceOutput, Sequence[Arrived], bool], None]  # ..., whether the request is over
 
 
 class LLM:
@@ -89,7 +87,7 @@ class LLM:
         self._input_processor = self._frontend.input_processor(self._core.info.max_context)
         self._lock = threading.RLock()  # held by the thread that steps the core
         self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
-        self._unread: dict[str, list[Arrived]] = {}  # by stream: what has come for it and was not read yet
+        self._receivers: dict[str, Receive] = {}  # by request: who gets what a step brings it
 
     @property
     def core(self) -> EngineCore:
@@ -105,24 +103,23 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continue each prompt, a string or a list of token ids; answers come in the order of the prompts.
 
-        `params` are for all of them, or a list with one each. Wrong input raises; a request that fails says so in the
-        `error` of its answer.
+        `params` are for all of them, or one each. A wrong prompt raises where it is the only one; among several it is
+        an answer whose `error` says why, and whose `number` says which, as for a request that fails. Ctrl-C raises
+        `Interrupted`, a KeyboardInterrupt with the finished answers in its `outputs`.
         """
-        many = prompts_from(prompts)
-        asked = [PromptRequest(prompt=p, params=q) for p, q in zip(many, params_from(params, len(many)), strict=True)]
-        return self._answer(asked, progress=progress)
+        return self._answer(AskedRows(prompts_in(prompts), params, ask_prompt), progress=progress)
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Conversation | Iterable[Conversation],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool | dict[str, Any]] | None = None,
         tool_choice: ToolChoice | str | dict[str, Any] = "auto",
@@ -135,46 +132,61 @@ class LLM:
 
         `tools` are functions that the model may call, as OpenAI's clients write them; an answer has its calls in
         `tool_calls` and what the model thought in `reasoning`. `template_args` are variables of the model's chat
-        template: `enable_thinking=False`.
+        template: `enable_thinking=False`. Wrong conversations and Ctrl-C are as in `generate`.
         """
-        conversations = conversations_from(messages)
-        first = ChatRequest(
-            messages=[],
-            tools=tools_from(tools),
-            tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
-            reasoning=reasoning_from(reasoning_effort),
-            template_args=template_args_from(template_args),
-        )
-        asked = [
-            msgspec.structs.replace(first, messages=c, params=q)
-            for c, q in zip(conversations, params_from(params, len(conversations)), strict=True)
-        ]
-        return self._answer(asked, progress=progress)
+        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        return self._answer(AskedRows(conversations_in(messages), params, ask), progress=progress)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None) -> list[EmbeddingOutput]:
+    def embed(self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None) -> list[EmbeddingOutput]:
         """One vector for each prompt, of length one: the mean over its tokens unless `pooling` says otherwise."""
         given: Any = pooling
         if given is not None and not isinstance(given, Pooling):
             raise InvalidRequest(f"pooling must be a Pooling, got {given!r}", param="pooling", hint='Pooling("last")')
-        asked = [EmbedRequest(prompt=p, pooling=pooling) for p in prompts_from(prompts)]
-        vectors: dict[str, list[float]] = {}
 
-        def receive(request_id: str, arrived: Arrived) -> None:
-            if isinstance(arrived, TokenmillError):
-                raise arrived
-            vectors[request_id] = arrived.embedding or []
+        def ask(prompt: Any, params: SamplingParams) -> EmbedRequest:
+            return EmbedRequest(prompt=prompt_from(prompt), pooling=pooling)
 
-        with self._lock:
-            requests = [self._processed(one) for one in asked]  # all are checked before any is run
-            self._run_until_done(deque(zip(asked, requests, strict=True)), receive)
-        return [EmbeddingOutput(r.request_id, r.prompt_token_ids, vectors[r.request_id]) for r in requests]
+        run = OfflineRun(AskedRows(prompts_in(prompts), None, ask), self._core.info.max_running)
+        with self._lock, relaxed_gc(), closing(self._rows(run)) as rows:
+            vectors = {row.number: row.embedding() for row in rows}
+        return [vectors[number] for number in sorted(vectors)]
 
     # ── answers as they come ───────────────────────────────────────────────────────────────────────────
 
+    def generate_iter(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """Continue each prompt of an iterable of any length, and yield each answer once it is finished.
+
+        Prompts are read as there is room for them, so memory stays level. Answers come in the order in which they end;
+        `number` says which prompt one belongs to, counted from 0. A wrong prompt, and a request that fails, is an
+        answer with an `error`. Leaving the iterator, or Ctrl-C, ends what is under way.
+        """
+        return self._answer_iter(AskedRows(prompts_in(prompts), params, ask_prompt), progress=progress)
+
+    def chat_iter(
+        self,
+        conversations: Iterable[Conversation],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool | dict[str, Any]] | None = None,
+        tool_choice: ToolChoice | str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        progress: bool = True,
+        **template_args: Any,
+    ) -> Iterator[RequestOutput]:
+        """The next turn of each conversation of an iterable of any length; else as `generate_iter` and `chat`."""
+        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        return self._answer_iter(AskedRows(conversations_in(conversations), params, ask), progress=progress)
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Continue one prompt, in pieces as they come. Leaving the iterator early ends the request."""
-        (params,) = params_from(params, 1)
-        return self._stream(PromptRequest(prompt=prompt_from(prompt), params=params))
+        return self._stream(ask_prompt(prompt, params_from(params)))
 
     def stream_chat(
         self,
@@ -188,17 +200,8 @@ class LLM:
         **template_args: Any,
     ) -> Iterator[Event]:
         """The next turn of one conversation, in pieces as they come; thoughts and calls are in their `parts`."""
-        (params,) = params_from(params, 1)
-        return self._stream(
-            ChatRequest(
-                messages=messages_from(messages),
-                params=params,
-                tools=tools_from(tools),
-                tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
-                reasoning=reasoning_from(reasoning_effort),
-                template_args=template_args_from(template_args),
-            )
-        )
+        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        return self._stream(ask(messages, params_from(params)))
 
     def close(self) -> None:
         """Abort all running requests. The model's memory is freed with this object."""
@@ -208,99 +211,110 @@ class LLM:
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _answer(self, asked: Sequence[ChatRequest | PromptRequest], *, progress: bool) -> list[RequestOutput]:
-        with self._lock:
-            return self._answer_now(asked, progress)
+    def _answer(self, asked: AskedRows, *, progress: bool) -> list[RequestOutput]:
+        """All answers in order. A request that is refused raises, if it is the only one."""
+        outputs: dict[int, RequestOutput] = {}
+        raises = asked.total == 1
+        with self._lock, relaxed_gc(), progress_over(asked.total, enabled=progress) as report:
+            run = OfflineRun(asked, self._core.info.max_running, report)
+            try:
+                with closing(self._rows(run, prepares=raises)) as rows:
+                    for row in rows:
+                        if raises and row.error is not None and row.request is None:
+                            raise row.error
+                        outputs[row.number] = row.output()
+            except KeyboardInterrupt:
+                outputs |= {row.number: row.output(INTERRUPTED) for row in run.under_way.values()}
+                raise Interrupted(in_order(outputs)) from None
+        warn_of_failures(outputs)
+        return in_order(outputs)
 
-    def _answer_now(self, asked: Sequence[ChatRequest | PromptRequest], progress: bool) -> list[RequestOutput]:
-        pairs = [(one, self._processed(one)) for one in asked]  # all are checked before any is run
-        folds = {request.request_id: [EventFold() for _ in range(one.params.n)] for one, request in pairs}
-        errors: dict[str, str] = {}
+    def _answer_iter(self, asked: AskedRows, *, progress: bool) -> Iterator[RequestOutput]:
+        with (
+            progress_over(asked.total, enabled=progress) as report,
+            closing(self._rows(OfflineRun(asked, self._core.info.max_running, report))) as rows,
+        ):
+            for row in rows:
+                yield row.output()
 
-        def receive(request_id: str, arrived: Arrived) -> None:
-            if isinstance(arrived, TokenmillError):
-                errors[request_id] = arrived.message
-            else:
-                folds[request_id][arrived.index].add(arrived)
+    def _rows(self, run: OfflineRun, *, prepares: bool = False) -> Generator[OfflineRow, None, None]:
+        """Step the core until all rows have ended. Leaving the iterator, or an exception on the way, aborts the rest.
 
-        with progress_over(len(pairs), enabled=progress) as report, relaxed_gc():
-            self._run_until_done(deque(pairs), receive, report)
-        return [
-            request_output(request, prompt_text(one), folds[request.request_id], errors.get(request.request_id))
-            for one, request in pairs
-        ]
-
-    def _run_until_done(
-        self, waiting: deque[Asked], receive: Callable[[str, Arrived], None], report: Report | None = None
-    ) -> None:
-        """Step the core until all requests have ended; an exception on the way aborts the rest of them."""
-        unfinished = {request.request_id for _, request in waiting}
-        total = len(unfinished)
+        `prepares`: grammars are compiled before their requests are taken, so that a wrong one is refused.
+        """
         try:
-            while unfinished:
-                self._add_some(waiting)
-                for output in self._core.step():
-                    for arrived in self._arrived(output, unfinished):
-                        receive(output.request_id, arrived)
-                    if output.request_id not in self._output_processors:
-                        unfinished.discard(output.request_id)
-                    if report is not None:
-                        report(done=total - len(unfinished), new_tokens=len(output.token_ids))
+            while not run.is_over:
+                read = run.read()  # the program's own code runs here, without the lock
+                with self._lock, interrupt_noted() as interrupt:
+                    for row in read:
+                        self._begin(run, row, prepares)
+                    if run.under_way:
+                        self._step()
+                yield from run.pop_ended()
+                interrupt.raise_if_pressed()
         finally:
-            for request_id in unfinished:
-                self._abort(request_id)
+            with self._lock:
+                for request_id in run.under_way:
+                    self._abort(request_id)
 
-    def _arrived(self, output: SequenceOutput, mine: Container[str]) -> Sequence[Arrived]:
-        """Return what an output brings to these requests; what it brings to a stream that is not being read is kept."""
-        arrived = self._deliver(output)
-        if output.request_id in mine:
-            return arrived
-        if output.request_id in self._unread:
-            self._unread[output.request_id] += arrived
-        return []
+    def _begin(self, run: OfflineRun, row: OfflineRow, prepares: bool) -> None:
+        assert row.asked is not None
+        try:
+            request = self._processed(row.asked) if prepares else self._input_processor.process(row.asked)
+        except TokenmillError as error:
+            row.error = error
+            run.end(row)
+        else:
+            run.begin(row, request)
+            self._add(row.asked, request, run.receive)
 
-    def _add_some(self, waiting: deque[Asked]) -> None:
-        """Add the next requests: not all of a long list, so that the first step begins soon."""
-        count = min(len(waiting), ADDED_PER_STEP)
-        for _ in range(count):
-            self._add(*waiting.popleft())
+    def _step(self) -> None:
+        """Run one step; each request's receiver gets what it brought."""
+        for output in self._core.step():
+            arrived = self._deliver(output)
+            receive = self._receivers.get(output.request_id)
+            is_over = output.request_id not in self._output_processors
+            if is_over:
+                self._receivers.pop(output.request_id, None)
+            if receive is not None:
+                receive(output, arrived, is_over)
 
     def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
+        unread: deque[Arrived] = deque()
         with self._lock:
-            request = self._submit(asked)
-            unread = self._unread[request.request_id] = []
+            request = self._submit(asked, lambda output, arrived, is_over: unread.extend(arrived))
         try:
             while unread or request.request_id in self._output_processors:
                 if not unread:
-                    self._step_for(request.request_id)
+                    self._step_for(request.request_id, unread)
                     continue
-                if isinstance(first := unread.pop(0), TokenmillError):
+                if isinstance(first := unread.popleft(), TokenmillError):
                     raise first
                 yield first
         finally:
             with self._lock:
-                del self._unread[request.request_id]
                 self._abort(request.request_id)
 
-    def _step_for(self, request_id: str) -> None:
+    def _step_for(self, request_id: str, unread: deque[Arrived]) -> None:
         """Run one step, unless another thread's step brought this stream something while this one waited."""
         with self._lock:
-            if not self._unread[request_id] and request_id in self._output_processors:
-                for output in self._core.step():
-                    self._arrived(output, mine=())
+            if not unread and request_id in self._output_processors:
+                self._step()
 
     def _processed(self, asked: ClientRequest) -> Request:
         request = self._input_processor.process(asked)
         self._core.prepare(request)
         return request
 
-    def _submit(self, asked: ClientRequest) -> Request:
+    def _submit(self, asked: ClientRequest, receive: Receive | None = None) -> Request:
         request = self._processed(asked)
-        self._add(asked, request)
+        self._add(asked, request, receive)
         return request
 
-    def _add(self, asked: ClientRequest, request: Request) -> None:
+    def _add(self, asked: ClientRequest, request: Request, receive: Receive | None) -> None:
         self._output_processors[request.request_id] = self._frontend.output_processor(asked, request)
+        if receive is not None:
+            self._receivers[request.request_id] = receive
         self._core.add(request)
 
     def _deliver(self, output: SequenceOutput) -> Sequence[Arrived]:
@@ -318,73 +332,41 @@ class LLM:
         return events
 
     def _abort(self, request_id: str) -> None:
+        self._receivers.pop(request_id, None)
         if self._output_processors.pop(request_id, None) is not None:
             self._core.abort(request_id)
 
 
-def prompt_text(asked: ChatRequest | PromptRequest) -> str | None:
-    return asked.prompt if isinstance(asked, PromptRequest) and isinstance(asked.prompt, str) else None
+def ask_prompt(prompt: Any, params: SamplingParams) -> PromptRequest:
+    return PromptRequest(prompt=prompt_from(prompt), params=params)
 
 
-# ── progress bar ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Report(Protocol):
-    def __call__(self, *, done: int, new_tokens: int) -> None: ...
-
-
-@contextmanager
-def progress_over(total: int, *, enabled: bool, patience_s: float = 1.0) -> Iterator[Report | None]:
-    """A progress bar for work that takes over a second; none when it does not, or without a terminal."""
-    if not enabled or not sys.stderr.isatty():
-        yield None
-        return
-    bar = LateBar(total, patience_s)
-    try:
-        yield bar.report
-    finally:
-        bar.close()
-
-
-class LateBar:
-    """A bar that appears only once the work has taken `patience_s`."""
-
-    def __init__(self, total: int, patience_s: float) -> None:
-        self._total = total
-        self._started = time.monotonic()
-        self._patience_s = patience_s
-        self._num_tokens = 0
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-
-    def report(self, *, done: int, new_tokens: int) -> None:
-        self._num_tokens += new_tokens
-        elapsed = time.monotonic() - self._started
-        if elapsed < self._patience_s:
-            return
-        if self._bar is None:
-            self._bar, self._task = shown_bar(self._total)
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, speed=f"{self._num_tokens / elapsed:,.0f} tokens/s")
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def shown_bar(total: int) -> tuple[Progress, TaskID]:
-    # most runs end before a bar is worth the import
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("answers"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
+def ask_chat(
+    tools: Sequence[Tool | dict[str, Any]] | None,
+    tool_choice: ToolChoice | str | dict[str, Any],
+    parallel_tool_calls: bool,
+    reasoning_effort: str | None,
+    template_args: dict[str, Any],
+) -> Callable[[Any, SamplingParams], ChatRequest]:
+    """What makes a request of a conversation; all else is the same for all of them."""
+    first = ChatRequest(
+        messages=[],
+        tools=tools_from(tools),
+        tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
+        reasoning=reasoning_from(reasoning_effort),
+        template_args=template_args_from(template_args),
     )
-    task = bar.add_task("answers", total=total, speed="")
-    bar.start()
-    return bar, task
+    return lambda messages, params: msgspec.structs.replace(first, messages=messages_from(messages), params=params)
+
+
+def in_order(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
+    return [outputs[number] for number in sorted(outputs)]
+
+
+def warn_of_failures(outputs: dict[int, RequestOutput]) -> None:
+    failed = [output for output in in_order(outputs) if output.error is not None]
+    if failed:
+        first = failed[0]
+        log.warning(
+            "%d of %d rows failed; the first is row %d: %s", len(failed), len(outputs), first.number, first.error
+        )

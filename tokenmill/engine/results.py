@@ -194,6 +194,7 @@ class RequestOutput:
     num_accepted_tokens: int = 0  # draft tokens that were right
     prompt_logprobs: list[TokenInfo | None] | None = None
     error: str | None = None  # why this request failed; other requests of the same call are not affected
+    number: int = 0  # which prompt of the call this answers, counted from 0
 
     @property
     def finished(self) -> bool:

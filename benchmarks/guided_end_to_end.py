@@ -31,7 +31,7 @@ from tokenmill.params import Guided
 def enforceable(path: Path, llm: LLM, num_schemas: int) -> list[dict[str, Any]]:
     """The first schemas of the file that are not refused."""
     found: list[dict[str, Any]] = []
-    vocabulary = vocabulary_of(llm.frontend.model_path, llm.frontend.spec)
+    vocabulary = vocabulary_of(llm.frontend.config, llm.frontend.spec, llm.frontend.tokenizer)
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             schema = json.loads(line)["schema"]

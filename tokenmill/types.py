@@ -253,6 +253,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     embedding: list[float] | None = None
     mirostat_mu: float | None = None  # mirostat's next limit; kept for the row's return from preemption
     error: str | None = None  # this row could not be computed (NaN logits ...)
+    error_code: str | None = None  # code of the error in `errors.py`, if known
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

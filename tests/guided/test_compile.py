@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import pytest
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Compiler
+from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Compiler, compile_grammar
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided, SamplingParams
@@ -82,6 +82,7 @@ def test_a_grammar_stays_while_its_request_is_open(vocabulary: Vocabulary) -> No
     assert grammars.constrain(plan)
     masks = grammars.masks(plan)
     assert masks.bits([0]).any()
+    grammars.update_rows(StepPlan(freed_rows=[0], rows=[]))
     grammars.release(lambda request_id: False)
     grammars.prepare(request("b", choice(2)))
     assert not grammars.is_ready(request("c", choice(1)))
@@ -136,3 +137,9 @@ def test_no_vocabulary_is_the_request_s_error() -> None:
     grammars = Grammars(Compiler(load), 4, 258)
     with pytest.raises(InvalidRequest, match="the tokenizer is gone"):
         grammars.prepare(request("a", choice(1)))
+
+
+def test_a_schema_of_hundreds_of_kilobytes_compiles(vocabulary: Vocabulary) -> None:
+    words = [f"a word that is quite long, number {number}" for number in range(8000)]
+    compiled = compile_grammar(Guided.schema({"type": "array", "items": {"enum": words}}), vocabulary)
+    assert compiled.matcher.advance(f'["{words[7999]}"]'.encode()) and compiled.matcher.is_complete

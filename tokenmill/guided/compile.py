@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import llguidance
 import numpy as np
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.guided.grammar import explain, grammar_text
 from tokenmill.guided.matcher import Matcher
 from tokenmill.guided.vocabulary import Vocabulary
@@ -33,17 +33,44 @@ TRIAL_TOKENS = 64
 GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # memory of a grammar: a high estimate from hundreds of them
 NUM_WORKERS = 2
 WORKER_NICENESS = 5
+MAX_RENEWAL_S = 0.2  # a grammar that took longer to compile is not compiled again in the middle of a step
+# The grammar engine's own defaults: what it can follow alone is not refused here.
 LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
+    initial_lexer_fuel=1_000_000, max_lexer_states=250_000, max_grammar_size=500_000, verbose_errors=False
 )
 
 
 class Compiled:
-    """A compiled grammar: a matcher in its initial state, which each sequence forks."""
+    """A compiled grammar: a matcher in its initial state, which each sequence forks.
 
-    def __init__(self, matcher: Matcher, num_bytes: int) -> None:
+    The forks fill one lexer with states, up to a limit. When it is full, rows that need more open the grammar again:
+    first with a new lexer that all rows share from then on; a row that fills that one too, with a lexer of its own.
+    """
+
+    def __init__(self, matcher: Matcher, num_bytes: int, compile_s: float, build: Callable[[], Matcher]) -> None:
         self.matcher = matcher
         self.num_bytes = num_bytes
+        self.is_full = False  # and stays so: it must be compiled again, by a worker
+        self._compile_s = compile_s
+        self._build = build
+        self._renewing = threading.Lock()
+
+    def reopen(self, full: Matcher, num_reopened: int) -> Matcher:
+        """Return a matcher in its initial state with another lexer than `full` has."""
+        with self._renewing:
+            is_new_already = full.lexer is not self.matcher.lexer
+            if num_reopened == 0 and is_new_already:
+                return self.matcher.fork()
+            if num_reopened > 1:
+                raise InvalidRequest(f"the grammar is too complex for this answer: {full.error}", param="guided")
+            if self._compile_s > MAX_RENEWAL_S:
+                self.is_full = True
+                raise Overloaded("the tables of the grammar are full and are made anew: send the request again")
+            fresh = self._build()
+            if num_reopened == 0:
+                self.matcher = fresh
+                return fresh.fork()
+            return fresh
 
 
 @dataclass
@@ -102,6 +129,11 @@ class Compiler:
             self._keep(guided, compiled)
         return compiled
 
+    def usable(self, guided: Guided) -> Compiled | None:
+        """Return a grammar that is compiled already and has room for another request, else None."""
+        compiled = self.known(guided)
+        return None if compiled is None or compiled.is_full else compiled
+
     def start(self, guided: Guided) -> Compilation:
         """Start a compilation, or return the one in progress for the same grammar."""
         in_progress = self._in_progress.get(guided)
@@ -159,14 +191,19 @@ class Compiler:
 
 def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
     """Compile and try a grammar; raise InvalidRequest with the reason if it can't be used."""
-    ll = llguidance.LLMatcher(vocabulary.ll, grammar_text(guided), log_level=0, limits=LIMITS)
-    if ll.is_error():
-        explain(guided, ll.get_error())
-    if warnings := ll.get_grammar_warnings():
+    text, began_s = grammar_text(guided), time.perf_counter()
+
+    def build() -> Matcher:
+        return Matcher(llguidance.LLMatcher(vocabulary.ll, text, log_level=0, limits=LIMITS), vocabulary)
+
+    matcher = build()
+    compile_s = time.perf_counter() - began_s
+    if matcher.ll.is_error():
+        explain(guided, matcher.ll.get_error())
+    if warnings := matcher.ll.get_grammar_warnings():
         explain(guided, warnings[0])
-    matcher = Matcher(ll, vocabulary)
     _check_first_tokens(guided, matcher, vocabulary.vocab_size)
-    return Compiled(matcher, GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(guided.text))
+    return Compiled(matcher, GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(guided.text), compile_s, build)
 
 
 def _check_first_tokens(guided: Guided, matcher: Matcher, vocab_size: int) -> None:

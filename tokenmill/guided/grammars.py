@@ -50,7 +50,7 @@ class Grammars:
     def is_ready(self, request: Request) -> bool:
         """Return whether the grammar is compiled already; if so, it is kept for the request."""
         assert request.params.guided is not None
-        compiled = self._compiler.known(request.params.guided)
+        compiled = self._compiler.usable(request.params.guided)
         if compiled is not None:
             self._held[request.request_id] = compiled
         return compiled is not None
@@ -58,7 +58,7 @@ class Grammars:
     def prepare(self, request: Request) -> None:
         """Compile the grammar of a request and wait for it; raise InvalidRequest if it can't be used."""
         guided = request.params.guided
-        if guided is not None and self._compiler.known(guided) is None:
+        if guided is not None and self._compiler.usable(guided) is None:
             compilation = self._compiler.start(guided)
             while not compilation.is_done:
                 wait([compilation.future], timeout=0.05)
@@ -134,13 +134,13 @@ class Grammars:
         grammar = self._rows.get(plan.row)
         if grammar is None or not plan.sample or not self._is_at(plan):
             return result
-        if grammar.matcher.error is not None:
-            return RowResult(row=plan.row, error=f"the grammar can't be followed further: {grammar.matcher.error}")
-        if not result.token_ids:
-            return result
-        for token_id in result.token_ids:
-            grammar.take(token_id)
-        if plan.num_logprobs is not None:
+        if grammar.failure is None:
+            for token_id in result.token_ids:
+                grammar.take(token_id)
+            grammar.recover()
+        if grammar.failure is not None:
+            return RowResult(row=plan.row, error=grammar.failure.message, error_code=grammar.failure.code)
+        if not result.token_ids or plan.num_logprobs is not None:
             return result
         return msgspec.structs.replace(result, token_ids=result.token_ids + grammar.jump())
 
@@ -154,4 +154,4 @@ class Grammars:
         compiled = self._compiler.known(new.params.guided)
         assert compiled is not None, "the grammar of a running request must be kept"
         is_excluded = excluded_tokens(new.params, new.stop_token_ids)
-        return RowGrammar(compiled.matcher.fork(), new.output_token_ids, is_excluded)
+        return RowGrammar(compiled.matcher.fork(), new.output_token_ids, is_excluded, compiled)

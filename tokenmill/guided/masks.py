@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from tokenmill.guided.matcher import Matcher, RowGrammar
+from tokenmill.guided.matcher import RowGrammar
 
 Table = NDArray[np.int32]
 
@@ -66,19 +66,19 @@ class MaskTable:
         """Start to compute the masks of a step: `grammars` of the rows that sample, `drafts` of the rows that have
         some."""
         draft_masks = self._place_draft_masks(drafts)
-        matchers: dict[int, Matcher] = {}
+        masked: dict[int, RowGrammar] = {}
         for row, grammar in grammars.items():
             if choices := grammar.choices:
                 allow_only(self._table[row], choices)
             else:
-                matchers[row] = grammar.matcher
-        if not matchers and not drafts:
+                masked[row] = grammar
+        if not masked and not drafts:
             return StepMasks(self._table, None, draft_masks)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "masks")
             self._executor = LLExecutor()
         walks = [(grammars[row], list(tokens), draft_masks[row]) for row, tokens in drafts.items()]
-        return StepMasks(self._table, self._thread.submit(self._fill, matchers, walks), draft_masks)
+        return StepMasks(self._table, self._thread.submit(self._fill, masked, walks), draft_masks)
 
     def _place_draft_masks(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Assign masks to drafts. May replace the table: the masks of the step before have been read."""
@@ -91,15 +91,15 @@ class MaskTable:
             self._table = np.zeros((end + self._num_rows, self._table.shape[1]), np.int32)
         return draft_masks
 
-    def _fill(self, matchers: dict[int, Matcher], walks: list[tuple[RowGrammar, list[int], int]]) -> None:
+    def _fill(self, masked: dict[int, RowGrammar], walks: list[tuple[RowGrammar, list[int], int]]) -> None:
         assert self._executor is not None
-        targets = [(matcher.ll, row) for row, matcher in matchers.items()]
+        targets = [(grammar.matcher.ll, row) for row, grammar in masked.items()]
         mask_bytes = self._table.shape[1] * self._table.itemsize
         if targets:
             self._executor.unsafe_compute_mask_ptr(targets, self._table.ctypes.data, mask_bytes, len(self._table))
-        for row, matcher in matchers.items():
-            if matcher.error is not None:
-                self._table[row] = 0  # no token may be sampled; the row's request ends with the matcher's error
+        for row, grammar in masked.items():
+            if grammar.matcher.ll.is_error():
+                fill_after_recovery(grammar, self._table[row])
         for grammar, drafts, first in walks:
             fill_draft_masks(grammar, drafts, self._table[first : first + len(drafts)])
 
@@ -111,10 +111,32 @@ def allow_only(mask: Table, token_ids: Sequence[int]) -> None:
         mask.view(np.uint8)[token_id // 8] |= 1 << token_id % 8
 
 
+def fill_after_recovery(grammar: RowGrammar, mask: Table) -> None:
+    """Write the mask of a row whose matcher met a limit; without another lexer it allows nothing, and the row fails."""
+    mask[:] = 0
+    while grammar.failure is None and grammar.matcher.ll.is_error():
+        grammar.recover()
+        if choices := grammar.choices:
+            allow_only(mask, choices)
+        elif grammar.failure is None:
+            grammar.matcher.fill(mask)
+    if grammar.failure is not None:
+        mask[:] = 0
+
+
 def fill_draft_masks(grammar: RowGrammar, drafts: Sequence[int], masks: Table) -> None:
     """Write the mask after each draft, as far as the drafts are allowed; the other masks allow nothing."""
+    _fill_walk(grammar, drafts, masks)
+    while grammar.has_walk_failed and grammar.failure is None:
+        grammar.reopen()
+        _fill_walk(grammar, drafts, masks)
+    if grammar.failure is not None:
+        masks[:] = 0
+
+
+def _fill_walk(grammar: RowGrammar, drafts: Sequence[int], masks: Table) -> None:
     masks[:] = 0
-    for choices, mask in zip(grammar.walk(drafts), masks, strict=False):
+    for mask, choices in zip(masks, grammar.walk(drafts), strict=False):
         if choices:
             allow_only(mask, choices)
         else:

@@ -12,15 +12,19 @@ complete grammar is never excluded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill.errors import InvalidRequest, RequestFailed, TokenmillError
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import SamplingParams
 
 BAN = -100.0
+
+NOT_ALLOWED = "doesn't satisfy the grammar"  # in the error of a matcher that was given a token it does not allow
 
 IsExcluded = Callable[[int, int], bool]  # (token id, number of output tokens before it)
 
@@ -28,16 +32,24 @@ IsExcluded = Callable[[int, int], bool]  # (token id, number of output tokens be
 class Matcher:
     """A grammar and the tokens it has taken. After a token that the grammar does not allow, or a limit of the grammar
     engine, the matcher stays in error.
+
+    Forks share the lexer of the matcher that they come from, and so its limit of states; `lexer` tells which one it is.
     """
 
     def __init__(self, ll: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self.ll = ll
+        self.lexer = object()
         self._vocabulary = vocabulary
         self._has_ended = False  # an end token was taken; the grammar engine does not count it, so it never sees it
 
     @property
     def error(self) -> str | None:
         return first_line(self.ll.get_error()) if self.ll.is_error() else None
+
+    @property
+    def has_met_limit(self) -> bool:
+        """Tell whether the matcher is in error because of a limit, not because of a token."""
+        return self.ll.is_error() and NOT_ALLOWED not in self.ll.get_error()
 
     @property
     def is_complete(self) -> bool:
@@ -59,6 +71,7 @@ class Matcher:
         """Return an independent copy."""
         copy = Matcher(self.ll.deep_copy(), self._vocabulary)
         copy._has_ended = self._has_ended
+        copy.lexer = self.lexer
         return copy
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -107,14 +120,62 @@ def excluded_tokens(params: SamplingParams, stop_token_ids: list[int]) -> IsExcl
     return is_excluded
 
 
-class RowGrammar:
-    """A row that follows a grammar: its matcher, and the forced tokens up to the first that the request excludes."""
+class ReopensGrammar(Protocol):
+    """A grammar that can be opened again by a row whose lexer is full."""
 
-    def __init__(self, matcher: Matcher, outputs: list[int], is_excluded: IsExcluded = none_excluded) -> None:
+    def reopen(self, full: Matcher, num_reopened: int) -> Matcher:
+        """Return a matcher in its initial state with more room than `full` has; raise TokenmillError if there is none.
+        `num_reopened`: how often this row has opened it again before."""
+        ...
+
+
+class RowGrammar:
+    """A row that follows a grammar: its matcher, and the forced tokens up to the first that the request excludes.
+
+    The limit of a lexer counts the states that all rows of the same grammar have reached, now and before. So a row that
+    meets one starts again with another lexer, takes the same tokens, and fails only if its own answer is too much.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        outputs: list[int],
+        is_excluded: IsExcluded = none_excluded,
+        source: ReopensGrammar | None = None,
+    ) -> None:
         self.matcher = matcher
         self.matcher.advance(outputs)
+        self.failure: TokenmillError | None = None  # why the row can't go on
+        self.has_walk_failed = False  # the last walk along drafts met a limit
+        self._outputs = list(outputs)
         self._is_excluded = is_excluded
-        self.num_outputs = len(outputs)
+        self._source = source
+        self._num_reopened = 0
+        self.forced = self._forced(0)
+        self.recover()
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs)
+
+    def recover(self) -> None:
+        """Leave an error of the matcher behind if another lexer helps, or set `failure`."""
+        while self.failure is None and self.matcher.ll.is_error():
+            self.reopen()
+
+    def reopen(self) -> None:
+        """Continue with another lexer, or set `failure`."""
+        try:
+            if self.matcher.ll.is_error() and not self.matcher.has_met_limit:
+                raise RequestFailed(f"the grammar can't be followed further: {self.matcher.error}")
+            if self._source is None:
+                raise InvalidRequest(f"the grammar is too complex for this answer: {self.matcher.error}")
+            self.matcher = self._source.reopen(self.matcher, self._num_reopened)
+        except TokenmillError as failure:
+            self.failure = failure
+            return
+        self._num_reopened += 1
+        self.matcher.advance(self._outputs)
         self.forced = self._forced(0)
 
     @property
@@ -125,7 +186,7 @@ class RowGrammar:
     def take(self, token_id: int) -> None:
         """Advance by a sampled token."""
         self.matcher.advance([token_id])
-        self.num_outputs += 1
+        self._outputs.append(token_id)
         self.forced = self.forced[1:] or self._forced(0)
 
     def jump(self) -> list[int]:
@@ -133,7 +194,7 @@ class RowGrammar:
         taken: list[int] = []
         while self.forced and self.matcher.advance(self.forced):
             taken += self.forced
-            self.num_outputs += len(self.forced)
+            self._outputs += self.forced
             self.forced = self._forced(0)
         return taken
 
@@ -156,12 +217,13 @@ class RowGrammar:
         here, forced = self.matcher, self.forced
         self.matcher = here.fork()
         try:
-            for taken, draft in enumerate(drafts[: self.num_allowed(drafts)], 1):
-                if not self.matcher.advance([draft]):
+            for taken, draft in enumerate(drafts, 1):
+                if (forced and draft != forced[0]) or not self.matcher.advance([draft]):
                     break
                 forced = forced[1:] or self._forced(taken)
                 yield self._choices(forced)
         finally:
+            self.has_walk_failed = self.matcher.has_met_limit
             self.matcher = here
 
     def _forced(self, num_drafts: int) -> list[int]:

@@ -17,7 +17,7 @@ from tokenmill.errors import InvalidRequest
 
 MAX_CHOICES = 128  # answers to one prompt: n, best_of, beams
 MAX_GUIDED_CHOICES = 10_000  # texts that a guided answer may be one of
-MAX_GUIDED_BYTES = 128 << 10
+MAX_GUIDED_BYTES = 2 << 20
 MAX_WATERMARK_CONTEXT = 8
 MAX_LENGTH_PENALTY = 30.0  # length ** penalty stays finite and above 0 for any length
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

@@ -24,12 +24,13 @@ def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending
     )
 
 
-def failure(state: RequestState, index: int, error: str) -> SequenceOutput:
+def failure(state: RequestState, index: int, error: str, error_code: str | None = None) -> SequenceOutput:
     return SequenceOutput(
         request_id=state.request.request_id,
         index=index,
         finish_reason="error",
         error=error,
+        error_code=error_code,
         num_cached_tokens=state.num_cached_tokens,
         queue_s=state.queue_s or 0.0,
     )

@@ -266,7 +266,7 @@ class Scheduler:
         group = state.group_of(sequence)
         self._counters.computed_tokens += planned.num_tokens + len(planned.drafts)
         if result.error is not None:
-            return self._fail(state, result.error)
+            return self._fail(state, result.error, result.error_code)
         sequence.num_in_flight -= planned.num_tokens
         if planned.is_pending:
             sequence.note_draw()
@@ -319,8 +319,8 @@ class Scheduler:
         self._counters.accepted_tokens += right
         return right
 
-    def _fail(self, state: RequestState, error: str) -> list[SequenceOutput]:
+    def _fail(self, state: RequestState, error: str, error_code: str | None = None) -> list[SequenceOutput]:
         """End a request with an error on every index that has not ended yet; other requests go on."""
-        outputs = [failure(state, index, error) for index in state.open_indices()]
+        outputs = [failure(state, index, error, error_code) for index in state.open_indices()]
         self._close(state)
         return outputs

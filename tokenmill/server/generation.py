@@ -28,7 +28,7 @@ from tokenmill.errors import ContextLengthExceeded, RequestFailed, TokenmillErro
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
-from tokenmill.server.registry import ServedEngine
+from tokenmill.server.gate import ServedEngine
 from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")

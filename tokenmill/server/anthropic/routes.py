@@ -25,8 +25,8 @@ from tokenmill.server.anthropic.render import MessageRendering, names_a_version
 from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.body import BodyFields, parse_object
 from tokenmill.server.generation import GenerationJob, GenerationRun
-from tokenmill.server.registry import EngineGate
 from tokenmill.server.routing import LONG_BODY, READING, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest
 
 
@@ -81,7 +81,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
     ]
 
 
-def _named_model(body: dict[str, Any], context: RouteContext) -> EngineGate:
+def _named_model(body: dict[str, Any], context: RouteContext) -> FoundModel:
     return context.registry.find(BodyFields(body).text("model"))
 
 
@@ -103,7 +103,7 @@ def messages_job(
 async def counted(request: Request, context: RouteContext, signer: ThoughtSigner) -> int:
     """The number of tokens of a prompt; a long one is tokenised in a thread."""
 
-    def parse(body: dict[str, Any]) -> tuple[EngineGate, ChatRequest]:
+    def parse(body: dict[str, Any]) -> tuple[FoundModel, ChatRequest]:
         model = _named_model(body, context)
         return model, parse_count(body, model.info, signer)
 

@@ -34,8 +34,9 @@ from tokenmill.server.ollama.store_work import (
     parse_create,
     pull_named,
 )
-from tokenmill.server.registry import EngineGate, ModelRegistry
+from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 from tokenmill.store import LocalModel, Manifest, Store, copy_model, find_created, parse_name, plain_name
 from tokenmill.store.created import BlobUpload
 
@@ -44,7 +45,7 @@ MAX_PULLS = 2  # at the same time
 MAX_UPLOADS = 4
 MAX_UPLOAD_BYTES = 1 << 40  # and what the disk has room for
 STALL_S = 60.0  # without a byte of an upload
-FindModel = Callable[[str, ModelRegistry], EngineGate]
+FindModel = Callable[[str, ModelRegistry], FoundModel]
 
 
 def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endpoint]:
@@ -165,7 +166,7 @@ class Library:
         return Response(status_code=200)
 
     def _refuse_served(self, name: str, what: str) -> None:
-        if plain_name(name) in {info.name for info in self._context.registry.models()}:
+        if plain_name(name) in self._context.registry.names():
             raise InvalidRequest(f"{shown(name)} is being served and can't be {what}", param="model")
 
     async def push(self, request: Request) -> Response:

@@ -107,6 +107,11 @@ class EngineGate:
         return self.reader.info.name
 
     @property
+    def label(self) -> str:
+        """The name for logs and metrics, whatever the state; empty while none is known."""
+        return self._name or (self._reader.info.name if self._reader is not None else "")
+
+    @property
     def info(self) -> ModelInfo:
         """Name and limits of the model."""
         return self.reader.info

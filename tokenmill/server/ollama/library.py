@@ -88,10 +88,12 @@ class Library:
     # ── looking ────────────────────────────────────────────────────────────────────────────────────────
 
     async def tags(self, request: Request) -> Response:
+        await self._context.registry.read_all()
         return json_response({"models": [tag_card(info) for info in self._context.registry.listed()]})
 
     async def ps(self, request: Request) -> Response:
-        return json_response({"models": [running_card(info) for info in self._context.registry.models()]})
+        infos = [gate.info for gate in self._context.registry.gates if gate.loaded is not None]
+        return json_response({"models": [running_card(info) for info in infos]})
 
     async def show(self, request: Request) -> Response:
         def parse(body: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Library:
     async def create(self, request: Request) -> Response:
         self._require_permission(request)
         wanted = await self._context.parsed(request, parse_create)
-        base = self._base(wanted.base) if wanted.base else None
+        base = await self._context.when_read(lambda: self._base(wanted.base)) if wanted.base else None
         return await self._progress(lambda work: create_named(wanted, base, work), wanted.is_stream, self._pulls)
 
     def _base(self, name: str) -> Manifest | None:
@@ -149,7 +151,7 @@ class Library:
 
         source, destination = await self._context.parsed(request, parse)
         self._refuse_served(destination, "replaced")
-        base = self._base(source)
+        base = await self._context.when_read(lambda: self._base(source))
         if base is None:
             raise UnknownModel(f'model "{source[:200]}" not found', param="source")
         await asyncio.to_thread(copy_model, Store(), base, destination)

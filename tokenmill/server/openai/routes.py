@@ -45,10 +45,12 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: embedding_job(body, context))
 
     async def models(request: Request) -> Response:
+        await context.registry.read_all()
         return json_response({"object": "list", "data": [model_card(info) for info in context.registry.listed()]})
 
     async def model(request: Request) -> Response:
-        return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))
+        name = request.path_params["model_id"]
+        return json_response(await context.when_read(lambda: model_card(context.registry.find(name).info)))
 
     return [
         Endpoint(

@@ -3,8 +3,9 @@
     AsyncEngine      requests: checks and tokenises them, hands them to the core, turns outputs into events
     CoreSupervisor   the core behind a `CoreClient`: starts it, knows its health, restarts it after a death
 
-If the core dies, running requests fail at once and a new core is started; until it is ready, `submit` refuses. Leaving
-an iterator early (a client disconnected) aborts its request.
+A core that gives no sign of life for some seconds is stalled: `submit` refuses, running requests wait, and go on if it
+comes back; after half a minute it is killed. If the core dies, running requests fail at once and a new core is started;
+until it is ready, `submit` refuses. Leaving an iterator early (a client disconnected) aborts its request.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
 FIRST_RESTART_DELAY_S = 0.2
+
+STALLED_S = 5.0  # without a sign of life
+GIVEN_UP_S = 30.0
+LIFE_CHECK_S = 1.0
 
 MakeClient = Callable[[], CoreClient]
 
@@ -281,6 +286,7 @@ class CoreSupervisor:
         self._client: CoreClient | None = None
         self._first_ready: asyncio.Future[None] | None = None
         self._restart: asyncio.Task[None] | None = None
+        self._life_checks: asyncio.Task[None] | None = None
         self._deaths: list[float] = []
         self._is_closed = False
 
@@ -289,6 +295,7 @@ class CoreSupervisor:
         self._first_ready = asyncio.get_running_loop().create_future()
         await self._connect()
         await self._first_ready
+        self._life_checks = asyncio.create_task(self._check_life())
 
     def send(self, message: ToCore) -> None:
         """Send to the core, if there is one at the moment: a dead one has forgotten its requests anyway."""
@@ -300,8 +307,9 @@ class CoreSupervisor:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._restart is not None:
-            self._restart.cancel()
+        for task in (self._restart, self._life_checks):
+            if task is not None:
+                task.cancel()
         self.health = Health("dead", "closed")
         self._on_death(EngineDead("the engine was closed"))
         if self._client is not None:
@@ -329,6 +337,26 @@ class CoreSupervisor:
         assert self._first_ready is not None
         if not self._first_ready.done():
             self._first_ready.set_result(None)
+
+    async def _check_life(self) -> None:
+        """Look for signs of life of a ready core, now and then."""
+        while True:
+            slept_from_s = time.monotonic()
+            await asyncio.sleep(LIFE_CHECK_S)
+            # Where this process itself was held up, its core's messages may lie unread.
+            if self._client is not None and time.monotonic() - slept_from_s < LIFE_CHECK_S + STALLED_S / 2:
+                self._judge_silence(self._client, self._client.silent_s())
+
+    def _judge_silence(self, client: CoreClient, silent_s: float) -> None:
+        if self.health.state == "ready" and silent_s > STALLED_S:
+            self.health = Health("stalled", f"the engine gives no sign of life for {silent_s:.0f} s")
+            log.warning("%s; requests wait, new ones are refused", self.health.detail)
+        elif self.health.state == "stalled" and silent_s <= STALLED_S:
+            self.health = Health("ready")
+            log.warning("the engine is alive again")
+        elif self.health.state == "stalled" and silent_s > GIVEN_UP_S:
+            log.error("%s: it is killed", self.health.detail)
+            client.kill()
 
     def _core_died(self, failure: Failed) -> None:
         if self._is_closed or self.health.state == "dead":

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -22,9 +23,9 @@ import zmq
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.core_process import CoreProcess, from_core, to_core
+from tokenmill.engine.core_process import CoreProcess, beats_from_core, from_core, to_core
 from tokenmill.engine.loop import run_loop
-from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
+from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.errors import TokenmillError
 
 LAST_MESSAGES_S = 0.1  # they were sent before the child ended; only the reading may take a moment
@@ -41,6 +42,14 @@ class CoreClient(Protocol):
         ...
 
     def send(self, message: ToCore) -> None: ...
+
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life of a core that is ready; 0 where it can't be known."""
+        ...
+
+    def kill(self) -> None:
+        """End a core that gives no sign of life; `receive` is told as of any death."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -63,6 +72,12 @@ class ThreadCoreClient:
 
     def send(self, message: ToCore) -> None:
         self._inbox.put(message)
+
+    def silent_s(self) -> float:
+        return 0.0  # a thread of this process is not stopped alone
+
+    def kill(self) -> None:
+        raise AssertionError("a thread is never given up")
 
     async def close(self) -> None:
         self._inbox.put(Shutdown())
@@ -107,16 +122,21 @@ class ProcessCoreClient:
         self._child = child
         self._watching: asyncio.Task[None] | None = None
         self._num_received = 0
+        self._heard_s = time.monotonic()
         self._is_closing = False
 
     async def start(self, receive: Receive) -> None:
         self._child = self._child or own_core_process(self._start.config)
         folder = self._child.folder
-        for pipe, address in ((self._outbox, to_core(folder)), (self._inbox, from_core(folder))):
+        for pipe, addresses in (
+            (self._outbox, (to_core(folder),)),
+            (self._inbox, (from_core(folder), beats_from_core(folder))),
+        ):
             pipe.setsockopt(zmq.LINGER, 0)
             pipe.set_hwm(0)
             pipe.setsockopt(zmq.RECONNECT_IVL, 10)
-            pipe.connect(address)  # the side that connects may send before the other one is there
+            for address in addresses:
+                pipe.connect(address)  # the side that connects may send before the other one is there
         self.send(self._start)
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._drain_socket, receive)
         self._drain_socket(receive)  # the loop is told of changes only
@@ -126,6 +146,13 @@ class ProcessCoreClient:
         # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
         if not self._context.closed:  # tasks that are cancelled at a loop's end still abort their requests
             self._outbox.send(_encoder.encode(message), zmq.DONTWAIT)
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.end_at_once()
 
     async def close(self) -> None:
         self._is_closing = True
@@ -153,7 +180,10 @@ class ProcessCoreClient:
             except zmq.Again:
                 return
             self._num_received += 1
-            receive(_from_core.decode(data))
+            self._heard_s = time.monotonic()
+            message = _from_core.decode(data)
+            if not isinstance(message, Beat):
+                receive(message)
 
     async def _watch(self, receive: Receive) -> None:
         """Report the child's end after its last messages, which may still lie in the pipe: they say why."""

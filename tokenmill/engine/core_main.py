@@ -6,6 +6,7 @@ service: the front then finishes what runs, and needs its core for that.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -17,9 +18,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, from_core, to_core
+from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, beats_from_core, from_core, to_core
+from tokenmill.engine.heartbeat import Heartbeat
 from tokenmill.engine.loop import run_loop
-from tokenmill.engine.messages import Failed, FromCore, Shutdown, Start, ToCore
+from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.engine.startup.garbage_collection import freeze_live_objects, relaxed_gc
 from tokenmill.engine.startup.torch_import import torch_import
 from tokenmill.errors import TokenmillError
@@ -36,13 +38,25 @@ class SocketMailbox:
     def __init__(self, folder: str, parent_pid: int) -> None:
         self._inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._beats: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         pipes: dict[str, zmq.Socket[bytes]] = {to_core(folder): self._inbox, from_core(folder): self._outbox}
-        for address, pipe in pipes.items():
+        for address, pipe in {**pipes, beats_from_core(folder): self._beats}.items():
             pipe.set_hwm(0)
             pipe.bind(address)
         self._parent_pid = parent_pid
+        self._num_takes = 0
+        self._is_waiting = False
+        self.heartbeat = Heartbeat(self._beat, lambda: -1 if self._is_waiting else self._num_takes)
 
     def take(self, patience_s: float | None) -> list[ToCore]:
+        self._num_takes += 1
+        self._is_waiting = True
+        try:
+            return self._take(patience_s)
+        finally:
+            self._is_waiting = False
+
+    def _take(self, patience_s: float | None) -> list[ToCore]:
         ends_s = math.inf if patience_s is None else time.monotonic() + patience_s
         while not self._inbox.poll(int(min(ORPHAN_CHECK_MS, max(0.0, (ends_s - time.monotonic()) * 1e3)))):
             if os.getppid() != self._parent_pid:
@@ -65,7 +79,13 @@ class SocketMailbox:
                     sys.exit(0)
                 self._outbox.poll(ORPHAN_CHECK_MS, zmq.POLLOUT)
 
+    def _beat(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._beats.send(_encoder.encode(Beat()), zmq.NOBLOCK)
+
     def close(self) -> None:
+        self.heartbeat.stop()
+        self._beats.close(linger=0)
         self._inbox.close(linger=0)
         self._outbox.close(linger=1000)
         zmq.Context.instance().term()
@@ -103,6 +123,7 @@ def _serve(mailbox: SocketMailbox, *, fast_start: bool) -> int:
     except TokenmillError as error:
         mailbox.send(Failed(error.message, error.hint, error.exit_code))
         return error.exit_code
+    mailbox.heartbeat.start()
     with relaxed_gc():
         run_loop(core, mailbox, when_prepared=freeze_live_objects)
     return 0

@@ -58,6 +58,10 @@ class CoreProcess:
         self._process.wait()
         self._folder.cleanup()
 
+    def end_at_once(self) -> None:
+        """Kill a process that does not react; who waits for it learns of its end."""
+        self._process.kill()
+
     def kill(self) -> None:
         """End a process that was never told anything and has nothing to finish."""
         self._process.kill()
@@ -90,6 +94,11 @@ def to_core(folder: str) -> str:
 
 def from_core(folder: str) -> str:
     return f"ipc://{folder}/from-core"
+
+
+def beats_from_core(folder: str) -> str:
+    """The address of the core's heartbeat, which a thread of its own sends."""
+    return f"ipc://{folder}/beats"
 
 
 def describe_exit(code: int) -> str:

@@ -48,5 +48,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int = 1
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The core is alive (`heartbeat.py`)."""
+
+
 ToCore = Start | Submit | Abort | Shutdown
-FromCore = Ready | Outputs | Failed
+FromCore = Ready | Outputs | Failed | Beat

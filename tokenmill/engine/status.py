@@ -12,7 +12,7 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import Draining, EngineDead
 from tokenmill.store.layout import Manifest
 
-EngineState = Literal["loading", "ready", "draining", "dead"]
+EngineState = Literal["loading", "ready", "stalled", "draining", "dead"]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,13 @@ from tokenmill.types import Message, PromptRequest
 HELLO = {"role": "user", "content": "hello"}
 
 
+def test_settings_by_the_names_of_vllm() -> None:
+    given = {"max_model_len": 64, "max_num_seqs": 2, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9}
+    same = {"dtype": "half", "quantization": None, "trust_remote_code": False, "enforce_eager": False}
+    ours = engine_config("m", {"max_context": 64, "max_running": 2, "dtype": "float16"})
+    assert engine_config("m", {**given, **same}) == ours
+
+
 def test_settings_find_their_part() -> None:
     config = engine_config("m", {"max_context": 64, "threads": 2, "memory_fraction": 1, "num_blocks": None})
     assert (config.model.model, config.model.max_context, config.ops.threads) == ("m", 64, 2)
@@ -38,6 +45,10 @@ def test_settings_find_their_part() -> None:
     [
         (None, {}, "a name, a path or an EngineConfig, got None"),
         ("m", {"max_contxt": 1}, "did you mean max_context"),
+        ("m", {"max_model_len": 5, "max_context": 5}, "says the same as max_context"),
+        ("m", {"tensor_parallel_size": 2}, "one device"),
+        ("m", {"trust_remote_code": True}, "never run"),
+        ("m", {"seed": 1}, "SamplingParams"),
         ("m", {"threads": "two"}, "threads must be an integer or None, got 'two'"),
         ("m", {"threads": True}, "threads must be an integer"),
         ("m", {"device": "gpu"}, "device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),

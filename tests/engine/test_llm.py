@@ -199,6 +199,19 @@ def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:
         LLM("anything", no_such_setting=1)
 
 
+def test_what_users_of_vllm_write(stories: LLM) -> None:
+    ours = stories.generate("Once", GREEDY)[0].outputs[0]
+    same = stories.generate("Once", sampling_params=GREEDY, use_tqdm=False)[0].outputs[0]
+    assert same.token_ids == ours.token_ids
+    (turn,) = stories.chat([{"role": "user", "content": "hi"}], sampling_params=GREEDY, use_tqdm=False)
+    assert len(turn.outputs[0].token_ids) == 12
+    with pytest.raises(InvalidRequest, match="says the same as params"):
+        stories.generate("Once", GREEDY, sampling_params=GREEDY)
+    with pytest.raises(InvalidRequest, match="no variable 'enable_thinking'"):
+        stories.chat([{"role": "user", "content": "hi"}], GREEDY, enable_thinking=False)
+    assert stories.get_tokenizer().decode(ours.token_ids).strip() == ours.text.strip()
+
+
 def test_a_format_that_is_not_there_is_refused(stories_dir: Path) -> None:
     assert LLM(str(stories_dir), load_format="safetensors", threads=1).generate([[1, 2]], GREEDY)[0].finished
     with pytest.raises(InvalidConfig, match="holds safetensors"):

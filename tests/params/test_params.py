@@ -56,7 +56,6 @@ def test_wrong_parts_are_named(make: Callable[[], Any], param: str) -> None:
         ({"top_p": 0.5, "beam": BeamParams(2)}, "top_p"),
         ({"temperature": 0.5, "beam": BeamParams(2)}, "temperature"),
         ({"n": 3, "beam": BeamParams(2)}, "n"),
-        ({"stop": "END"}, "stop"),  # not the letters of it
         ({"stop": [1]}, "stop"),
         ({"stop": ["a" * 1025]}, "stop"),
         ({"stop_regex": ["a"] * 9}, "stop_regex"),
@@ -81,7 +80,7 @@ def test_wrong_parts_are_named(make: Callable[[], Any], param: str) -> None:
         ({"eta_cutoff": 2}, "eta_cutoff"),
     ],
 )
-def test_wrong_knobs_are_named(params: dict[str, Any], param: str) -> None:
+def test_wrong_values_are_named(params: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**params)
     assert refused.value.param == param

@@ -142,6 +142,7 @@ def test_unknown_route(server: RunningServer) -> None:
     reply = server.get("/v1/nothing")
     assert reply.status_code == 404
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert "there is /v1/chat/completions" in server.get("/v1/chat/completion").json()["error"]["message"]
 
 
 def test_head_options_and_trailing_slashes_behave(server: RunningServer) -> None:

@@ -80,6 +80,16 @@ def test_every_way_to_ask(process: ServerProcess) -> None:
     assert set(json.loads(answer(process, structured_outputs={"json": PERSON}))) == {"name", "age"}
 
 
+def test_fields_of_other_engines_are_honoured(process: ServerProcess) -> None:
+    """llama.cpp's, SGLang's and Ollama's, which their clients send to any server with OpenAI's paths."""
+    constant: dict[str, Any] = {"const": "42"}
+    assert answer(process, json_schema=constant) == answer(process, format=constant) == '"42"'
+    assert answer(process, response_format={"type": "json_object", "schema": constant}) == '"42"'
+    assert answer(process, response_format={"type": "json_schema", "schema": constant}) == '"42"'
+    assert answer(process, grammar='root ::= "ab"') == answer(process, ebnf='root ::= "ab"') == "ab"
+    assert answer(process, regex="[ab]{3}x").endswith("x")
+
+
 def test_usage_counts_forced_tokens(process: ServerProcess) -> None:
     reply = process.http.post("/v1/chat/completions", json={**CHAT, "guided_choice": ["one two three"]}).json()
     assert reply["choices"][0]["message"]["content"] == "one two three"
@@ -102,3 +112,5 @@ def test_two_constraints_are_one_too_many(process: ServerProcess) -> None:
     body = {**CHAT, "guided_regex": "a", "response_format": {"type": "json_object"}}
     reply = process.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "guided_regex"
+    reply = process.http.post("/v1/chat/completions", json={**CHAT, "guided_regex": "a", "regex": "a"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "regex"

@@ -16,7 +16,8 @@ import difflib
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from io import TextIOWrapper
@@ -29,6 +30,7 @@ from cyclopts.config import Dict
 from tokenmill.cli.exit_codes import fail
 from tokenmill.cli.flags import flag_name, whole_numbers_only
 from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.other_names import ON, OTHER_NAMES, SHORT, OtherName, by_other_name, our_value
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig, TokenmillError
@@ -50,11 +52,12 @@ def dispatch(verb: str, arguments: list[str]) -> int:
     try:
         arguments, config_file = take_config_file(arguments)
         app = build_app(verb, config_file)
+        arguments = with_our_names(arguments, flags_of(app, verb))
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
         return fail(_unused_arguments(verb, problem.unused_tokens or []), 2)
     except UnknownOptionError as problem:
-        return fail(_unknown_option(verb, problem), 2)
+        return fail(_unknown_option(verb, problem, flags_of(app, verb)), 2)
     except CycloptsError as problem:
         return fail(str(problem), 2)
     except TokenmillError as problem:
@@ -117,13 +120,86 @@ def _unused_arguments(verb: str, words: list[str]) -> str:
     return f"{verb} has no use for {shown!r}{quotes}; see tokenmill {verb} --help"
 
 
-def _unknown_option(verb: str, problem: UnknownOptionError) -> str:
-    """The error for an unknown option, or for one that exists only for other verbs."""
+def flags_of(app: App, verb: str) -> list[str]:
+    """The options of a verb, with their dashes."""
+    command = app[verb]
+    if command.default_command is None:
+        return []  # its subcommands have them
+    return [name for argument in command.assemble_argument_collection() for name in argument.names]
+
+
+def with_our_names(arguments: list[str], known: Sequence[str]) -> list[str]:
+    """The arguments with other engines' options for the same settings replaced by ours, each with a note on stderr."""
+    made: list[str] = []
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        flag, equals, value = argument.partition("=")
+        name = SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
+        if argument == "--":
+            return [*made, argument, *rest]
+        if not flag.startswith("-") or flag in known:
+            made.append(argument)
+            if rest and not equals and flag.startswith("-"):
+                made += _respelled(flag, name, rest)
+            continue
+        is_off = name.startswith("no_") and name.removeprefix("no_") in OTHER_NAMES
+        name = name.removeprefix("no_") if is_off else name
+        if name not in OTHER_NAMES:
+            made.append(f"--{name}{equals}{value}" if flag in SHORT else argument)
+            continue
+        if OTHER_NAMES[name].is_switch:
+            says_more = not equals and bool(rest) and rest[0].lower() in ("on", "off", "auto", "true", "false")
+            value = "false" if is_off else rest.popleft() if says_more else value or "true"
+        elif not equals:
+            if not rest:
+                raise InvalidConfig(f"{flag} needs a value")
+            value = rest.popleft()
+        made += _replaced(flag, by_other_name(name, value), OTHER_NAMES[name])
+    return made
+
+
+def _respelled(flag: str, name: str, rest: deque[str]) -> list[str]:
+    """The value of one of our own options, where another engine writes it differently; nothing where it does not."""
+    ours = our_value(name, rest[0])
+    if ours == rest[0]:
+        return []
+    note(f"{flag} {rest.popleft()} is {flag} {ours} here")
+    return [ours]
+
+
+def _replaced(flag: str, found: tuple[str, Any] | None, other: OtherName) -> list[str]:
+    if found is None:
+        note(f"{flag} has nothing to do here: {other.instead or 'that is so anyway'}")
+        return []
+    name, value = found
+    option = f"--{name.replace('_', '-')}"
+    if other.is_switch:
+        option = option if str(value).lower() in ON else option.replace("--", "--no-", 1)
+    note(f"{flag} is {option} here")
+    return [option] if other.is_switch else [option, str(value)]
+
+
+def note(text: str) -> None:
+    print(f"tokenmill: {text}", file=sys.stderr)
+
+
+def _unknown_option(verb: str, problem: UnknownOptionError, known: Sequence[str]) -> str:
+    """The error for an unknown option, or for one that exists only for other verbs. What opens a server is never
+    proposed."""
     given = (problem.token.keyword or problem.token.value).partition("=")[0]
     option = given.removeprefix("--no-").removeprefix("--")
-    return f"--{option} does nothing in {verb}: it is for other verbs" if is_setting(option) else str(problem)
+    if is_setting(option):
+        return f"--{option} does nothing in {verb}: it is for other verbs"
+    harmless = [flag for flag in known if flag.removeprefix("--no-").removeprefix("--") not in OPENING]
+    near = difflib.get_close_matches(given, harmless, n=1, cutoff=0.75)
+    return f"{verb} has no option {given}" + (
+        f"; did you mean {near[0]}?" if near else f"; see tokenmill {verb} --help"
+    )
 
 
+OPENING = ("allow-open", "any-model-name", "api-key", "api-key-file", "cors-origin", "host", "manage-models",
+           "public-metrics")  # fmt: skip
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
@@ -133,6 +209,8 @@ SECTIONS: dict[str, type[Any]] = {
     "server": ServerConfig,
 }
 PREFIX = "TOKENMILL_"
+OTHER_VARIABLES = ("TOKENMILL_HOME", "TOKENMILL_CONFIG", "TOKENMILL_DEBUG")  # and what the tests set:
+TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")
 MAX_FILE_BYTES = 1 << 20
 
 
@@ -164,8 +242,8 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
             section, name = known[variable]
             values = [part for part in value.split(",") if part] if name in _several(section) else value
             found |= {flag_name(section, name): values} if values != [] else {}
-        elif variable.startswith(PREFIX):
-            _refuse_near_miss(variable, list(known))
+        elif variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and not variable.startswith(TEST_PREFIXES):
+            _refuse_unknown(variable, list(known))
     return found
 
 
@@ -188,11 +266,13 @@ def _section(path: Path, section: str, table: Any) -> dict[str, Any]:
     return {flag_name(section, key): value for key, value in table.items()}
 
 
-def _refuse_near_miss(variable: str, known: list[str]) -> None:
-    """Refuse a variable that nearly names a setting; other TOKENMILL_ variables may belong to other programs."""
-    near = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)
-    if near:
-        raise InvalidConfig(f"the environment variable {variable} is no setting; did you mean {near[0]}?")
+def _refuse_unknown(variable: str, known: list[str]) -> None:
+    """Refuse a variable that names no setting: one that is misspelt would be ignored."""
+    name = variable.removeprefix(PREFIX).lower()
+    ours = OTHER_NAMES[name].ours if name in OTHER_NAMES else ""
+    near = [_variable(ours)] if ours else difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]}?" if near else "; unset it"
+    raise InvalidConfig(f"the environment variable {variable} is no setting{hint}")
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

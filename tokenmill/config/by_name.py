@@ -7,13 +7,14 @@ checked against the field's type here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.other_names import OTHER_NAMES, by_other_name, our_value
 from tokenmill.errors import InvalidConfig
 
 PARTS: dict[str, type[Any]] = {
@@ -26,19 +27,31 @@ WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a st
 
 
 def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
-    """Return the model's config with some fields replaced; raise InvalidConfig for a wrong name or value."""
+    """Return the model's config with some fields replaced, also by the names that other engines have for them; raise
+    InvalidConfig for a wrong name or value."""
     given: Any = model
     if not isinstance(given, str | Path | EngineConfig):
         raise InvalidConfig(f"a model is a name, a path or an EngineConfig, got {given!r}", param="model")
     config = given if isinstance(given, EngineConfig) else EngineConfig(ModelConfig(model=str(given)))
     hints = {part: get_type_hints(kind) for part, kind in PARTS.items()}
     changed: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-    for name, value in settings.items():
+    for name, value in _by_our_names(settings):
         part = _part_with(name, hints)
         if not _fits(value, hint := hints[part][name]):
             raise InvalidConfig(f"{name} must be {_in_words(hint)}, got {value!r}", param=name)
         changed[part][name] = value
     return replace(config, **{part: replace(getattr(config, part), **values) for part, values in changed.items()})
+
+
+def _by_our_names(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if name == "seed" and settings.get("load_format") != "dummy":
+            raise InvalidConfig("seed is that of random weights", param=name, hint="use SamplingParams(seed=…)")
+        found = by_other_name(name, value) if name in OTHER_NAMES else (name, our_value(name, value))
+        if found is not None and found[0] in settings and found[0] != name:
+            raise InvalidConfig(f"{name} says the same as {found[0]}; give one of them", param=name)
+        if found is not None:
+            yield found
 
 
 def _part_with(name: str, hints: dict[str, dict[str, Any]]) -> str:

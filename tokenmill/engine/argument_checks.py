@@ -19,6 +19,7 @@ from tokenmill.types import Effort, Message, Reasoning, Tool, ToolCall, ToolChoi
 
 Prompt = str | list[int]
 Conversation = Sequence[Message | dict[str, Any]]
+ParamsGiven = SamplingParams | Iterable[SamplingParams] | None  # one for all rows, or one each
 TOOL_HINT = '{"type": "function", "function": {"name": "…", "description": "…", "parameters": {…}}}'
 CALL_HINT = '{"id": "call_1", "type": "function", "function": {"name": "…", "arguments": "{}"}}'
 
@@ -63,13 +64,21 @@ def _params(given: object) -> SamplingParams:
     return given
 
 
+def one_of_two(params: ParamsGiven, sampling_params: ParamsGiven) -> ParamsGiven:
+    """The params of a call, which vLLM calls sampling_params."""
+    if params is not None and sampling_params is not None:
+        problem = "sampling_params says the same as params; give one of them"
+        raise InvalidRequest(problem, param="sampling_params")
+    return params if sampling_params is None else sampling_params
+
+
 class AskedRows:
     """What a call asks, row by row: a request, or why there can't be one. Rows are read as they are wanted."""
 
     def __init__(
         self,
         rows: Iterable[Any],
-        params: SamplingParams | Iterable[SamplingParams] | None,
+        params: ParamsGiven,
         ask: Callable[[Any, SamplingParams], ClientRequest],
     ) -> None:
         """`params`: for all rows, or an iterable with one each (it may have more). `ask` checks a row and makes its

@@ -33,11 +33,11 @@ from tokenmill.engine.tool_use import (
 )
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import DRY_BREAKERS, SamplingParams
-from tokenmill.params.sampling import require_unicode
+from tokenmill.params.checks import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.fim import FimTokens, find_fim_tokens
 from tokenmill.text.stops import stop_patterns
-from tokenmill.text.template import ChatTemplate, messages_for_template, tools_for_template, up_to_last
+from tokenmill.text.template import OUR_VARIABLES, ChatTemplate, messages_for_template, tools_for_template, up_to_last
 from tokenmill.text.token_search import TokenSearch, is_open_at_end
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import (
@@ -126,6 +126,11 @@ class InputProcessor:
     @cached_property
     def _template(self) -> ChatTemplate | None:
         return None if self._tokenizer is None else chat_template(self._tokenizer)
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the model's chat template reads, apart from those that every conversation sets."""
+        return frozenset() if self._template is None else frozenset(self._template.variables) - OUR_VARIABLES
 
     @cached_property
     def _effort(self) -> EffortVariables | None:

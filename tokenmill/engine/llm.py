@@ -19,9 +19,11 @@ from tokenmill.config.by_name import engine_config
 from tokenmill.engine.argument_checks import (
     AskedRows,
     Conversation,
+    ParamsGiven,
     Prompt,
     conversations_in,
     messages_from,
+    one_of_two,
     params_from,
     prompt_from,
     prompts_in,
@@ -42,6 +44,7 @@ from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_l
 from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
 from tokenmill.observe.log import get_log
 from tokenmill.params import SamplingParams
+from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import (
     ChatRequest,
     EmbedRequest,
@@ -104,38 +107,50 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: ParamsGiven = None,
         *,
         progress: bool = True,
+        sampling_params: ParamsGiven = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt, a string or a list of token ids; answers come in the order of the prompts.
 
         `params` are for all of them, or one each. A wrong prompt raises where it is the only one; among several it is
         an answer whose `error` says why, and whose `number` says which, as for a request that fails. Ctrl-C raises
-        `Interrupted`, a KeyboardInterrupt with the finished answers in its `outputs`.
+        `Interrupted`, a KeyboardInterrupt with the finished answers in its `outputs`. `sampling_params` and `use_tqdm`
+        are vLLM's names for `params` and `progress`.
         """
-        return self._answer(AskedRows(prompts_in(prompts), params, ask_prompt), progress=progress)
+        params = one_of_two(params, sampling_params)
+        shows_progress = progress if use_tqdm is None else use_tqdm
+        return self._answer(AskedRows(prompts_in(prompts), params, ask_prompt), progress=shows_progress)
 
     def chat(
         self,
         messages: Conversation | Iterable[Conversation],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: ParamsGiven = None,
         *,
         tools: Sequence[Tool | dict[str, Any]] | None = None,
         tool_choice: ToolChoice | str | dict[str, Any] = "auto",
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
         progress: bool = True,
+        sampling_params: ParamsGiven = None,
+        use_tqdm: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **template_args: Any,
     ) -> list[RequestOutput]:
         """The next turn of a conversation, or of each of several; a message is a dict with `role` and `content`.
 
         `tools` are functions that the model may call, as OpenAI's clients write them; an answer has its calls in
         `tool_calls` and what the model thought in `reasoning`. `template_args` are variables of the model's chat
-        template: `enable_thinking=False`. Wrong conversations and Ctrl-C are as in `generate`.
+        template: `enable_thinking=False`; vLLM's `chat_template_kwargs` are the same. Wrong conversations, Ctrl-C and
+        vLLM's other names are as in `generate`.
         """
+        params = one_of_two(params, sampling_params)
+        shows_progress = progress if use_tqdm is None else use_tqdm
+        template_args = self._template_args({**(chat_template_kwargs or {}), **template_args})
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
-        return self._answer(AskedRows(conversations_in(messages), params, ask), progress=progress)
+        return self._answer(AskedRows(conversations_in(messages), params, ask), progress=shows_progress)
 
     def embed(self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None) -> list[EmbeddingOutput]:
         """One vector for each prompt, of length one: the mean over its tokens unless `pooling` says otherwise."""
@@ -156,7 +171,7 @@ class LLM:
     def generate_iter(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: ParamsGiven = None,
         *,
         progress: bool = True,
     ) -> Iterator[RequestOutput]:
@@ -171,7 +186,7 @@ class LLM:
     def chat_iter(
         self,
         conversations: Iterable[Conversation],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: ParamsGiven = None,
         *,
         tools: Sequence[Tool | dict[str, Any]] | None = None,
         tool_choice: ToolChoice | str | dict[str, Any] = "auto",
@@ -181,7 +196,7 @@ class LLM:
         **template_args: Any,
     ) -> Iterator[RequestOutput]:
         """The next turn of each conversation of an iterable of any length; else as `generate_iter` and `chat`."""
-        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
         return self._answer_iter(AskedRows(conversations_in(conversations), params, ask), progress=progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
@@ -200,7 +215,7 @@ class LLM:
         **template_args: Any,
     ) -> Iterator[Event]:
         """The next turn of one conversation, in pieces as they come; thoughts and calls are in their `parts`."""
-        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
         return self._stream(ask(messages, params_from(params)))
 
     def close(self) -> None:
@@ -209,7 +224,20 @@ class LLM:
             for request_id in list(self._output_processors):
                 self._abort(request_id)
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode` and `decode`."""
+        return self._input_processor.tokenizer
+
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _template_args(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Keywords of `chat`, which are variables of the chat template: one that it never reads is refused."""
+        read = self._input_processor.template_variables
+        for name in template_args_from(given):
+            if name not in read:
+                hint = f"it reads {', '.join(sorted(read))}" if read else "it reads none"
+                raise InvalidRequest(f"the chat template of this model has no variable {name!r}", param=name, hint=hint)
+        return given
 
     def _answer(self, asked: AskedRows, *, progress: bool) -> list[RequestOutput]:
         """All answers in order. A request that is refused raises, if it is the only one."""

@@ -106,11 +106,6 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def is_gbnf(text: str) -> bool:
-    """Return whether a grammar is GBNF (llama.cpp: `root ::= ...`) and not Lark (`start: ...`)."""
-    return re.search(r"^\s*[A-Za-z][\w-]*\s*::=", text, re.MULTILINE) is not None
-
-
 def _refuse(kind: str, problem: str) -> NoReturn:
     raise InvalidRequest(f"the {kind} can't be followed: {problem}", param="guided")
 

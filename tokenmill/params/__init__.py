@@ -4,6 +4,7 @@
 honoured raises `InvalidRequest` naming the field; later stages do not check again.
 """
 
+from tokenmill.params.guided import MAX_GUIDED_BYTES, MAX_GUIDED_CHOICES, Guided, GuidedKind, is_gbnf
 from tokenmill.params.sampling import (
     DEVICE_PARAM_SLOTS,
     DEVICE_PARAMS,
@@ -13,8 +14,6 @@ from tokenmill.params.sampling import (
     INTEGERS,
     MAX_BREAKERS,
     MAX_CHOICES,
-    MAX_GUIDED_BYTES,
-    MAX_GUIDED_CHOICES,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
@@ -23,8 +22,6 @@ from tokenmill.params.sampling import (
     MAX_WATERMARK_CONTEXT,
     NUMBERS,
     BeamParams,
-    Guided,
-    GuidedKind,
     SamplingParams,
     Watermark,
 )
@@ -52,4 +49,5 @@ __all__ = [
     "GuidedKind",
     "SamplingParams",
     "Watermark",
+    "is_gbnf",
 ]

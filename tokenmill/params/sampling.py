@@ -1,4 +1,4 @@
-"""The parameters of one generation, how they combine, and the checks of single values.
+"""The parameters of one generation and how they combine.
 
 Defaults change nothing: temperature 1, no truncation, no penalties. `max_tokens=None` means "up to the end of the
 context". Guided decoding, beam search and watermark have fields of their own, which they check themselves when they are
@@ -8,16 +8,15 @@ accepted as a number. docs/SAMPLING.md explains every parameter.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any
 
 import msgspec
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.params.checks import refuse, require_int, require_list, require_number, require_texts
+from tokenmill.params.guided import Guided
+from tokenmill.params.other_names import ParamsMeta
 
 MAX_CHOICES = 128  # answers to one prompt: n, best_of, beams
-MAX_GUIDED_CHOICES = 10_000  # texts that a guided answer may be one of
-MAX_GUIDED_BYTES = 2 << 20
 MAX_WATERMARK_CONTEXT = 8
 MAX_LENGTH_PENALTY = 30.0  # length ** penalty stays finite and above 0 for any length
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -31,44 +30,6 @@ MAX_BREAKER_LENGTH = 40  # characters, as llama.cpp
 MAX_STOP_REGEXES = 8
 MAX_PROCESSORS = 16
 INT32_MAX = 2**31 - 1
-SHOWN_CHARACTERS = 200  # of a value in an error
-
-GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
-
-
-class Guided(msgspec.Struct, frozen=True):
-    """A constraint on the answer: a JSON schema, any JSON object, a regex, one of several texts, or a grammar.
-
-    `text` is the schema, the regex or the grammar as it is written; for `choice` a JSON list of strings.
-    """
-
-    kind: GuidedKind
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(GuidedKind):
-            refuse("guided.kind", f"must be one of {', '.join(get_args(GuidedKind))}, got {self.kind!r}")
-        is_empty = self.kind == "json_object"
-        if not isinstance(self.text, str) or (self.text == "") is not is_empty:
-            refuse("guided.text", f"must be {'empty' if is_empty else 'given'} for {self.kind}")
-        require_unicode("guided.text", self.text)
-        if len(self.text.encode()) > MAX_GUIDED_BYTES:
-            refuse("guided.text", f"must be at most {MAX_GUIDED_BYTES >> 10} KiB long")
-
-    @classmethod
-    def schema(cls, schema: dict[str, Any] | bool) -> Guided:
-        return cls("json_schema", _as_json(schema))
-
-    @classmethod
-    def choice(cls, texts: list[str]) -> Guided:
-        return cls("choice", _as_json(texts))
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, RecursionError) as error:
-        refuse("guided.text", f"can't be written as JSON: {error}")
 
 
 class BeamParams(msgspec.Struct, frozen=True):
@@ -104,10 +65,12 @@ class Watermark(msgspec.Struct, frozen=True):
         require_int("watermark.context", self.context, 1, MAX_WATERMARK_CONTEXT)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=ParamsMeta):
     """Sampling parameters of one request: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)`.
 
-    Values are validated on creation. Defaults change nothing; every parameter is explained in docs/SAMPLING.md.
+    Values are validated on creation. Defaults change nothing; every parameter is explained in docs/SAMPLING.md. vLLM's
+    spellings with the same meaning are taken: `top_k=-1`, `stop="x"`, `include_stop_str_in_output`,
+    `structured_outputs`.
     """
 
     n: int = 1
@@ -322,59 +285,3 @@ def _check_beam(params: SamplingParams, beam: BeamParams) -> None:
         refuse("stop_regex", "does not combine with beam search; use stop")
     if params.context_shift:
         refuse("context_shift", "does not combine with beam search")
-
-
-# ── checks of single values ──────────────────────────────────────────────────────────────────────────────
-
-
-def refuse(name: str, problem: str) -> NoReturn:
-    """Raise InvalidRequest for a parameter."""
-    raise InvalidRequest(f"{name} {problem}", param=name)
-
-
-def require_number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
-        refuse(name, f"must be a finite number, got {shown(value)}")
-    if not low <= value <= high:
-        refuse(name, f"must be between {low:g} and {high:g}, got {shown(value)}")
-
-
-def require_int(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        refuse(name, f"must be an integer, got {shown(value)}")
-    if not low <= value <= high:
-        refuse(name, f"must be between {low} and {high}, got {shown(value)}")
-
-
-def require_list(name: str, value: Any, most: int | None = None) -> None:
-    """Require a list or tuple; a string, which is a sequence too, is refused."""
-    if not isinstance(value, list | tuple):
-        refuse(name, f"must be a list, got {shown(value)}")
-    if most is not None and len(value) > most:
-        refuse(name, f"takes at most {most} entries, got {len(value)}")
-
-
-def require_texts(name: str, value: Any, most: int, longest: int) -> None:
-    require_list(name, value, most)
-    for text in value:
-        if not isinstance(text, str) or not text:
-            refuse(name, "must hold non-empty strings")
-        if len(text) > longest:
-            refuse(name, f"strings must be at most {longest} characters long")
-        require_unicode(name, text)
-
-
-def require_unicode(name: str, text: str) -> None:
-    """Require a string that can be encoded: Python's strings may hold lone surrogates, which can't be sent anywhere."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        refuse(name, f"holds the lone surrogate {text[error.start]!r}")
-
-
-def shown(value: object) -> str:
-    """Return a short repr of any value; Python refuses to format integers with thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

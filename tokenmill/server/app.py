@@ -5,6 +5,7 @@ id, record, log line ─► CORS, if asked for ─► key, if there are any ─�
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.text_workers import TextWorkers
@@ -26,7 +28,6 @@ from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
 from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
-from tokenmill.server.gate import EngineGate, ServedEngine
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
 from tokenmill.server.middleware import RequestMiddleware
@@ -34,7 +35,7 @@ from tokenmill.server.ollama.render import OLLAMA
 from tokenmill.server.ollama.routes import ollama_endpoints
 from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
-from tokenmill.server.registry import ModelRegistry
+from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
 from tokenmill.server.routing import Endpoint, RouteContext, routes_of
 from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
@@ -121,9 +122,18 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
-    problem = RoutingError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    path = request.url.path[:200]
+    hint = _near_paths(request.app, path) if error.status_code == 404 else None
+    problem = RoutingError(error.status_code, f"{request.method} {path}: {error.detail}", hint)
     request.state.record.error_code = problem.code
     return _error_response(request, problem, headers)
+
+
+def _near_paths(app: Starlette, path: str) -> str:
+    """The paths of this server that resemble one that it does not have, as a hint."""
+    known = [str(route.path) for route in app.routes if isinstance(route, Route) and "{" not in route.path]
+    near = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
+    return f"there is {', '.join(near)}; /docs lists all paths" if near else "/docs lists all paths"
 
 
 def _error_response(request: Request, error: TokenmillError, headers: dict[str, str] | None = None) -> Response:

@@ -18,8 +18,8 @@ HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 class RoutingError(InvalidRequest):
     """The path does not exist, or not with this method."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.http_status = status
         self.code = HTTP_CODES.get(status, "invalid_request")
 

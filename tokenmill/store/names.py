@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,9 @@ def _hub_id(text: str) -> HubModel | None:
 
 
 def _suggestion(text: str) -> str:
+    with suppress(OSError, RuntimeError, ValueError):
+        if Path(text).expanduser().is_file():
+            return "that file is no model: a model is a GGUF file, a folder with config.json, or a config.json"
     if text.endswith(".gguf") or text.startswith((SCRIPT_PREFIX, ".", "/", "~")):
         return "there is no such file or directory"
     near = difflib.get_close_matches(text.lower(), load_catalog(), n=3, cutoff=0.5)

@@ -2,7 +2,8 @@
 
 OpenAI's ranges hold for OpenAI's fields; the extensions that users of vLLM and llama.cpp know have their own.
 
-What an answer must follow is said by `response_format` or one of vLLM's `guided_...` fields. `strict` makes no
+What an answer must follow is said by `response_format` or by the fields of other engines: vLLM's `guided_...`,
+llama.cpp's `json_schema` and `grammar`, SGLang's `regex` and `ebnf`, Ollama's `format`. `strict` makes no
 difference here: a schema is always followed exactly, or refused. Whether a schema or a grammar can be followed at all
 is found out by the engine, before the first byte of the answer.
 """
@@ -17,7 +18,6 @@ import orjson
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.status import ModelInfo
-from tokenmill.guided.grammar import is_gbnf
 from tokenmill.params import (
     INT64_MAX,
     INT64_MIN,
@@ -237,8 +237,11 @@ def _response_format(fields: BodyFields, key: str) -> Guided | None:
     if wanted is None:
         return None
     kind = wanted.required_text("type")
+    bare = wanted.object("schema")  # as llama.cpp and others write it
     if kind == "json_schema":
-        return _named_schema(wanted)
+        return _named_schema(wanted) if bare is None else Guided.schema(bare.values)
+    if kind == "json_object" and bare is not None:
+        return Guided.schema(bare.values)
     if kind not in ("text", "json_object"):
         refuse(f"{key}.type", f"must be text, json_object or json_schema, got {shown(kind)}")
     return Guided("json_object") if kind == "json_object" else None
@@ -286,7 +289,7 @@ def _choice(fields: BodyFields, key: str) -> Guided | None:
 
 def _grammar(fields: BodyFields, key: str) -> Guided | None:
     text = _text(fields, key)
-    return None if text is None else Guided("gbnf" if is_gbnf(text) else "lark", text)
+    return None if text is None else Guided.grammar(text)
 
 
 def _structured_outputs(fields: BodyFields, key: str) -> Guided | None:
@@ -301,6 +304,11 @@ def _structured_outputs(fields: BodyFields, key: str) -> Guided | None:
     if len(given) != 1:
         refuse(key, f"must hold exactly one of {', '.join(STRUCTURED)}")
     return given[0]
+
+
+def _format(fields: BodyFields, key: str) -> Guided | None:
+    """Ollama's field: "json", or a schema."""
+    return Guided.json() if fields.get(key) == "json" else _guided_json(fields, key)
 
 
 def _any_object(fields: BodyFields, key: str) -> Guided | None:
@@ -328,4 +336,9 @@ READERS: dict[str, Callable[[BodyFields, str], Guided | None]] = {
     "guided_choice": _choice,
     "guided_grammar": _grammar,
     "structured_outputs": _structured_outputs,
+    "json_schema": _guided_json,  # llama.cpp, SGLang
+    "grammar": _grammar,  # llama.cpp
+    "regex": _regex,  # SGLang
+    "ebnf": _grammar,  # SGLang
+    "format": _format,  # Ollama
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
-from tests.support.loopback import RunningServer
-from tests.support.timing import SOON_S
+from tests.support.loopback import CHAT, RunningServer, Serving
+from tests.support.timing import SOON_S, eventually
 from tokenmill.server import http_protocol
+from tokenmill.types import TextPart
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 
@@ -56,3 +59,59 @@ def test_a_head_that_does_not_come_is_not_waited_for(server: RunningServer, monk
     assert answer_to(server, [whole, START]).startswith(b"HTTP/1.1 200")
     assert answer_to(server, [whole + START]).startswith(b"HTTP/1.1 200")
     assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /ping HTTP/1.1\r\nhost: x\r\n" + b"x: " + b"y" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"GET /ping HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x%d:\r\n" % i for i in range(1_000)) + b"\r\n", b"431"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"431"),
+        (b"GET /ping\r\n\r\n", b"400"),
+    ],
+    ids=["a long one", "many headers", "a long path", "HTTP/0.9"],
+)
+def test_heads_that_come_whole_are_refused_too(server: RunningServer, head: bytes, status: bytes) -> None:
+    assert answer_to(server, [head]).startswith(b"HTTP/1.1 " + status)
+    assert server.get("/health").status_code == 200
+
+
+def test_a_body_that_is_announced_too_large_is_refused_at_once(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = START + b"content-type: application/json\r\ncontent-length: 2000000000\r\n\r\n"
+    began, parts = time.monotonic(), urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=SOON_S) as connection:
+        connection.sendall(head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
+        assert time.monotonic() - began < 1.5
+        monkeypatch.setattr(http_protocol, "MAX_UNREAD_BYTES", 100_000)
+        with pytest.raises(OSError):  # what comes all the same is dropped, up to a limit
+            while True:
+                connection.sendall(b" " * 50_000)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_never_reads_is_given_up(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 0.3)
+    server = serving()
+    server.engine.parts = [TextPart("a word of many " * 20_000)] * 60  # more than the system's own buffers take
+    body = json.dumps({**CHAT, "stream": is_stream}).encode()
+    head = START + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    parts = urlsplit(server.url)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((parts.hostname, parts.port))
+        connection.sendall(head + body)
+        assert eventually(lambda: len(server.engine.seen) == 1, SOON_S)
+        assert eventually(lambda: not open_connections(server), SOON_S)
+        assert eventually(lambda: not server.engine.running, SOON_S)
+
+
+def open_connections(server: RunningServer) -> bool:
+    """Whether the server still holds the connection of a client that does not read."""
+    port = urlsplit(server.url).port
+    local = [one for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == port]
+    return any(one.status == psutil.CONN_ESTABLISHED for one in local)

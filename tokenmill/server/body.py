@@ -52,13 +52,11 @@ class BodyReader:
         unpacker = unpacker_of(request.headers.get("content-encoding", ""))
         announced = request.headers.get("content-length", "")
         refusal = self._refusal(int(announced)) if announced.isdigit() else None
-        if refusal is not None and "expect" in request.headers:  # the client waits for an answer before it sends
+        if refusal is not None:  # at once: the connection drops what still comes
             raise refusal
         stream = request.stream()
         kept = KeptBody(self)
         try:
-            if refusal is not None:
-                raise refusal
             async for chunk in stream:
                 if unpacker is None:
                     kept.add(chunk)

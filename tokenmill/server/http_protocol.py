@@ -1,5 +1,5 @@
 """The HTTP/1.1 connection, on top of uvicorn's: bounds on the size and time of a request's head, and clients that break
-off, send on while they are answered, or offer other protocols.
+off, send on while they are answered, do not read what they are sent, or offer other protocols.
 
 Before its head is complete nothing is known of a client, not even its key, and the HTTP library would collect a head
 without end. A timer runs whenever no request of the connection is being answered.
@@ -21,8 +21,13 @@ from tokenmill.server.dialect import Dialects, path_only
 from tokenmill.server.errors import HeadTooLarge, UnreadableRequest
 
 log = get_log("server")
-MAX_HEAD_BYTES = 64 << 10  # checked after each piece that arrives, so a head may be a little larger
+MAX_HEAD_BYTES = 64 << 10  # checked after each piece that arrives, and once the head is complete
+MAX_HEADERS = 256
 HEAD_TIMEOUT_S = 60.0
+HTTP_VERSIONS = ("1.0", "1.1")
+WRITE_TIMEOUT_S = 60.0  # in which a client that is behind takes LEAST_TAKEN_BYTES, or the connection ends
+LEAST_TAKEN_BYTES = 1024
+MAX_UNREAD_BYTES = 64 << 20  # of a body that was refused before it came: read, so that the client sees why, and dropped
 STATUS_LINES = {400: "400 Bad Request", 431: "431 Request Header Fields Too Large"}
 TLS_HELLO = b"\x16\x03"
 
@@ -43,6 +48,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_begun = False  # a head, perhaps of the next request while one is being answered
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
         self._timeout: asyncio.TimerHandle | None = None
+        self._num_headers = self._header_bytes = 0
+        self._refusal: TokenmillError | None = None  # of the head that was just read
+        self._write_timeout: asyncio.TimerHandle | None = None
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -51,7 +59,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         try:
             self._read(data)
         except httptools.HttpParserError:
-            self._refuse(_unreadable_request(data))
+            self._refuse(self._refusal or _unreadable_request(data))
+        if not self._in_head and not self._unanswered and self._head_bytes > MAX_UNREAD_BYTES:
+            self.transport.close()
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"the request's head is larger than {MAX_HEAD_BYTES} bytes"))
         self._start_timer()
@@ -87,11 +97,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._has_begun = True
+        self._num_headers = self._header_bytes = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value) + 4
+        super().on_header(name, value)
+
+    def _require_sound_head(self) -> None:
+        if self._header_bytes + len(self.url) > MAX_HEAD_BYTES:
+            self._refusal = HeadTooLarge(f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+        elif self._num_headers > MAX_HEADERS:
+            self._refusal = HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
+        elif self.parser.get_http_version() not in HTTP_VERSIONS:
+            self._refusal = UnreadableRequest("the request is not HTTP/1.1")
+        if self._refusal is not None:
+            raise self._refusal
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        self._require_sound_head()
         self._in_head = self._has_begun = False
         self._stop_timer()
         super().on_headers_complete()
@@ -112,8 +139,35 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._start_timer()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def _expect_reading(self) -> None:
+        """Give up a client that does not read: its answer, and what computes it, are held for nobody."""
+        unsent = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() > unsent - LEAST_TAKEN_BYTES:
+                event(log, "given up", client=self.client[0] if self.client else None, why="it does not read")
+                self.transport.abort()
+            else:
+                self._expect_reading()
+
+        self._write_timeout = self.loop.call_later(WRITE_TIMEOUT_S, check)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timeout is not None:
+            self._write_timeout.cancel()
+            self._write_timeout = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         for cycle in self._unanswered:  # uvicorn tells the last one only, which may be waiting behind others
             cycle.disconnected = True
             cycle.message_event.set()

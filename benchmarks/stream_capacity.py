@@ -42,7 +42,7 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache
 from tokenmill.observe.metrics import Metrics
 from tokenmill.scheduler import Scheduler
-from tokenmill.server.registry import ServedEngine
+from tokenmill.server.gate import ServedEngine
 from tokenmill.server.run import serve
 from tokenmill.types import RowInit, RowResult, StepPlan, StepResult
 

@@ -20,7 +20,7 @@ from tokenmill.observe.metrics import Metrics
 from tokenmill.server.anthropic import signatures
 from tokenmill.server.app import DIALECTS, create_app
 from tokenmill.server.dialect import Dialects
-from tokenmill.server.registry import EngineGate
+from tokenmill.server.gate import EngineGate
 from tokenmill.server.run import uvicorn_config
 
 

@@ -23,8 +23,9 @@ from tokenmill.server.app import DIALECTS
 from tokenmill.server.body import require_json
 from tokenmill.server.dialect import Dialect, Dialects, RequestHead, path_only
 from tokenmill.server.errors import Loading, WrongContentType
+from tokenmill.server.gate import EngineGate
 from tokenmill.server.openai.render import OPENAI
-from tokenmill.server.registry import EngineGate, ModelRegistry
+from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import TEXT, Endpoint, json_response, object_of, routes_of
 
 KEY = "a-long-secret"
@@ -141,7 +142,7 @@ def registry(any_name: bool = False) -> ModelRegistry:
 
 def test_a_registry_finds_models_by_name() -> None:
     models = registry()
-    assert [info.name for info in models.models()] == ["first", "second"]
+    assert [info.name for info in models.listed()] == ["first", "second"]
     assert models.find("second").info.name == "second" and models.find("first") is models.default
     assert models.find(None, is_required=False) is models.default
     with pytest.raises(UnknownModel, match=r"this server has first, second"):

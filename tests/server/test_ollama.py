@@ -15,7 +15,7 @@ from tests.support.fake_engine import INFO, STORY, FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import RequestFailed
-from tokenmill.server.registry import EngineGate
+from tokenmill.server.gate import EngineGate
 from tokenmill.types import CallArguments, CallEnd, CallStart, ChatRequest, PromptRequest, TextPart, ThoughtPart
 
 MODEL = "fake/tiny"

@@ -16,7 +16,7 @@ from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tests.support.loopback_hub import FakeHub
 from tokenmill.config.server import ServerConfig
-from tokenmill.server.registry import EngineGate
+from tokenmill.server.gate import EngineGate
 from tokenmill.store import Manifest, Store, StoredFile
 from tokenmill.types import ChatRequest
 

@@ -14,7 +14,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
-from tokenmill.server.registry import EngineGate
+from tokenmill.server.gate import EngineGate
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "my secret question"}]}
 

@@ -111,6 +111,9 @@ class FakeEngine:
         if self.running.pop(request_id, None):
             self.aborted.append(request_id)
 
+    def is_idle(self) -> bool:
+        return not self.running and not self.num_preparing
+
     async def drain(self, timeout_s: float) -> bool:
         self.state = "draining"
         deadline = asyncio.get_running_loop().time() + timeout_s

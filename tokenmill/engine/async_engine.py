@@ -249,6 +249,10 @@ class AsyncEngine:
         """Running and waiting requests, the KV cache, sums since the start."""
         return self._stats
 
+    def is_idle(self) -> bool:
+        """Return whether no request is here, not even one that is being tokenised."""
+        return not self._running and not self._num_preparing
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were still running at the end."""
         self._core.drain()

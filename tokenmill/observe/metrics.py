@@ -18,6 +18,8 @@
 | engine_steps_total                | counter   | steps computed                                                |
 | engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
+| model_loaded                      | gauge     | 1 while the model is in memory                                |
+| model_unloads_total               | counter   | how often the model left the memory                           |
 
 Every series has the label `model`, the name that the model is served by.
 
@@ -26,8 +28,9 @@ Engine counters arrive as totals since the engine's start; `set_engine` turns th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -64,98 +67,122 @@ class EngineState:
 
 NO_ENGINE = EngineState(0, 0, 0.0, 0, 0, 0)
 
+Series = Any  # prometheus_client's families and their children, which share no type with all of their methods
+Kind = type[Counter] | type[Gauge] | tuple[float, ...]  # a histogram is given by its buckets
+FAMILIES: dict[str, tuple[str, Kind] | tuple[str, Kind, tuple[str, ...]]] = {
+    "requests": ("Finished requests by outcome", Counter, ("outcome",)),
+    "prompt_tokens": ("Prompt tokens of finished requests", Counter),
+    "generation_tokens": ("Tokens generated", Counter),
+    "time_to_first_token_seconds": ("Arrival to first token", _LATENCY_S),
+    "time_per_output_token_seconds": ("Mean gap between output tokens", _PER_TOKEN_S),
+    "queue_time_seconds": ("Arrival to first being scheduled", _LATENCY_S),
+    "request_seconds": ("Arrival to end", _LATENCY_S),
+    "requests_running": ("Requests being computed", Gauge),
+    "requests_waiting": ("Requests in the queue", Gauge),
+    "kv_usage_ratio": ("Share of KV blocks in use", Gauge),
+    "prefix_hits": ("Prompt tokens found in the prefix cache", Counter),
+    "prefix_queries": ("Prompt tokens looked up in the prefix cache", Counter),
+    "preemptions": ("Sequences sent back to the queue", Counter),
+    "draft_tokens": ("Draft tokens of speculative decoding that were computed", Counter),
+    "accepted_draft_tokens": ("Draft tokens that were accepted", Counter),
+    "engine_steps": ("Steps computed", Counter),
+    "engine_busy_seconds": ("Time spent in steps", Counter),
+    "engine_restarts": ("Engine processes started again after a death", Counter),
+    "model_info": ("The models that are served", Gauge),
+    "model_loaded": ("Whether the model is in memory", Gauge),
+    "model_unloads": ("How often the model left the memory", Counter),
+}
+
 
 class Metrics:
-    """All metrics of a server, updated by typed methods only."""
+    """All metrics of a server: the series, and for each model its values."""
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, model: str = "") -> None:
+    def __init__(self, registry: CollectorRegistry | None = None, *, model: str | None = None) -> None:
+        """`model`: whose series are exported from the start; others come with their first value."""
         self.registry = registry if registry is not None else CollectorRegistry()
-        self._model = model
-        self._declare_requests()
-        self._declare_engine()
-        info = Gauge("tokenmill_model_info", "The model that is served", ["model"], registry=self.registry)
-        info.labels(model=model).set(1)
+        self._families = {name: self._declare(name, *about) for name, about in FAMILIES.items()}
+        self._models: dict[str, ModelMetrics] = {}
+        if model is not None:
+            self.of(model)
+
+    def of(self, model: str) -> ModelMetrics:
+        """The series of one model, by the name that it is served by."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMetrics(self._families, model)
+        return found
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _declare(self, name: str, about: str, kind: Kind, labels: tuple[str, ...] = ()) -> Series:
+        full, every = f"tokenmill_{name}", ["model", *labels]
+        if isinstance(kind, tuple):
+            return Histogram(full, about, every, buckets=kind, registry=self.registry)
+        return kind(full, about, every, registry=self.registry)
+
+
+class ModelMetrics:
+    """The metrics of one model, updated by typed methods only."""
+
+    def __init__(self, families: Mapping[str, Series], model: str) -> None:
+        self._series = {name: one.labels(model) for name, one in families.items() if name != "requests"}
+        requests = families["requests"]
+        self._requests = {one: requests.labels(model, one) for one in get_args(Outcome)}  # all exported from 0 on
+        self._series["model_info"].set(1)
         self._last = NO_ENGINE
-
-    def _declare_requests(self) -> None:
-        requests = Counter(
-            "tokenmill_requests", "Finished requests by outcome", ["model", "outcome"], registry=self.registry
-        )
-        self._requests = {one: requests.labels(self._model, one) for one in get_args(Outcome)}  # all exported from 0 on
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
-        self._tpot = self._histogram("time_per_output_token_seconds", "Mean gap between output tokens", _PER_TOKEN_S)
-        self._queue = self._histogram("queue_time_seconds", "Arrival to first being scheduled", _LATENCY_S)
-        self._total = self._histogram("request_seconds", "Arrival to end", _LATENCY_S)
-
-    def _declare_engine(self) -> None:
-        self._running = self._gauge("requests_running", "Requests being computed")
-        self._waiting = self._gauge("requests_waiting", "Requests in the queue")
-        self._kv_usage = self._gauge("kv_usage_ratio", "Share of KV blocks in use")
-        self._prefix_hits = self._counter("prefix_hits", "Prompt tokens found in the prefix cache")
-        self._prefix_queries = self._counter("prefix_queries", "Prompt tokens looked up in the prefix cache")
-        self._preemptions = self._counter("preemptions", "Sequences sent back to the queue")
-        self._drafted = self._counter("draft_tokens", "Draft tokens of speculative decoding that were computed")
-        self._accepted = self._counter("accepted_draft_tokens", "Draft tokens that were accepted")
-        self._steps = self._counter("engine_steps", "Steps computed")
-        self._busy = self._counter("engine_busy_seconds", "Time spent in steps")
-        self._restarts = self._counter("engine_restarts", "Engine processes started again after a death")
-
-    # ── updating ────────────────────────────────────────────────────────────────────────────────
 
     def finish_request(
         self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes, num_answers: int = 1
     ) -> None:
         """Count a finished request. `num_answers` ran in parallel and have `output_tokens` together."""
+        series = self._series
         self._requests[outcome].inc()
-        self._prompt_tokens.inc(prompt_tokens)
-        self._generation_tokens.inc(output_tokens)
-        self._total.observe(times.total_s)
+        series["prompt_tokens"].inc(prompt_tokens)
+        series["generation_tokens"].inc(output_tokens)
+        series["request_seconds"].observe(times.total_s)
         if times.queue_s is not None:
-            self._queue.observe(times.queue_s)
+            series["queue_time_seconds"].observe(times.queue_s)
         if times.first_token_s is not None:
-            self._ttft.observe(times.first_token_s)
+            series["time_to_first_token_seconds"].observe(times.first_token_s)
             if output_tokens > num_answers:
-                self._tpot.observe((times.total_s - times.first_token_s) / (output_tokens / num_answers - 1))
+                per_token_s = (times.total_s - times.first_token_s) / (output_tokens / num_answers - 1)
+                series["time_per_output_token_seconds"].observe(per_token_s)
 
     def reject_request(self) -> None:
         """Count a request that was refused before it reached the engine: invalid, too long, or the queue is full."""
         self._requests["rejected"].inc()
 
     def set_engine(self, now: EngineState) -> None:
-        self._running.set(now.running)
-        self._waiting.set(now.waiting)
-        self._kv_usage.set(now.kv_usage)
-        for series, before, total in (
-            (self._prefix_hits, self._last.prefix_hits, now.prefix_hits),
-            (self._prefix_queries, self._last.prefix_queries, now.prefix_queries),
-            (self._preemptions, self._last.preemptions, now.preemptions),
-            (self._drafted, self._last.drafted, now.drafted),
-            (self._accepted, self._last.accepted, now.accepted),
-            (self._steps, self._last.steps, now.steps),
-            (self._busy, self._last.busy_s, now.busy_s),
+        self._series["requests_running"].set(now.running)
+        self._series["requests_waiting"].set(now.waiting)
+        self._series["kv_usage_ratio"].set(now.kv_usage)
+        for name, before, total in (
+            ("prefix_hits", self._last.prefix_hits, now.prefix_hits),
+            ("prefix_queries", self._last.prefix_queries, now.prefix_queries),
+            ("preemptions", self._last.preemptions, now.preemptions),
+            ("draft_tokens", self._last.drafted, now.drafted),
+            ("accepted_draft_tokens", self._last.accepted, now.accepted),
+            ("engine_steps", self._last.steps, now.steps),
+            ("engine_busy_seconds", self._last.busy_s, now.busy_s),
         ):
-            series.inc(total - before if total >= before else total)  # smaller: the engine was restarted
+            self._series[name].inc(total - before if total >= before else total)  # smaller: the engine was restarted
         self._last = now
+
+    def set_loaded(self, is_loaded: bool) -> None:
+        """Note whether the model is in memory."""
+        self._series["model_loaded"].set(is_loaded)
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine; its totals begin at zero again."""
-        self._restarts.inc()
+        self._series["engine_restarts"].inc()
         self._last = NO_ENGINE
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-    # ── declaring ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _counter(self, name: str, about: str) -> Counter:
-        return Counter(f"tokenmill_{name}", about, ["model"], registry=self.registry).labels(self._model)
-
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(f"tokenmill_{name}", about, ["model"], registry=self.registry).labels(self._model)
-
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        series = Histogram(f"tokenmill_{name}", about, ["model"], buckets=buckets, registry=self.registry)
-        return series.labels(self._model)
+    def engine_unloaded(self, last: EngineState) -> None:
+        """Note that the model left the memory, after its engine's last totals."""
+        self.set_engine(last)
+        self._last = NO_ENGINE
+        self._series["model_unloads"].inc()
+        for name in ("requests_running", "requests_waiting", "kv_usage_ratio"):
+            self._series[name].set(0)

@@ -6,7 +6,9 @@
 
     app.py         the layers and the table of endpoints
     dialect.py     what the outer layers know of a protocol: error bodies, key headers
-    registry.py    models by name, each behind a gate
+    registry.py    models by name
+    gate.py        the way to one model, in memory or not
+    variants.py    names that answer with another model
     openai/        OpenAI's dialect: endpoints, parser, renderings, schemas
     run.py         the life of the process: bind, load, serve, drain
 

@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tokenmill.engine.status import EngineStats
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.log import Value
-from tokenmill.observe.metrics import EngineState, Metrics, Outcome, RequestTimes
+from tokenmill.observe.metrics import EngineState, Metrics, ModelMetrics, Outcome, RequestTimes
+from tokenmill.server.gate import EngineGate
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.types import Event, Usage
 
@@ -90,21 +91,21 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 class Accounting:
-    """Counts finished requests and shows the engine's state as metrics."""
+    """Counts finished requests and shows the engines' states as metrics."""
 
     def __init__(self, metrics: Metrics, registry: ModelRegistry) -> None:
         self._metrics = metrics
         self._registry = registry
-        self._engine_pid = 0
+        self._engine_pids: dict[str, int] = {}
 
     def finish(self, record: RequestRecord) -> None:
         if not record.is_generation:
             return
         if record.model is None:
-            self._metrics.reject_request()
+            self._of_default().reject_request()
             return
         usage = record.usage
-        self._metrics.finish_request(
+        self._metrics.of(record.model).finish_request(
             record.outcome,
             prompt_tokens=usage.prompt_tokens if usage else 0,
             output_tokens=usage.completion_tokens if usage else 0,
@@ -113,28 +114,46 @@ class Accounting:
         )
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics in Prometheus' text format, with the engine's numbers of this moment, and their content type."""
-        stats = self._registry.default.stats()
-        if stats is not None:
-            self._note_engine(stats)
+        """The metrics in Prometheus' text format, with the engines' numbers of this moment, and their content type."""
+        for gate in self._registry.gates:
+            self._note_engine(gate)
         return self._metrics.render(), CONTENT_TYPE_LATEST
 
-    def _note_engine(self, stats: EngineStats) -> None:
-        if self._engine_pid and stats.engine_pid not in (0, self._engine_pid):
-            self._metrics.engine_restarted()
-        self._engine_pid = stats.engine_pid or self._engine_pid
-        usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        self._metrics.set_engine(
-            EngineState(
-                running=stats.running,
-                waiting=stats.waiting,
-                kv_usage=usage,
-                prefix_hits=stats.prefix_hit_tokens,
-                prefix_queries=stats.prefix_query_tokens,
-                preemptions=stats.preemptions,
-                steps=stats.steps,
-                busy_s=stats.busy_s,
-                drafted=stats.drafted_tokens,
-                accepted=stats.accepted_tokens,
-            )
-        )
+    def unloaded(self, name: str, last: EngineStats) -> None:
+        """Count what the engine of a model did before it left the memory."""
+        self._engine_pids.pop(name, None)
+        self._metrics.of(name).engine_unloaded(_state(last))
+
+    def _of_default(self) -> ModelMetrics:
+        """The series of the first model, for what can't be said of a certain one."""
+        return self._metrics.of(self._registry.default.label)
+
+    def _note_engine(self, gate: EngineGate) -> None:
+        stats, name = gate.stats(), gate.label
+        if not name:
+            return
+        series = self._metrics.of(name)
+        series.set_loaded(stats is not None)
+        if stats is None:
+            return
+        pid = self._engine_pids.get(name, 0)
+        if pid and stats.engine_pid not in (0, pid):
+            series.engine_restarted()
+        self._engine_pids[name] = stats.engine_pid or pid
+        series.set_engine(_state(stats))
+
+
+def _state(stats: EngineStats) -> EngineState:
+    usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+    return EngineState(
+        running=stats.running,
+        waiting=stats.waiting,
+        kv_usage=usage,
+        prefix_hits=stats.prefix_hit_tokens,
+        prefix_queries=stats.prefix_query_tokens,
+        preemptions=stats.preemptions,
+        steps=stats.steps,
+        busy_s=stats.busy_s,
+        drafted=stats.drafted_tokens,
+        accepted=stats.accepted_tokens,
+    )

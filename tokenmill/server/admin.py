@@ -17,7 +17,7 @@ TAG = "Operation"
 
 def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[bytes, str]]) -> list[Endpoint]:
     async def health(request: Request) -> Response:
-        found = context.registry.default.health()
+        found = context.registry.health()
         content = {"status": found.state, "detail": found.detail}
         if found.state == "ready":
             return json_response(content)

@@ -28,6 +28,7 @@ from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
 from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
+from tokenmill.server.gate import EngineGate, ServedEngine
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
 from tokenmill.server.middleware import RequestMiddleware
@@ -35,7 +36,7 @@ from tokenmill.server.ollama.render import OLLAMA
 from tokenmill.server.ollama.routes import ollama_endpoints
 from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
-from tokenmill.server.registry import EngineGate, ModelRegistry, ServedEngine
+from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import Endpoint, RouteContext, routes_of
 from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI

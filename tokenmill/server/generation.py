@@ -28,7 +28,7 @@ from tokenmill.errors import ContextLengthExceeded, RequestFailed, TokenmillErro
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
-from tokenmill.server.registry import ServedEngine
+from tokenmill.server.gate import ServedEngine
 from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
@@ -238,7 +238,9 @@ class GenerationResponse(Response):
         self._run = run
         self._job = run.job
         self._keep_alive_s = keep_alive_s
-        self._has_begun = False
+        self._has_head = False  # status and headers are sent
+        self._has_begun = False  # ... and the beginning of the stream
+        self._is_accepted = False
         self._num_sent = 0
         self._beginning = asyncio.Lock()
 
@@ -260,10 +262,10 @@ class GenerationResponse(Response):
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._run.accept()
             if self._job.is_stream:
                 await self._stream(send)
             else:
+                await self._run.accept()
                 await self._whole(scope, receive, send)
         except TokenmillError as error:
             await self._fail(error, send)
@@ -274,19 +276,23 @@ class GenerationResponse(Response):
             await self._fail(InternalError(), send)
 
     async def _fail(self, error: TokenmillError, send: Send) -> None:
-        if not self._has_begun:
+        if not self._has_head:
             raise error
         self._run.record.note_failure(error)
-        await self._emit(send, self._job.rendering.failure(error, self._run.record.request_id), more=False)
+        failure = self._job.rendering.failure(error, self._run.record.request_id)
+        await self._emit(send, failure, more=False, begins=self._is_accepted)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._run.whole()
         await reply(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Send events as they come. Headers wait for the first one: a failure before it still has its own status."""
+        """Send events as they come. Headers wait for the first one, so that a failure before it still has its own
+        status; or for the first ping, where a model takes long to be loaded."""
         pinger = asyncio.create_task(self._ping(send))
         try:
+            await self._run.accept()
+            self._is_accepted = True
             async for choice, event in self._run:
                 data = self._job.rendering.event(choice, event)
                 if data:
@@ -301,22 +307,25 @@ class GenerationResponse(Response):
             num_before = self._num_sent
             await asyncio.sleep(self._keep_alive_s)
             if self._num_sent == num_before:
-                await self._emit(send, self._job.rendering.ping)
+                await self._emit(send, self._job.rendering.ping, begins=self._is_accepted)
 
-    async def _emit(self, send: Send, data: bytes, more: bool = True) -> None:
+    async def _emit(self, send: Send, data: bytes, more: bool = True, *, begins: bool = True) -> None:
+        """Send some bytes. `begins`: what they follow on has begun; nothing is known of it before it is accepted."""
         self._num_sent += 1
         if self._has_begun and not self._beginning.locked():
             await send({"type": "http.response.body", "body": data, "more_body": more})
         else:
-            await self._emit_first(send, data, more)
+            await self._emit_first(send, data, more, begins)
 
-    async def _emit_first(self, send: Send, data: bytes, more: bool) -> None:
+    async def _emit_first(self, send: Send, data: bytes, more: bool, begins: bool) -> None:
         """Send the head before all else, whether the first event or the first ping comes first."""
         async with self._beginning:
-            if not self._has_begun:
-                self._has_begun = True
+            if not self._has_head:
+                self._has_head = True
                 headers = list(self._job.rendering.stream_headers)
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if begins and not self._has_begun:
+                self._has_begun = True
                 data = self._job.rendering.begin(self._run.facts()) + data
             await send({"type": "http.response.body", "body": data, "more_body": more})
 

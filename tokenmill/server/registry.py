@@ -1,86 +1,28 @@
-"""The models of a server by name, and the gate in front of each: closed while its model loads, open, draining.
+"""The models of a server by name. A name that a request says is looked for in this order:
 
-A model that was created from a served one (`tokenmill create`, /api/create) answers under its own name: its requests
-are given its system prompt, first messages and chat template, and go to the engine of the model it was made from.
+    1  a model's own name
+    2  an alias                       coder = ["gpt-4o-mini"]
+    3  a model created from a served one (`variants.py`)
+    4  an alias with a wildcard       claude-sonnet-*, the longest that fits
+    5  with --any-model-name: the default, which is the first model
 
-`ServedEngine` lists exactly what the server calls, so a scripted engine of a few lines can stand in for the real one.
+Every model is behind a gate (`gate.py`), which loads it when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
+import asyncio
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
-from tokenmill.engine.customized import customized
-from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
-from tokenmill.engine.status import EngineStats, Health, ModelInfo, require_ready
-from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.engine.status import Health, ModelInfo
+from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, UnknownModel
 from tokenmill.server.body import shown
-from tokenmill.server.errors import Loading
-from tokenmill.server.ollama.options import sampling_settings
+from tokenmill.server.gate import EngineGate, NotRead
+from tokenmill.server.variants import FoundModel, Variant, created_variant, weights_of
 from tokenmill.store import Manifest, Store, find_created
-from tokenmill.types import ChatRequest, Event
 
-
-class ServedEngine(Protocol):
-    """The engine of one model, as the server sees it."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-    async def prepare(self, request: ClientRequest) -> PreparedRequest: ...
-    def submit(self, request: PreparedRequest) -> AsyncIterator[Event]: ...
-    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
-    def tokenize_chat(self, request: ChatRequest) -> list[int]: ...
-    def chat_text(self, request: ChatRequest) -> str: ...
-    def detokenize(self, ids: list[int]) -> str: ...
-    def token_bytes(self, ids: list[int]) -> list[bytes]: ...
-    async def abort(self, request_id: str) -> None: ...
-    async def drain(self, timeout_s: float) -> bool: ...
-    def health(self) -> Health: ...
-    def stats(self) -> EngineStats: ...
-    async def close(self) -> None: ...
-
-
-class EngineGate:
-    """The way to one model's engine, or the reason why it takes no requests now."""
-
-    def __init__(self, engine: ServedEngine | None = None) -> None:
-        self._engine = engine
-        self._is_draining = False
-
-    def open(self, engine: ServedEngine) -> None:
-        """The model is loaded: requests may enter."""
-        self._engine = engine
-
-    def close(self) -> None:
-        """Refuse every new request from now on; running ones go on."""
-        self._is_draining = True
-
-    @property
-    def engine(self) -> ServedEngine:
-        """The engine, for a new request. It refuses by itself while its core is dead."""
-        if self._is_draining:
-            require_ready(self.health())
-        if self._engine is None:
-            raise Loading("the model is still loading", retry_after_s=2.0)
-        return self._engine
-
-    @property
-    def info(self) -> ModelInfo:
-        """Name and limits of the model."""
-        return self.engine.info
-
-    def health(self) -> Health:
-        if self._is_draining:
-            return Health("draining", "running requests are being finished")
-        if self._engine is None:
-            return Health("loading", "the model is still loading")
-        return self._engine.health()
-
-    def stats(self) -> EngineStats | None:
-        return self._engine.stats() if self._engine is not None else None
+WILDCARDS = "*?["
 
 
 class ModelRegistry:
@@ -88,108 +30,114 @@ class ModelRegistry:
 
     def __init__(self, *gates: EngineGate, any_name: bool = False) -> None:
         """`any_name`: the default model answers to every name that no other has."""
-        self._gates = gates
+        self._gates = list(gates)
         self._any_name = any_name
+
+    @property
+    def gates(self) -> list[EngineGate]:
+        """The gates of all models, in the order in which they were given."""
+        return list(self._gates)
 
     @property
     def default(self) -> EngineGate:
         return self._gates[0]
 
-    def models(self) -> list[ModelInfo]:
-        """All models, in the order in which they were given; a model that still loads is an error."""
-        return [gate.info for gate in self._gates]
+    def add(self, gate: EngineGate) -> None:
+        """Serve one more model."""
+        require_distinct([*self._gates, gate])
+        self._gates.append(gate)
+
+    # ── looking ────────────────────────────────────────────────────────────────────────────────────────
+
+    def names(self) -> list[str]:
+        """The names of all models; one whose name comes with its engine is an error while it loads."""
+        return [gate.name for gate in self._gates]
+
+    def known(self) -> list[FoundModel]:
+        """All models whose files were read, and those that were created from them."""
+        return [gate for gate in self._gates if gate.known is not None] + list(self._variants())
 
     def listed(self) -> list[ModelInfo]:
-        """All models, and those that were created from them, by name."""
-        found = (manifest for manifest in Store().manifests() if manifest.custom is not None)
-        gates = (self._gate_of_created(manifest) for manifest in found)
-        return [*self.models(), *(gate.info for gate in gates if gate is not None)]
+        """What `known` says of the models."""
+        return [model.info for model in self.known()]
 
-    def find(self, name: str | None, *, is_required: bool = True) -> EngineGate:
-        """The gate of the model that a request names, once every model takes requests."""
-        by_name = {info.name: gate for info, gate in zip(self.models(), self._gates, strict=True)}
-        if name in by_name:
-            return by_name[name]
-        created = None if name is None else find_created(name, Store())
-        if created is not None and (gate := self._gate_of_created(created)) is not None:
-            return gate
+    async def read_all(self) -> None:
+        """Read the files of the models that were not read yet; those that can't be stay unknown."""
+        readers = [gate.read() for gate in self._gates if gate.known is None and gate.read is not None]
+        for problem in await asyncio.gather(*readers, return_exceptions=True):
+            if problem is not None and not isinstance(problem, TokenmillError):
+                raise problem
+        self.default.reader  # noqa: B018  # raises why it has none, where nothing reads it
+
+    def find(self, name: str | None, *, is_required: bool = True) -> FoundModel:
+        """The model that a request names."""
+        names = self.names()
+        self.default.require_open()
+        if name in names:
+            return self._gates[names.index(name)]
+        if name is not None and (found := self._by_other_name(name)) is not None:
+            return found
         if self._any_name or (name is None and not is_required):
             return self.default
-        hint = f"this server has {', '.join(by_name)}"
+        hint = f"this server has {', '.join(names)}"
         if name is None:
             raise InvalidRequest("model is required", param="model", hint=hint)
         raise UnknownModel(f"the model {shown(name)} does not exist", param="model", hint=hint)
 
-    def _gate_of_created(self, manifest: Manifest) -> EngineGate | None:
-        """A gate for a created model, if the weights that it rests on are served here."""
+    def health(self) -> Health:
+        """The state of the server: that of its model, or whether it takes requests for any of several."""
+        states = [gate.health() for gate in self._gates]
+        if len(states) == 1 or states[0].state in ("draining", "loading"):
+            return states[0]
+        in_memory = sum(gate.loaded is not None for gate in self._gates)
+        detail = f"{in_memory} of {len(states)} models in memory"
+        return Health("dead" if all(one.state == "dead" for one in states) else "ready", detail)
+
+    # ── other names ────────────────────────────────────────────────────────────────────────────────────
+
+    def _by_other_name(self, name: str) -> FoundModel | None:
+        for gate in self._gates:
+            if name in gate.aliases:
+                return gate
+        created = find_created(name, Store())
+        if created is not None:
+            if (variant := self._variant_of(created)) is not None:
+                return variant
+            self._require_read()
+        patterns = [(alias, gate) for gate in self._gates for alias in gate.aliases if has_wildcard(alias)]
+        fitting = [(alias, gate) for alias, gate in patterns if fnmatchcase(name, alias)]
+        return max(fitting, key=lambda entry: len(entry[0]))[1] if fitting else None
+
+    def _variants(self) -> Iterator[Variant]:
+        """All names that answer with the engine of a served model."""
+        for manifest in Store().manifests():
+            if manifest.custom is not None and (variant := self._variant_of(manifest)) is not None:
+                yield variant
+
+    def _variant_of(self, manifest: Manifest) -> Variant | None:
+        """A created model, if the weights that it rests on are served here."""
         weights = weights_of(Store().path_of(manifest))
         for gate in self._gates:
-            path = gate.info.path
-            if path is not None and weights_of(path) == weights:
-                return EngineGate(CreatedEngine(gate.engine, manifest))
+            if gate.known is not None and gate.known.path is not None and weights_of(gate.known.path) == weights:
+                return created_variant(gate, manifest)
         return None
 
-
-# ── created models ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def weights_of(path: Path) -> tuple[Path, ...]:
-    """The files that a model's weights are in; the same for all models that share them."""
-    return tuple(sorted(file.resolve() for file in ([path] if path.is_file() else path.glob("*.safetensors"))))
+    def _require_read(self) -> None:
+        """Ask for the files of a model to be read: it may be the one that another was created from."""
+        for gate in self._gates:
+            if gate.known is None and gate.read is not None and gate.failure is None:
+                raise NotRead(gate.name, gate.read)
 
 
-class CreatedEngine:
-    """The engine of a created model: that of the model it was made from, asked with the created one's own words."""
+def has_wildcard(alias: str) -> bool:
+    return any(sign in alias for sign in WILDCARDS)
 
-    def __init__(self, engine: ServedEngine, manifest: Manifest) -> None:
-        assert manifest.custom is not None
-        self._engine = engine
-        self._custom = manifest.custom
-        base = engine.info
-        self.info = replace(
-            base,
-            name=manifest.name,
-            created=int(manifest.pulled_at_s),
-            chat_template=manifest.custom.template or base.chat_template,
-            defaults=sampling_settings(manifest.custom.parameters, max_context=None),
-            manifest=manifest,
-        )
 
-    async def prepare(self, request: ClientRequest) -> PreparedRequest:
-        sampling_settings(self._custom.parameters, max_context=self.info.max_context)  # it may want a larger context
-        return await self._engine.prepare(
-            customized(request, self._custom) if isinstance(request, ChatRequest) else request
-        )
-
-    def tokenize_chat(self, request: ChatRequest) -> list[int]:
-        return self._engine.tokenize_chat(customized(request, self._custom))
-
-    def submit(self, request: PreparedRequest) -> AsyncIterator[Event]:
-        return self._engine.submit(request)
-
-    def chat_text(self, request: ChatRequest) -> str:
-        return self._engine.chat_text(customized(request, self._custom))
-
-    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        return self._engine.tokenize(text, add_special_tokens, parse_special)
-
-    def detokenize(self, ids: list[int]) -> str:
-        return self._engine.detokenize(ids)
-
-    def token_bytes(self, ids: list[int]) -> list[bytes]:
-        return self._engine.token_bytes(ids)
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-    async def drain(self, timeout_s: float) -> bool:
-        return await self._engine.drain(timeout_s)
-
-    def health(self) -> Health:
-        return self._engine.health()
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    async def close(self) -> None:
-        """Leave the engine to the model it was made from."""
+def require_distinct(gates: list[EngineGate]) -> None:
+    """Refuse two models that answer to the same name."""
+    seen: dict[str, str] = {}
+    for gate in gates:
+        for name in (gate.name, *gate.aliases):
+            if name in seen:
+                raise InvalidConfig(f"two models answer to {name!r}: {seen[name]} and {gate.name}", param="aliases")
+            seen[name] = gate.name

@@ -28,6 +28,7 @@ from tokenmill.engine.text_workers import Result, TextWorkers
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.body import BodyReader, parse_object
 from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
+from tokenmill.server.gate import NotRead
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
@@ -73,11 +74,26 @@ class RouteContext:
     services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
-        """What a parser makes of the body; a long one is parsed in a thread. Wrong JSON is refused even while the model
-        still loads."""
+        """What a parser makes of the body. Wrong JSON is refused even while the model still loads."""
         dialect = self.dialects.of(head_of(request.scope))
         data = await self.bodies.read(request, takes_any_type=dialect.takes_any_content_type)
-        return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
+        return await self.made_of(data, parse)
+
+    async def made_of(self, data: bytes, parse: Callable[[dict[str, Any]], Result]) -> Result:
+        """What a parser makes of some JSON; a long one is parsed in a thread."""
+        while True:
+            try:
+                return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
+            except NotRead as unread:
+                await unread.read()
+
+    async def when_read(self, ask: Callable[[], Result]) -> Result:
+        """The answer to a question about a model, after its files were read if they were not."""
+        while True:
+            try:
+                return ask()
+            except NotRead as unread:
+                await unread.read()
 
     async def generate(
         self, request: Request, make_job: Callable[[dict[str, Any]], GenerationJob | Response]

@@ -33,8 +33,8 @@ from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
+from tokenmill.server.gate import EngineGate, ServedEngine
 from tokenmill.server.http_protocol import limited_protocol
-from tokenmill.server.registry import EngineGate, ServedEngine
 from tokenmill.server.routing import RouteContext
 
 log = get_log("server")

@@ -22,10 +22,11 @@ from starlette.responses import Response
 from tokenmill.engine.input_processor import require_plausible_length
 from tokenmill.engine.text_workers import text_size
 from tokenmill.server.body import BodyFields, refuse
+from tokenmill.server.gate import ServedEngine
 from tokenmill.server.openai import schemas
 from tokenmill.server.openai.parse import parse_detokenize, parse_tokenize
-from tokenmill.server.registry import EngineGate, ServedEngine
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 
 TAG = "Tokens"
 
@@ -44,7 +45,7 @@ def token_endpoints(context: RouteContext) -> list[Endpoint]:
         return json_response(await context.workers.run(call.num_characters, call.reply))
 
     async def detokenize(request: Request) -> Response:
-        def parse(body: dict[str, Any]) -> tuple[EngineGate, list[int]]:
+        def parse(body: dict[str, Any]) -> tuple[FoundModel, list[int]]:
             model = context.registry.find(BodyFields(body).text("model"), is_required=False)
             return model, parse_detokenize(BodyFields(body), model.info)
 
@@ -69,7 +70,7 @@ def tokenize_call(body: dict[str, Any], context: RouteContext) -> TokenizeCall:
     return _tgi_call(fields, model) if given[0] == "inputs" else _vllm_call(fields, model)
 
 
-def _text(fields: BodyFields, name: str, model: EngineGate) -> str:
+def _text(fields: BodyFields, name: str, model: FoundModel) -> str:
     text = fields.required_text(name)
     require_plausible_length(len(text), model.info.max_context, name)
     return text
@@ -78,7 +79,7 @@ def _text(fields: BodyFields, name: str, model: EngineGate) -> str:
 # ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _vllm_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
+def _vllm_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
     asked, engine, info = parse_tokenize(fields, model.info), model.engine, model.info
     adds_special_tokens = fields.boolean("add_special_tokens", True)
     wants_texts = fields.boolean("return_token_strs")
@@ -96,7 +97,7 @@ def _vllm_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
 # ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _llamacpp_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
+def _llamacpp_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
     text, engine = _text(fields, "content", model), model.engine
     adds_special_tokens, parses_special = fields.boolean("add_special"), fields.boolean("parse_special", True)
     wants_pieces = fields.boolean("with_pieces")
@@ -122,7 +123,7 @@ def _piece(raw: bytes) -> str | list[int]:
 # ── TGI ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tgi_call(fields: BodyFields, model: EngineGate) -> TokenizeCall:
+def _tgi_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
     text, engine = _text(fields, "inputs", model), model.engine
     return TokenizeCall(len(text), lambda: placed_tokens(text, engine, fields.boolean("add_special_tokens", True)))
 

@@ -23,10 +23,10 @@ from tokenmill.server.anthropic.pages import page_of
 from tokenmill.server.anthropic.parse import parse_count, parse_messages, require_room
 from tokenmill.server.anthropic.render import MessageRendering, names_a_version
 from tokenmill.server.anthropic.signatures import ThoughtSigner
-from tokenmill.server.body import BodyFields, parse_object
+from tokenmill.server.body import BodyFields
 from tokenmill.server.generation import GenerationJob, GenerationRun
-from tokenmill.server.registry import EngineGate
-from tokenmill.server.routing import LONG_BODY, READING, Endpoint, RouteContext, json_response
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest
 
 
@@ -40,10 +40,12 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
         return json_response({"input_tokens": await counted(request, context, signer)})
 
     async def anthropic_models(request: Request) -> Response:
+        await context.registry.read_all()
         return json_response(page_of([model_card(info) for info in context.registry.listed()], request))
 
     async def anthropic_model(request: Request) -> Response:
-        return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))
+        name = request.path_params["model_id"]
+        return json_response(await context.when_read(lambda: model_card(context.registry.find(name).info)))
 
     return [
         Endpoint(
@@ -81,7 +83,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
     ]
 
 
-def _named_model(body: dict[str, Any], context: RouteContext) -> EngineGate:
+def _named_model(body: dict[str, Any], context: RouteContext) -> FoundModel:
     return context.registry.find(BodyFields(body).text("model"))
 
 
@@ -103,7 +105,7 @@ def messages_job(
 async def counted(request: Request, context: RouteContext, signer: ThoughtSigner) -> int:
     """The number of tokens of a prompt; a long one is tokenised in a thread."""
 
-    def parse(body: dict[str, Any]) -> tuple[EngineGate, ChatRequest]:
+    def parse(body: dict[str, Any]) -> tuple[FoundModel, ChatRequest]:
         model = _named_model(body, context)
         return model, parse_count(body, model.info, signer)
 
@@ -177,9 +179,7 @@ def batch_endpoints(context: RouteContext, signer: ThoughtSigner) -> list[Endpoi
 
 async def answered(body: bytes, context: RouteContext, signer: ThoughtSigner) -> bytes:
     """The message that answers one request of a batch, as JSON."""
-    job = await context.workers.run(
-        len(body), lambda: messages_job(parse_object(body), context, signer, PRIORITY), long=LONG_BODY
-    )
+    job = await context.made_of(body, lambda asked: messages_job(asked, context, signer, PRIORITY))
     record = RequestRecord(call_id(""), "POST", "/v1/messages", is_generation=True, model=job.engine.info.name)
     run = GenerationRun(job, record)
     try:

@@ -18,12 +18,13 @@ from tokenmill.engine.text_workers import text_size
 from tokenmill.errors import Overloaded
 from tokenmill.params import SamplingParams
 from tokenmill.server.body import BodyFields, refuse
+from tokenmill.server.gate import ServedEngine
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.llamacpp.parse import DEFAULTS, NativeCall, parse_infill, parse_native_completion
 from tokenmill.server.llamacpp.render import NativeRendering, generation_settings
 from tokenmill.server.openai.parse import parse_tokenize
-from tokenmill.server.registry import EngineGate, ServedEngine
 from tokenmill.server.routing import READING, TEXT, Endpoint, RouteContext, Schema, json_response, list_of, object_of
+from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest
 
 TAG = "llama.cpp"
@@ -61,10 +62,10 @@ def llamacpp_endpoints(context: RouteContext) -> list[Endpoint]:
         return json_response({"prompt": text})
 
     async def props(request: Request) -> Response:
-        return json_response(properties(context.registry.default))
+        return json_response(await context.when_read(lambda: properties(context.registry.default)))
 
     async def slots(request: Request) -> Response:
-        found = slots_of(context.registry.default)
+        found = await context.when_read(lambda: slots_of(context.registry.default))
         if "fail_on_no_slot" in request.query_params and all(slot["is_processing"] for slot in found):
             raise NoFreeSlot("no slot is free")
         return json_response(found)
@@ -90,7 +91,7 @@ def native_job(body: dict[str, Any], context: RouteContext, parse: ParseCall) ->
     return GenerationJob(engine, call.requests, rendering, call.is_stream, prompt_param=param)
 
 
-def templated(body: dict[str, Any], context: RouteContext) -> tuple[EngineGate, ChatRequest]:
+def templated(body: dict[str, Any], context: RouteContext) -> tuple[FoundModel, ChatRequest]:
     fields = BodyFields(body)
     model = context.registry.find(fields.text("model"), is_required=False)
     conversation = parse_tokenize(fields, model.info) if fields.get("messages") is not None else None
@@ -99,7 +100,7 @@ def templated(body: dict[str, Any], context: RouteContext) -> tuple[EngineGate, 
     return model, conversation
 
 
-def properties(model: EngineGate) -> dict[str, Any]:
+def properties(model: FoundModel) -> dict[str, Any]:
     info, engine = model.info, model.engine
     bos, ends = info.spec.bos_token_id, info.spec.eos_token_ids
     return {
@@ -118,7 +119,7 @@ def properties(model: EngineGate) -> dict[str, Any]:
     }
 
 
-def slots_of(model: EngineGate) -> list[dict[str, Any]]:
+def slots_of(model: FoundModel) -> list[dict[str, Any]]:
     num_busy = model.engine.stats().running
     return [
         {"id": slot, "n_ctx": model.info.max_context, "is_processing": slot < num_busy}

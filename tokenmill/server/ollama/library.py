@@ -34,8 +34,9 @@ from tokenmill.server.ollama.store_work import (
     parse_create,
     pull_named,
 )
-from tokenmill.server.registry import EngineGate, ModelRegistry
+from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 from tokenmill.store import LocalModel, Manifest, Store, copy_model, find_created, parse_name, plain_name
 from tokenmill.store.created import BlobUpload
 
@@ -44,7 +45,7 @@ MAX_PULLS = 2  # at the same time
 MAX_UPLOADS = 4
 MAX_UPLOAD_BYTES = 1 << 40  # and what the disk has room for
 STALL_S = 60.0  # without a byte of an upload
-FindModel = Callable[[str, ModelRegistry], EngineGate]
+FindModel = Callable[[str, ModelRegistry], FoundModel]
 
 
 def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endpoint]:
@@ -87,10 +88,12 @@ class Library:
     # ── looking ────────────────────────────────────────────────────────────────────────────────────────
 
     async def tags(self, request: Request) -> Response:
+        await self._context.registry.read_all()
         return json_response({"models": [tag_card(info) for info in self._context.registry.listed()]})
 
     async def ps(self, request: Request) -> Response:
-        return json_response({"models": [running_card(info) for info in self._context.registry.models()]})
+        infos = [gate.info for gate in self._context.registry.gates if gate.loaded is not None]
+        return json_response({"models": [running_card(info) for info in infos]})
 
     async def show(self, request: Request) -> Response:
         def parse(body: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class Library:
     async def create(self, request: Request) -> Response:
         self._require_permission(request)
         wanted = await self._context.parsed(request, parse_create)
-        base = self._base(wanted.base) if wanted.base else None
+        base = await self._context.when_read(lambda: self._base(wanted.base)) if wanted.base else None
         return await self._progress(lambda work: create_named(wanted, base, work), wanted.is_stream, self._pulls)
 
     def _base(self, name: str) -> Manifest | None:
@@ -148,7 +151,7 @@ class Library:
 
         source, destination = await self._context.parsed(request, parse)
         self._refuse_served(destination, "replaced")
-        base = self._base(source)
+        base = await self._context.when_read(lambda: self._base(source))
         if base is None:
             raise UnknownModel(f'model "{source[:200]}" not found', param="source")
         await asyncio.to_thread(copy_model, Store(), base, destination)
@@ -165,7 +168,7 @@ class Library:
         return Response(status_code=200)
 
     def _refuse_served(self, name: str, what: str) -> None:
-        if plain_name(name) in {info.name for info in self._context.registry.models()}:
+        if plain_name(name) in self._context.registry.names():
             raise InvalidRequest(f"{shown(name)} is being served and can't be {what}", param="model")
 
     async def push(self, request: Request) -> Response:

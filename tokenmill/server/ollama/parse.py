@@ -21,8 +21,8 @@ from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.params import Guided, SamplingParams
 from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
+from tokenmill.server.gate import ServedEngine
 from tokenmill.server.ollama.options import parse_options
-from tokenmill.server.registry import ServedEngine
 from tokenmill.store.modelfile import require_jinja
 from tokenmill.types import (
     ChatRequest,

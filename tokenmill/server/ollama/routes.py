@@ -21,8 +21,9 @@ from tokenmill.server.ollama.parse import (
     parse_legacy_embedding,
 )
 from tokenmill.server.ollama.render import ChatReply, EmbedReply, GenerateReply, embed_reply, loaded_reply
-from tokenmill.server.registry import EngineGate, ModelRegistry
+from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import READING, TEXT, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 from tokenmill.store import find_entry, plain_name
 
 VERSION = "0.33.0"  # of Ollama: the newest whose routes are here; clients compare it
@@ -95,11 +96,11 @@ def wants_no_page(head: RequestHead) -> bool:
     return "text/html" not in head.headers.get("accept", "")
 
 
-def find_model(name: str, registry: ModelRegistry) -> EngineGate:
+def find_model(name: str, registry: ModelRegistry) -> FoundModel:
     """The model of this name, as Ollama's users write it: without a tag, with the tag `latest`, in any case."""
     plain = plain_name(name)
     entry = find_entry(plain)
-    by_case = {info.name.lower(): info.name for info in registry.models()}
+    by_case = {one.lower(): one for one in registry.names()}
     for candidate in (name, plain, entry.name if entry else plain, by_case.get(plain.lower(), plain)):
         try:
             return registry.find(candidate)

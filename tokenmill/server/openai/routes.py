@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from tokenmill.engine.status import ModelInfo
 from tokenmill.server.body import BodyFields
+from tokenmill.server.gate import ServedEngine
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.openai import schemas
 from tokenmill.server.openai.parse import (
@@ -22,8 +23,8 @@ from tokenmill.server.openai.parse import (
     parse_embedding,
 )
 from tokenmill.server.openai.render import ChatRendering, CompletionRendering, EmbeddingRendering
-from tokenmill.server.registry import EngineGate, ServedEngine
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.variants import FoundModel
 
 REASONING_OUT = {
     "reasoning_content": ("reasoning_content",),
@@ -44,10 +45,12 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: embedding_job(body, context))
 
     async def models(request: Request) -> Response:
+        await context.registry.read_all()
         return json_response({"object": "list", "data": [model_card(info) for info in context.registry.listed()]})
 
     async def model(request: Request) -> Response:
-        return json_response(model_card(context.registry.find(request.path_params["model_id"]).info))
+        name = request.path_params["model_id"]
+        return json_response(await context.when_read(lambda: model_card(context.registry.find(name).info)))
 
     return [
         Endpoint(
@@ -81,7 +84,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
 # ── generations ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def named_model(body: dict[str, Any], context: RouteContext, *, is_required: bool = True) -> EngineGate:
+def named_model(body: dict[str, Any], context: RouteContext, *, is_required: bool = True) -> FoundModel:
     return context.registry.find(BodyFields(body).text("model"), is_required=is_required)
 
 

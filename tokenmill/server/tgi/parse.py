@@ -15,7 +15,7 @@ from tokenmill.engine.input_processor import require_plausible_length
 from tokenmill.engine.status import ModelInfo
 from tokenmill.params import INT64_MAX, MAX_STOP_STRINGS, NUMBERS, Guided, SamplingParams
 from tokenmill.server.body import BodyFields, refuse, shown
-from tokenmill.server.registry import ServedEngine
+from tokenmill.server.gate import ServedEngine
 from tokenmill.types import PromptRequest
 
 MAX_NEW_TOKENS = 2**31 - 1

@@ -50,7 +50,7 @@ def tgi_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: generation_job(body, context, is_stream=None))
 
     async def info(request: Request) -> Response:
-        return json_response(server_info(context))
+        return json_response(await context.when_read(lambda: server_info(context)))
 
     return [
         Endpoint("POST", "/generate", generate, TAG, REPLY, READING, BODY),

@@ -1,0 +1,262 @@
+"""The gate in front of one model's engine, and the states that it can be in.
+
+    unloaded ──asked──► loading ──► loaded ──► unloading ──► unloaded
+       ▲                   └── failed: all who waited get the reason; a moment later the next one to ask tries again
+       └── draining: the server stops, and new requests are refused
+
+Whoever holds a gate need not know the state. `info` is there once the model's files were read, whether it is in memory
+or not; `engine` is a handle that stays the same over any number of loads. Its `prepare` waits for the model: all
+requests that wait share one load, and one whose client leaves takes nothing from the others.
+
+`ServedEngine` lists exactly what the server calls, so a scripted engine of a few lines can stand in for the real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal, Protocol
+
+from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
+from tokenmill.engine.status import EngineStats, Health, ModelInfo, require_ready
+from tokenmill.errors import Overloaded, TokenmillError
+from tokenmill.server.errors import Loading
+from tokenmill.types import ChatRequest, Event
+
+MAX_WAITING = 4096  # requests that may wait for one load; an engine has its own limit for those that it takes
+GateState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+
+
+class ServedEngine(Protocol):
+    """The engine of one model, as the server sees it."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    async def prepare(self, request: ClientRequest) -> PreparedRequest: ...
+    def submit(self, request: PreparedRequest) -> AsyncIterator[Event]: ...
+    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
+    def tokenize_chat(self, request: ChatRequest) -> list[int]: ...
+    def chat_text(self, request: ChatRequest) -> str: ...
+    def detokenize(self, ids: list[int]) -> str: ...
+    def token_bytes(self, ids: list[int]) -> list[bytes]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def drain(self, timeout_s: float) -> bool: ...
+    def is_idle(self) -> bool: ...
+    def health(self) -> Health: ...
+    def stats(self) -> EngineStats: ...
+    async def close(self) -> None: ...
+
+
+class ModelReader(Protocol):
+    """A model as its files describe it: what can be said and tokenised of it while it is not in memory."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
+    def tokenize_chat(self, request: ChatRequest) -> list[int]: ...
+    def chat_text(self, request: ChatRequest) -> str: ...
+    def detokenize(self, ids: list[int]) -> str: ...
+    def token_bytes(self, ids: list[int]) -> list[bytes]: ...
+
+
+class NotRead(Loading):
+    """The model's files were not read yet. `read` does that; afterwards the same question has an answer."""
+
+    def __init__(self, name: str, read: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(f"the model {name} was not read yet")
+        self.read = read
+
+
+class EngineGate:
+    """The way to one model's engine, or the reason why it takes no requests now."""
+
+    def __init__(
+        self,
+        engine: ServedEngine | None = None,
+        *,
+        name: str | None = None,
+        aliases: tuple[str, ...] = (),
+        is_pinned: bool = False,
+        keep_alive_s: float | None = None,
+    ) -> None:
+        """`is_pinned`: never unloaded to make room, nor for having been idle. `keep_alive_s`: how long the model stays
+        without a request; None: until room is needed."""
+        self.aliases = aliases
+        self.is_pinned = is_pinned
+        self.keep_alive_s = keep_alive_s
+        self.state: GateState = "unloaded" if engine is None else "loaded"
+        self.failure: TokenmillError | None = None
+        self.num_waiting = 0
+        self.last_used_s = self.loaded_at_s = time.monotonic()
+        self.engine: ServedEngine = GatedEngine(self)
+        # Set by the loader of this gate; a gate without one is opened by whoever made it.
+        self.load: Callable[[], Awaitable[None]] | None = None
+        self.read: Callable[[], Awaitable[None]] | None = None
+        self._name = name
+        self._engine = engine
+        self._reader: ModelReader | None = engine
+        self._is_draining = False
+
+    # ── who is behind it ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def name(self) -> str:
+        """The name that the model is served by; known from the start, or with its engine."""
+        if self._name is not None:
+            return self._name
+        return self.reader.info.name
+
+    @property
+    def label(self) -> str:
+        """The name for logs and metrics, whatever the state; empty while none is known."""
+        return self._name or (self._reader.info.name if self._reader is not None else "")
+
+    @property
+    def info(self) -> ModelInfo:
+        """Name and limits of the model."""
+        return self.reader.info
+
+    @property
+    def reader(self) -> ModelReader:
+        """The engine, or what is known of the model without one."""
+        self.require_open()
+        if self._reader is None:
+            if self.read is not None:
+                raise NotRead(self.name, self.read)
+            raise Loading("the model is still loading", retry_after_s=2.0)
+        return self._reader
+
+    def require_open(self) -> None:
+        """Refuse a new request while the server stops."""
+        if self._is_draining:
+            require_ready(self.health())
+
+    @property
+    def known(self) -> ModelInfo | None:
+        """What is known of the model so far, whatever the state."""
+        return None if self._reader is None else self._reader.info
+
+    @property
+    def loaded(self) -> ServedEngine | None:
+        """The engine itself, if the model is in memory. It may leave at any time: for looking, not for keeping."""
+        return self._engine
+
+    # ── states ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def describe(self, reader: ModelReader) -> None:
+        """The model's files are read."""
+        self._reader = self._engine or reader
+
+    def open(self, engine: ServedEngine) -> None:
+        """The model is loaded: requests may enter."""
+        self._engine = self._reader = engine
+        self.state, self.failure = "loaded", None
+        self.last_used_s = self.loaded_at_s = time.monotonic()
+
+    def shut(self, state: GateState = "unloaded", failure: TokenmillError | None = None) -> None:
+        """The model is not in memory. What is known of it stays."""
+        self._engine = None
+        self.state, self.failure = state, failure
+
+    def close(self) -> None:
+        """Refuse every new request from now on; running ones go on."""
+        self._is_draining = True
+
+    def keep(self, keep_alive_s: float | None) -> None:
+        """Let the model stay so long after its last request, as the newest request wants it."""
+        if not self.is_pinned:
+            self.keep_alive_s = keep_alive_s
+
+    async def enter(self) -> ServedEngine:
+        """The engine for a new request, once the model is in memory."""
+        while self._engine is None or self.state != "loaded":
+            if self._is_draining:
+                break
+            if self.load is None:
+                raise Loading("the model is still loading", retry_after_s=2.0)
+            if self.num_waiting >= MAX_WAITING:
+                raise Overloaded("too many requests are waiting for the model", retry_after_s=2.0)
+            self.num_waiting += 1
+            try:
+                await self.load()
+            finally:
+                self.num_waiting -= 1
+        self.require_open()
+        assert self._engine is not None
+        self.last_used_s = time.monotonic()
+        return self._engine
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing runs here, and nothing waits for it."""
+        return self.num_waiting == 0 and (self._engine is None or self._engine.is_idle())
+
+    def health(self) -> Health:
+        if self._is_draining:
+            return Health("draining", "running requests are being finished")
+        if self._engine is not None:
+            return self._engine.health()
+        if self.load is not None and self.state != "loading":
+            return Health("ready", "the model is loaded when it is asked for")
+        return Health("loading", "the model is still loading")
+
+    def stats(self) -> EngineStats | None:
+        return self._engine.stats() if self._engine is not None else None
+
+
+class GatedEngine:
+    """The engine behind a gate, over any number of loads. Requests wait for the model; what needs no weights does
+    not."""
+
+    def __init__(self, gate: EngineGate) -> None:
+        self._gate = gate
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._gate.info
+
+    async def prepare(self, request: ClientRequest) -> PreparedRequest:
+        engine = await self._gate.enter()
+        return await engine.prepare(request)  # from here to `submit` the engine is busy, so it stays
+
+    def submit(self, request: PreparedRequest) -> AsyncIterator[Event]:
+        engine = self._gate.loaded
+        if engine is None:
+            raise Loading("the model was unloaded meanwhile", retry_after_s=1.0)
+        return engine.submit(request)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        return self._gate.reader.tokenize(text, add_special_tokens, parse_special)
+
+    def tokenize_chat(self, request: ChatRequest) -> list[int]:
+        return self._gate.reader.tokenize_chat(request)
+
+    def chat_text(self, request: ChatRequest) -> str:
+        return self._gate.reader.chat_text(request)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._gate.reader.detokenize(ids)
+
+    def token_bytes(self, ids: list[int]) -> list[bytes]:
+        return self._gate.reader.token_bytes(ids)
+
+    async def abort(self, request_id: str) -> None:
+        if (engine := self._gate.loaded) is not None:
+            await engine.abort(request_id)
+
+    async def drain(self, timeout_s: float) -> bool:
+        engine = self._gate.loaded
+        return engine is None or await engine.drain(timeout_s)
+
+    def is_idle(self) -> bool:
+        return self._gate.is_idle
+
+    def health(self) -> Health:
+        return self._gate.health()
+
+    def stats(self) -> EngineStats:
+        return self._gate.stats() or EngineStats()
+
+    async def close(self) -> None:
+        if (engine := self._gate.loaded) is not None:
+            await engine.close()

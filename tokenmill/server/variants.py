@@ -1,0 +1,124 @@
+"""Names that answer with another model's engine: models created from a served one.
+
+A variant is a name, what it says of itself, and a change of every request. A model that was created (`tokenmill
+create`, /api/create) gives its system prompt, first messages and chat template to its requests; they then go to the
+engine of the model it was made from. An adapter would set the adapter of its requests in the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tokenmill.engine.customized import customized
+from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
+from tokenmill.engine.status import EngineStats, Health, ModelInfo
+from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.ollama.options import sampling_settings
+from tokenmill.store import Manifest
+from tokenmill.types import ChatRequest, Event
+
+Change = Callable[[ClientRequest], ClientRequest]
+
+
+class Variant:
+    """A name for a served model, asked in its own way. It has what a gate has for those who ask."""
+
+    def __init__(self, parent: EngineGate, info: ModelInfo, change: Change) -> None:
+        self.parent = parent
+        self.info = info
+        self.engine: ServedEngine = VariantEngine(parent.engine, info, change)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    def keep(self, keep_alive_s: float | None) -> None:
+        self.parent.keep(keep_alive_s)
+
+
+FoundModel = EngineGate | Variant
+
+
+def gate_of(model: FoundModel) -> EngineGate:
+    """The gate that a model's requests go through."""
+    return model.parent if isinstance(model, Variant) else model
+
+
+def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
+    """A created model, on the gate of the one it was made from."""
+    custom, base = manifest.custom, parent.info
+    assert custom is not None
+
+    def change(request: ClientRequest) -> ClientRequest:
+        sampling_settings(custom.parameters, max_context=base.max_context)  # it may want a larger context
+        return customized(request, custom) if isinstance(request, ChatRequest) else request
+
+    info = replace(
+        base,
+        name=manifest.name,
+        created=int(manifest.pulled_at_s),
+        chat_template=custom.template or base.chat_template,
+        defaults=sampling_settings(custom.parameters, max_context=None),
+        manifest=manifest,
+    )
+    return Variant(parent, info, change)
+
+
+def weights_of(path: Path) -> tuple[Path, ...]:
+    """The files that a model's weights are in; the same for all models that share them."""
+    return tuple(sorted(file.resolve() for file in ([path] if path.is_file() else path.glob("*.safetensors"))))
+
+
+class VariantEngine:
+    """The engine of another model, with every request changed."""
+
+    def __init__(self, engine: ServedEngine, info: ModelInfo, change: Change) -> None:
+        self.info = info
+        self._engine = engine
+        self._change = change
+
+    def _changed_chat(self, request: ChatRequest) -> ChatRequest:
+        changed = self._change(request)
+        assert isinstance(changed, ChatRequest)
+        return changed
+
+    async def prepare(self, request: ClientRequest) -> PreparedRequest:
+        return await self._engine.prepare(self._change(request))
+
+    def tokenize_chat(self, request: ChatRequest) -> list[int]:
+        return self._engine.tokenize_chat(self._changed_chat(request))
+
+    def chat_text(self, request: ChatRequest) -> str:
+        return self._engine.chat_text(self._changed_chat(request))
+
+    def submit(self, request: PreparedRequest) -> AsyncIterator[Event]:
+        return self._engine.submit(request)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        return self._engine.tokenize(text, add_special_tokens, parse_special)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._engine.detokenize(ids)
+
+    def token_bytes(self, ids: list[int]) -> list[bytes]:
+        return self._engine.token_bytes(ids)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def drain(self, timeout_s: float) -> bool:
+        return await self._engine.drain(timeout_s)
+
+    def is_idle(self) -> bool:
+        return self._engine.is_idle()
+
+    def health(self) -> Health:
+        return self._engine.health()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        """Leave the engine to the model it belongs to."""

@@ -24,7 +24,15 @@ DEV := $(VENV)/.dev-$(MODULES)
 
 # torch first, so that whatever else is installed fits the build that was found. Build tools by their pins, and in one
 # place, so that what is compiled once stays compiled.
+# A Python that is too old is told before anything is installed; an environment of another Python than this one is made anew.
+CHECK_PYTHON := import sys; v = sys.version_info[:2]; \
+  sys.exit(None if (3, 11) <= v else f"Tokenmill needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}. " \
+  "Install a newer one (python.org, packages of your system, or uv python install 3.12), then: make PYTHON=python3.12 $(or $(MAKECMDGOALS),install)")
+SAME_PYTHON := import sys; print(*sys.version_info[:2])
+
 define install_package
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@test ! -e $(VENV) || test "$$($(BIN)/python -c '$(SAME_PYTHON)' 2>/dev/null)" = "$$($(PYTHON) -c '$(SAME_PYTHON)')" || { echo "$(VENV) was made by another Python: making it anew"; rm -rf $(VENV); }
 	@echo "Installing libraries and compiling kernels: some minutes the first time, seconds later."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch

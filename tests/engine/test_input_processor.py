@@ -94,6 +94,16 @@ def test_a_template_that_does_not_compile_is_in_the_way_of_conversations_only(ca
             input_processor.process(chat("hi"))
 
 
+def test_a_model_without_a_template_gets_plain_text_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Markers that are no tokens of its vocabulary would only be noise, which it repeats."""
+    processor = byte_input_processor()
+    asked = ChatRequest(messages=[Message(role="system", content="Be brief."), Message(role="user", content="hi")])
+    first, second = processor.process(asked), processor.process(chat("hi"))
+    assert processor.tokenizer.decode(first.prompt_token_ids) == "Be brief.\n\nUser: hi\nAssistant:"
+    assert first.params.stop == second.params.stop == ["\nUser:"]  # the next turn is not the model's to write
+    assert sum("no chat template" in record.message for record in caplog.records) == 1
+
+
 def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
     bare = InputProcessor(tokenizer=None, vocab_size=VOCAB, max_context=MAX_CONTEXT, eos_token_ids=())
     assert bare.process(prompt([1, 2])).prompt_token_ids == [1, 2]

@@ -25,6 +25,7 @@ from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
 from tokenmill.text.load import load_tokenizer
 from tokenmill.text.script import Script, read_script
 from tokenmill.text.speech import Speech
+from tokenmill.text.template import CHATML
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, EmbedRequest, PromptRequest, Request
 from tokenmill.version import VERSION
@@ -119,6 +120,8 @@ def spec_and_tokenizer(config: EngineConfig, path: Path) -> tuple[ModelSpec, Tok
         return read_spec(path), _with_template(tokenizer_of(path), config.model.chat_template)
     script = read_script(path)
     tokenizer = script_tokenizer(script)
+    if tokenizer.chat_template is None:
+        tokenizer = tokenizer.with_chat_template(CHATML)
     spec = scripted_spec(script, tokenizer)
     return spec, _with_template(tokenizer, config.model.chat_template)
 

@@ -32,12 +32,20 @@ from tokenmill.engine.tool_use import (
     with_described_tools,
 )
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from tokenmill.params import DRY_BREAKERS, SamplingParams
+from tokenmill.params import DRY_BREAKERS, MAX_STOP_STRINGS, SamplingParams
 from tokenmill.params.checks import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.fim import FimTokens, find_fim_tokens
 from tokenmill.text.stops import stop_patterns
-from tokenmill.text.template import OUR_VARIABLES, ChatTemplate, messages_for_template, tools_for_template, up_to_last
+from tokenmill.text.template import (
+    OUR_VARIABLES,
+    PLAIN,
+    PLAIN_TURN,
+    ChatTemplate,
+    messages_for_template,
+    tools_for_template,
+    up_to_last,
+)
 from tokenmill.text.token_search import TokenSearch, is_open_at_end
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import (
@@ -112,6 +120,7 @@ class InputProcessor:
         self._eos_token_ids = list(eos_token_ids)
         self._shifting = shifting
         self._speeches = speeches or SpeechFinder(tokenizer)
+        self._has_warned = False
         try:
             _ = self._template  # compiled now, so that no conversation waits for it
         except ModelError as problem:
@@ -204,6 +213,7 @@ class InputProcessor:
             raise InvalidRequest("messages must not be empty", param="messages")
         if self._template is None:
             raise no_tokenizer()
+        self._warn_of_plain_layout()
         check_tools(asked)
         speech, tools = self._speeches.of(asked.chat_template), shown_tools(asked)
         messages = history(asked, speech)
@@ -219,6 +229,21 @@ class InputProcessor:
             extra={**self._effort_variables(asked.reasoning), **asked.template_args},
         )
         return up_to_last(text, asked.messages[-1]) if asked.continues_last else text
+
+    @property
+    def _is_plain(self) -> bool:
+        """Return whether conversations are laid out as plain text, because the model has no chat template."""
+        return self._template is not None and self._template.source == PLAIN
+
+    def _warn_of_plain_layout(self) -> None:
+        if self.tokenizer.chat_template is None and not self._has_warned:
+            self._has_warned = True
+            layout = "plain text (User: … Assistant:)" if self._is_plain else "ChatML"
+            log.warning(
+                "this model has no chat template and may know no conversations: they are laid out as %s; "
+                "--chat-template FILE gives it a template",
+                layout,
+            )
 
     def _given_template(self, source: str) -> ChatTemplate:
         """The template that a request brings; one that does not compile is the client's error."""
@@ -236,6 +261,9 @@ class InputProcessor:
     def _chat_params(self, asked: ChatRequest, prompt_ids: list[int]) -> SamplingParams:
         """The parameters of a conversation, with a grammar for its tools and a thinking budget where it needs them."""
         speech = self._speeches.of(asked.chat_template)
+        if asked.chat_template is None and self._is_plain and len(asked.params.stop) < MAX_STOP_STRINGS:
+            stops = [*asked.params.stop, PLAIN_TURN]
+            asked = msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, stop=stops))
         if speech is None or not (speech.thinking or asked.tools):
             return asked.params
         start = answer_start(speech, self.tokenizer, prompt_ids)

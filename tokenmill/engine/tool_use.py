@@ -25,7 +25,7 @@ from tokenmill.guided.schema import schema_locations
 from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 from tokenmill.text.effort import KEEP_HISTORY
 from tokenmill.text.speech import Speech, SpeechStart, detect_speech
-from tokenmill.text.template import CHATML, CUSTOM_INPUT, CUSTOM_PARAMETERS, ChatTemplate
+from tokenmill.text.template import CHATML, CHATML_MARKER, CUSTOM_INPUT, CUSTOM_PARAMETERS, PLAIN, ChatTemplate
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, Effort, Message, Reasoning, Tool
 
@@ -79,9 +79,10 @@ def describe_speech(speech: Speech | None) -> str:
     return f"tool calls {calls} ({why}){thinking}"
 
 
-def chat_template(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-    """A template for a model: its own, where none is given; the plain ChatML layout where it has none."""
-    return ChatTemplate(source or tokenizer.chat_template or CHATML, tokenizer.special_tokens)
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """A model's own chat template, or the layout for models that have none."""
+    fallback = PLAIN if tokenizer.token_id(CHATML_MARKER) is None else CHATML
+    return ChatTemplate(tokenizer.chat_template or fallback, tokenizer.special_tokens)
 
 
 # ── checks ─────────────────────────────────────────────────────────────────────────────────────────────

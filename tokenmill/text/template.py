@@ -124,7 +124,15 @@ def up_to_last(text: str, message: Message) -> str:
     return text[:end]
 
 
-# The layout to fall back on for a model without a template; whether to use it is the caller's decision.
+# Layouts for a model without a template: ChatML where its vocabulary has the markers, else plain text. Whether to use
+# them is the caller's decision.
+PLAIN_TURN = "\nUser:"  # ends an answer: a model that was not trained for conversations writes the next turn, too
+PLAIN = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}{% else %}"
+    "{{ message['role'] | capitalize + ': ' + (message['content'] or '') + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+CHATML_MARKER = "<|im_start|>"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') "
     "+ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -118,6 +118,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None  # None: the mean
     request_id: str = ""
     priority: int = 0
+    cache_salt: str = ""
 
 
 class ContextShift(msgspec.Struct, frozen=True):

@@ -33,6 +33,15 @@ class ServerConfig:
     manage_models: bool | None = None
     """Let clients pull, create, copy, delete and upload models (Ollama's /api routes for that); by default only where
     the server listens on this machine alone."""
+    share_cache: bool = False
+    """Let requests with different API keys share cached prompts. A client can then find out, from the number of cached
+    tokens and from the time of an answer, what others have sent."""
+    min_priority: int | None = None
+    """Smallest `priority` that clients may ask for: smaller runs first, and what runs may be put off for it; by default
+    0 where there are API keys or anyone may ask (--allow-open), otherwise any."""
+    allowed_host: tuple[str, ...] = ()
+    """Name under which clients may reach a server without API keys on this machine, beside localhost and names without
+    a dot; may be given several times. Others are refused: a web page could use them to ask in its visitor's name."""
     max_body_bytes: int = 8 * 1024 * 1024
     """Largest request body."""
     max_prompts: int = 256
@@ -71,6 +80,7 @@ class ServerConfig:
             raise InvalidConfig("the same port is given twice", param="port")
 
 
+MAX_PRIORITY = (1 << 31) - 1
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),

@@ -152,9 +152,9 @@ class InputProcessor:
     def process(self, asked: ClientRequest) -> Request:
         """Render, tokenise and check a request."""
         require_unicode("request_id", asked.request_id)
+        require_unicode("cache_salt", asked.cache_salt)
         if isinstance(asked, EmbedRequest):
             return self._process_embedding(asked)
-        require_unicode("cache_salt", asked.cache_salt)
         prompt_ids = self.prompt_ids(asked)
         shift = self._shifting.asked_for(asked.params, self.max_context)
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
@@ -399,6 +399,7 @@ class InputProcessor:
             seed=0,
             priority=asked.priority,
             arrival_s=time.monotonic(),
+            cache_salt=asked.cache_salt,
             pooling=asked.pooling or Pooling(),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,7 +25,7 @@ from tokenmill.server.accounting import Accounting
 from tokenmill.server.admin import admin_endpoints
 from tokenmill.server.anthropic.render import ANTHROPIC
 from tokenmill.server.anthropic.routes import anthropic_endpoints
-from tokenmill.server.auth import PUBLIC_PATHS, RequireKey
+from tokenmill.server.auth import PUBLIC_PATHS, RequireKey, RequireLocalHost, is_loopback
 from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
@@ -66,6 +67,8 @@ def create_app(
 ) -> Starlette:
     """The server of one model. `engine` may be a gate that opens later, once the model is loaded. `keys`: by default
     those in `config`."""
+    known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
+    config = with_priorities(config, has_keys=bool(known_keys))
     gate = engine if isinstance(engine, EngineGate) else EngineGate(engine)
     registry = ModelRegistry(gate, any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
@@ -73,7 +76,6 @@ def create_app(
     context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers(), accounting.finish, state)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
-    known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     app = Starlette(
         routes=routes_of(endpoints, dialects),
         middleware=_layers(config, known_keys, accounting, dialects),
@@ -87,6 +89,13 @@ def create_app(
     app.state.dialects = dialects
     app.state.context = context
     return app
+
+
+def with_priorities(config: ServerConfig, *, has_keys: bool) -> ServerConfig:
+    """The settings with the smallest priority decided: among strangers nobody goes before the others."""
+    if config.min_priority is None and (has_keys or config.allow_open):
+        return replace(config, min_priority=0)
+    return config
 
 
 def _layers(
@@ -106,6 +115,8 @@ def _layers(
     if keys:
         public = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
         layers.append(Middleware(RequireKey, keys=keys, public_paths=public, dialects=dialects))
+    elif is_loopback(config.host):
+        layers.append(Middleware(RequireLocalHost, allowed=config.allowed_host, dialects=dialects))
     return layers
 
 
@@ -123,7 +134,7 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
-    path = request.url.path[:200]
+    path = str(request.scope["path"])[:200]  # not that of `url`, which a Host header may change
     hint = _near_paths(request.app, path) if error.status_code == 404 else None
     problem = RoutingError(error.status_code, f"{request.method} {path}: {error.detail}", hint)
     request.state.record.error_code = problem.code

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -19,11 +20,12 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
-from tokenmill.server.errors import MissingKey
+from tokenmill.server.errors import MissingKey, UnknownHost
 
 PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version", "/api/version"})
 PUBLIC_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key")  # the first as `Bearer KEY`
+HOST = re.compile(r"(?:\[([0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # and perhaps a port
 ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
 
 
@@ -80,6 +82,41 @@ def _key(name: str, value: str) -> bytes:
     return value.strip().encode("latin-1", "replace")
 
 
+def may_be_local(host: str, allowed: Collection[str]) -> bool:
+    """Tell whether a Host header names this machine. A page's own domain can be made to point here (DNS rebinding), an
+    address or a name without a dot can't."""
+    found = HOST.fullmatch(host.strip().lower())
+    if found is None:
+        return False
+    name: str = found[1] or found[2] or ""
+    if "." not in name.rstrip(".") or name.endswith((".localhost", ".local", ".internal")) or name in allowed:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class RequireLocalHost:
+    """Refuses requests to a server of this machine that was called by a name of the internet. The server has no keys,
+    so any web page that its user visits could otherwise ask it, and read the answers."""
+
+    def __init__(self, app: ASGIApp, *, allowed: Collection[str], dialects: Dialects) -> None:
+        self._app = app
+        self._allowed = {name.lower() for name in allowed}
+        self._dialects = dialects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or may_be_local(Headers(scope=scope).get("host", ""), self._allowed):
+            await self._app(scope, receive, send)
+            return
+        record: RequestRecord = scope["state"]["record"]
+        error = UnknownHost("this server has no API keys and does not answer to this Host", hint="--allowed-host NAME")
+        record.error_code = error.code
+        await self._dialects.of(head_of(scope)).error_response(error, record.request_id)(scope, receive, send)
+
+
 class RequireKey:
     """Asks every request for a key but those of a few public paths, before routing: a path that does not exist needs
     one too, so nothing can be probed."""
@@ -93,7 +130,9 @@ class RequireKey:
         self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_public(scope):
+        if scope["type"] != "http":
+            raise RuntimeError("only HTTP is served: other ways in would need no key")
+        if self._is_public(scope):
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]

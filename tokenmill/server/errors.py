@@ -46,6 +46,13 @@ class MissingKey(TokenmillError):
     http_status = 401
 
 
+class UnknownHost(TokenmillError):
+    """A server without keys was called by a name that is not this machine's."""
+
+    code = "unknown_host"
+    http_status = 403
+
+
 class UnreadableRequest(InvalidRequest):
     """The bytes are not HTTP, so nothing that follows on this connection can be understood."""
 

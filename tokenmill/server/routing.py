@@ -32,6 +32,7 @@ from tokenmill.server.gate import NotRead
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
+from tokenmill.server.tenancy import with_own_salts
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
@@ -106,7 +107,13 @@ class RouteContext:
             record.is_generation = False
             return job
         record.model = job.engine.info.name
-        return GenerationResponse(GenerationRun(job, record), self.config.keep_alive_s)
+        return GenerationResponse(self.start_run(job, record), self.config.keep_alive_s)
+
+    def start_run(self, job: GenerationJob, record: RequestRecord) -> GenerationRun:
+        """The run of a job. Every generation begins here, so that none shares cached work with another key's."""
+        if record.key_id and not self.config.share_cache:
+            job = with_own_salts(job, record.key_id)
+        return GenerationRun(job, record)
 
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────────

@@ -40,7 +40,7 @@ MAX_POSITIONS = 8  # positions of one pair that are compared
 LONGEST_MATCH = 16  # tokens; longer matches are not more reliable
 SEPARATOR = -1  # between two outputs; no match reaches across it
 SEGMENT_TOKENS = 16_384  # about 2 MB with its index
-MAX_SALTS = 16
+MAX_SALTS = 64  # every API key has its own
 
 
 class Match(NamedTuple):

@@ -24,7 +24,7 @@ from tokenmill.server.anthropic.parse import parse_count, parse_messages, requir
 from tokenmill.server.anthropic.render import MessageRendering, names_a_version
 from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.body import BodyFields
-from tokenmill.server.generation import GenerationJob, GenerationRun
+from tokenmill.server.generation import GenerationJob
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
 from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest
@@ -181,7 +181,7 @@ async def answered(body: bytes, context: RouteContext, signer: ThoughtSigner) ->
     """The message that answers one request of a batch, as JSON."""
     job = await context.made_of(body, lambda asked: messages_job(asked, context, signer, PRIORITY))
     record = RequestRecord(call_id(""), "POST", "/v1/messages", is_generation=True, model=job.engine.info.name)
-    run = GenerationRun(job, record)
+    run = context.start_run(job, record)
     try:
         await run.accept()
         reply = await run.whole()

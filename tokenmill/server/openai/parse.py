@@ -9,6 +9,7 @@ Conversations become `Message`s that know no dialect. `developer` is today's nam
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         continues_last=_continues_last(fields),
-        priority=_priority(fields) + SERVICE_TIERS[fields.one_of("service_tier", tuple(SERVICE_TIERS)) or "auto"],
+        priority=_priority(fields, config) + _tier_priority(fields, config),
         cache_salt=_cache_salt(fields),
     )
     fields.text("user")
@@ -255,16 +256,18 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     if suffix and not info.can_fill_in:
         refuse("suffix", "needs a model that can fill in the middle; this one has no tokens for it")
     fields.text("user")
-    return CompletionCall([_prompt_request(fields, prompt, params) for prompt in prompts], stream, echo)
+    return CompletionCall([_prompt_request(fields, prompt, params, config) for prompt in prompts], stream, echo)
 
 
-def _prompt_request(fields: BodyFields, prompt: str | list[int], params: SamplingParams) -> PromptRequest:
+def _prompt_request(
+    fields: BodyFields, prompt: str | list[int], params: SamplingParams, config: ServerConfig
+) -> PromptRequest:
     return PromptRequest(
         prompt=prompt,
         suffix=fields.text("suffix") or None,
         params=params,
         add_special_tokens=fields.boolean("add_special_tokens", True),
-        priority=_priority(fields),
+        priority=_priority(fields, config),
         cache_salt=_cache_salt(fields),
     )
 
@@ -326,8 +329,8 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
     kind = fields.one_of("pooling", ("mean", "last", "cls"))
     pooling = None if kind is None else Pooling(kind)  # type: ignore[arg-type]  # one of the three
     fields.text("user")
-    priority = _priority(fields)
-    requests = [EmbedRequest(prompt=text, pooling=pooling, priority=priority) for text in inputs]
+    priority, salt = _priority(fields, config), _cache_salt(fields)
+    requests = [EmbedRequest(prompt=text, pooling=pooling, priority=priority, cache_salt=salt) for text in inputs]
     return EmbeddingCall(requests, dimensions, is_base64)
 
 
@@ -380,12 +383,21 @@ def _stream_options(fields: BodyFields) -> StreamOptions:
     return StreamOptions(is_stream, options.boolean("include_usage"))
 
 
-def _priority(fields: BodyFields) -> int:
-    return fields.integer("priority", -MAX_COUNT, MAX_COUNT) or 0
+def _priority(fields: BodyFields, config: ServerConfig) -> int:
+    lowest = -MAX_COUNT if config.min_priority is None else config.min_priority
+    return fields.integer("priority", lowest, MAX_COUNT) or 0
+
+
+def _tier_priority(fields: BodyFields, config: ServerConfig) -> int:
+    """What the tier adds to the priority. As with OpenAI, who may not have a faster tier gets the usual one."""
+    added = SERVICE_TIERS[fields.one_of("service_tier", tuple(SERVICE_TIERS)) or "auto"]
+    return added if config.min_priority is None else max(added, min(0, config.min_priority))
 
 
 def _cache_salt(fields: BodyFields) -> str:
     salt = fields.text("cache_salt", MAX_SALT_LENGTH)
     if salt == "":
         refuse("cache_salt", "must not be empty")
+    if salt is not None and any(unicodedata.category(char) in ("Cc", "Cs") for char in salt):
+        refuse("cache_salt", "must not hold control characters")
     return salt or ""

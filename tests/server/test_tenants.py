@@ -1,0 +1,121 @@
+"""Clients with different keys: none reads, outruns or impersonates another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.loopback import CHAT, RunningServer, Serving
+from tests.support.scripted_server import ScriptedServer, scripted_server
+from tokenmill.config.server import ServerConfig
+from tokenmill.server.auth import may_be_local
+
+ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
+KEYS = ("alice", "bob")
+SECRET = " ".join(f"word{number}" for number in range(60))
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[ScriptedServer]:
+    with scripted_server([{"say": "Fine."}], config=ServerConfig(api_key=KEYS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def keyed(serving: Serving) -> RunningServer:
+    return serving(ServerConfig(api_key=KEYS))
+
+
+def cached(server: ScriptedServer, headers: dict[str, str], **more: Any) -> int:
+    body = {"model": "scripted", "prompt": SECRET, "max_tokens": 2, **more}
+    reply = server.post("/v1/completions", body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_cached_tokens_tell_nothing_of_others(scripted: ScriptedServer) -> None:
+    assert cached(scripted, ALICE) == 0
+    assert cached(scripted, ALICE) > 0, "the test can see: the same key finds its own"
+    assert cached(scripted, BOB) == 0
+    assert cached(scripted, BOB, cache_salt="x") == 0
+    assert cached(scripted, BOB, cache_salt="x") > 0
+
+
+def test_a_server_may_be_told_to_share_its_cache() -> None:
+    config = ServerConfig(api_key=KEYS, share_cache=True)
+    with scripted_server([{"say": "Fine."}], config=config) as server:
+        assert cached(server, ALICE) == 0 and cached(server, BOB) > 0
+
+
+SALTED = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "fake/tiny", "prompt": "Hi"},
+    "/v1/embeddings": {"model": "fake/tiny", "input": "Hi"},
+    "/v1/messages": {**CHAT, "max_tokens": 9},
+    "/api/chat": {**CHAT, "stream": False},
+    "/completion": {"prompt": "Hi"},
+}
+
+
+@pytest.mark.parametrize("path", SALTED)
+def test_every_route_has_salts_of_its_key(keyed: RunningServer, path: str) -> None:
+    keyed.engine.seen.clear()
+    for headers in (ALICE, BOB, ALICE):
+        assert keyed.post(path, SALTED[path], headers=headers).status_code == 200
+    first, other, again = [request.cache_salt for request in keyed.engine.seen]
+    assert first == again != other, "speculation guesses from answers with the same salt only"
+    assert len(first) == len(other) == 64
+
+
+def test_embeddings_take_a_salt_of_the_client(server: RunningServer) -> None:
+    server.post("/v1/embeddings", {"model": "fake/tiny", "input": "Hi", "cache_salt": "mine"})
+    assert server.engine.seen[-1].cache_salt == "mine"
+
+
+def test_control_characters_are_no_salt(server: RunningServer) -> None:
+    reply = server.post("/v1/chat/completions", {**CHAT, "cache_salt": "a\u0000b"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "cache_salt")
+
+
+def test_no_client_goes_before_the_others(keyed: RunningServer, server: RunningServer) -> None:
+    urgent = {**CHAT, "priority": -5}
+    refused = keyed.post("/v1/chat/completions", urgent, headers=ALICE)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    tier = keyed.post("/v1/chat/completions", {**CHAT, "service_tier": "priority"}, headers=ALICE)
+    assert tier.status_code == 200 and keyed.engine.seen[-1].priority == 0, "as with OpenAI: the usual tier"
+    assert keyed.post("/v1/chat/completions", {**CHAT, "priority": 5}, headers=ALICE).status_code == 200
+    assert server.post("/v1/chat/completions", urgent).status_code == 200, "alone on a machine one may"
+
+
+def test_an_operator_may_allow_more(serving: Serving) -> None:
+    server = serving(ServerConfig(api_key=KEYS, min_priority=-3))
+    for priority, status in ((-3, 200), (-4, 400)):
+        reply = server.post("/v1/chat/completions", {**CHAT, "priority": priority}, headers=ALICE)
+        assert reply.status_code == status
+
+
+def test_a_server_without_keys_answers_to_names_of_this_machine_only(
+    serving: Serving, server: RunningServer, keyed: RunningServer
+) -> None:
+    evil = {"host": "evil.example"}
+    reply = server.post("/v1/chat/completions", CHAT, headers=evil)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "unknown_host")
+    assert server.post("/v1/chat/completions", CHAT, headers={"host": "localhost:8000"}).status_code == 200
+    assert keyed.post("/v1/chat/completions", CHAT, headers={**evil, **ALICE}).status_code == 200
+    named = serving(ServerConfig(allowed_host=("Evil.example",)))
+    assert named.post("/v1/chat/completions", CHAT, headers=evil).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        *((host, True) for host in ("", "localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5")),
+        *((host, True) for host in ("ollama:11434", "box.local", "host.docker.internal", "a.localhost")),
+        *((host, False) for host in ("evil.example", "evil.example:8000", "localhost.evil.com", "127.0.0.1.nip.io")),
+        *((host, False) for host in ("a.b", "foo?.example.com", "[::1].evil.com", "evil.example.")),
+    ],
+)
+def test_names_of_this_machine(host: str, is_local: bool) -> None:
+    assert may_be_local(host, ()) is is_local

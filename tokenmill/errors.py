@@ -7,6 +7,7 @@
     ├── Overloaded                the queue is full (429); try again after `retry_after_s`
     │   └── Draining              the server is about to end (503)
     ├── RequestFailed             this request could not be computed; the others go on (500)
+    │   └── RequestAborted        someone ended it on purpose (499, which clients do not repeat)
     ├── EngineDead                the engine process is gone (503)
     ├── InvalidConfig             a setting is wrong or settings contradict each other
     └── ModelError                the model's files can't be used
@@ -82,6 +83,11 @@ class Draining(Overloaded):
 class RequestFailed(TokenmillError):
     code = "request_failed"
     http_status = 500
+
+
+class RequestAborted(RequestFailed):
+    code = "aborted"
+    http_status = 499  # as nginx counts requests that ended early; not a 5xx, after which clients try again
 
 
 class EngineDead(TokenmillError):

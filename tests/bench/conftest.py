@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.browser import require_chromium
+
 STUB = Path(__file__).resolve().parents[1] / "support" / "stub_server.py"
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 Start = Callable[..., str]
 
 
@@ -40,17 +39,4 @@ def stub() -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def browser() -> str:
-    found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
-    if not shows_a_page(found):
-        pytest.skip(f"{found} does not start here")
-    return found
-
-
-def shows_a_page(browser: str) -> bool:
-    command = [browser, "--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--dump-dom", "about:blank"]
-    try:
-        return "<html>" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    return require_chromium()

@@ -78,9 +78,9 @@ def test_the_key_may_come_in_any_header(keyed: RunningServer, header: str) -> No
 
     for path in paths_of(keyed):
         url = path.replace("{model_id}", "fake/tiny").replace("{model_id:path}", "fake/tiny")
-        assert keyed.get(url, headers=sent(header, KEY)).status_code != 401, url
+        assert keyed.status(url, sent(header, KEY)) != 401, url
         other = "x-api-key" if header == "authorization" else "authorization"
-        assert keyed.get(url, headers={**sent(other, "wrong"), **sent(header, KEY)}).status_code != 401, url
+        assert keyed.status(url, {**sent(other, "wrong"), **sent(header, KEY)}) != 401, url
     assert keyed.get("/v1/models", headers=sent(header, "wrong")).status_code == 401
     assert keyed.get(f"/v1/models?key={KEY}&api-key={KEY}").status_code == 401, "never from the URL"
 
@@ -204,6 +204,5 @@ def test_retry_headers_say_whether_and_when(server: RunningServer) -> None:
 
 
 def test_docs_describe_the_routes(server: RunningServer) -> None:
-    assert "swagger" in server.get("/docs").text.lower()
     paths = server.get("/openapi.json").json()["paths"]
     assert paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"]

@@ -66,7 +66,7 @@ def test_answers_of_other_forms(server: RunningServer, extra: dict[str, object])
 
 def test_answers_to_questions_are_as_promised(server: RunningServer) -> None:
     routes = described(server)
-    for path in set(routes) - set(BODIES):
+    for path in set(routes) - set(BODIES) - {"/ui/events"}:  # which never ends
         for name in ("fake/tiny", "nobody's"):
             require_promised(routes[path], server.get(path.replace("{model_id}", name)))
     server.engine.state = "draining"

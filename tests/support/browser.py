@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,11 +14,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from websockets.sync.client import ClientConnection, connect
 
 FLAGS = ("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--disable-dev-shm-usage",
          "--remote-debugging-port=0", "--window-size=1400,3000")  # fmt: skip
 TALK = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed")
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def require_chromium() -> str:
+    """The path of a Chromium that works here; the test is skipped where there is none."""
+    found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
+    if not shows_a_page(found):
+        pytest.skip(f"{found} does not start here")
+    return found
+
+
+def shows_a_page(browser: str) -> bool:
+    command = [browser, "--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--dump-dom", "about:blank"]
+    try:
+        return "<html>" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 class Tab:

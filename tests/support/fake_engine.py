@@ -114,6 +114,10 @@ class FakeEngine:
     def is_idle(self) -> bool:
         return not self.running and not self.num_preparing
 
+    def num_generated(self, request_id: str) -> int:
+        stream = self.running.get(request_id)
+        return 0 if stream is None else stream.num_sent
+
     async def drain(self, timeout_s: float) -> bool:
         self.state = "draining"
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -136,25 +140,25 @@ class FakeStream(AsyncIterator[Event]):
         self._engine = engine
         self._request = request
         self._events = self._script(prompt_ids)
-        self._num_sent = 0
+        self.num_sent = 0
 
     async def __anext__(self) -> Event:
         engine, request_id = self._engine, self._request.request_id
         try:
-            await self._pause(engine.delay_s if self._num_sent else engine.first_delay_s)
+            await self._pause(engine.delay_s if self.num_sent else engine.first_delay_s)
         except asyncio.CancelledError:
             await self.aclose()
             raise
         if engine.state == "dead":
             raise EngineDead("the engine was closed")
-        if engine.failure is not None and self._num_sent >= engine.fail_after:
+        if engine.failure is not None and self.num_sent >= engine.fail_after:
             engine.running.pop(request_id, None)
             raise engine.failure
-        if self._num_sent == len(self._events):
+        if self.num_sent == len(self._events):
             engine.running.pop(request_id, None)
             raise StopAsyncIteration
-        self._num_sent += 1
-        return self._events[self._num_sent - 1]
+        self.num_sent += 1
+        return self._events[self.num_sent - 1]
 
     async def _pause(self, seconds: float) -> None:
         """Short, or in portions, so that closing the engine is noticed."""

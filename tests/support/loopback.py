@@ -31,6 +31,11 @@ class RunningServer:
     def post(self, path: str, body: object = None, **extra: object) -> httpx.Response:
         return self.http.post(self.url + path, json=body, **extra)  # type: ignore[arg-type]
 
+    def status(self, path: str, headers: dict[str, str]) -> int:
+        """The status of a GET whose body may never end."""
+        with self.http.stream("GET", self.url + path, headers=headers) as reply:
+            return reply.status_code
+
     def get(self, path: str, **extra: object) -> httpx.Response:
         return self.http.get(self.url + path, **extra)  # type: ignore[arg-type]
 

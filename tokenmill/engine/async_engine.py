@@ -30,7 +30,7 @@ from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo, re
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.engine.text_workers import TextWorkers, text_size
 from tokenmill.engine.tool_use import describe_speech
-from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, TokenmillError
+from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, RequestAborted, TokenmillError
 from tokenmill.types import ChatRequest, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -141,11 +141,16 @@ class AsyncEngine:
         return EventStream(buffer, self._leave, asyncio.get_running_loop())
 
     async def abort(self, request_id: str) -> None:
-        """End a request; a reader of its events gets a `RequestFailed`."""
+        """End a request; a reader of its events gets a `RequestAborted`."""
         buffer = self._running.get(request_id)
         if buffer is not None:
             self._forget(buffer, tell_core=True)
-            buffer.fail(RequestFailed("the request was aborted"))
+            buffer.fail(RequestAborted("the request was aborted"))
+
+    def num_generated(self, request_id: str) -> int:
+        """How many tokens a running request has so far, all of its choices together."""
+        buffer = self._running.get(request_id)
+        return buffer.output_processor.num_completion_tokens if buffer is not None else 0
 
     def _require_room(self) -> None:
         """Refuse a request while the engine is not ready or full: as many as may run and wait are in it already."""

@@ -34,6 +34,7 @@ from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+SeriesValue = float | dict[str, float]
 Outcome = Literal["stop", "length", "abort", "error", "rejected"]
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -115,6 +116,24 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def values(self) -> dict[str, SeriesValue]:
+        """Return what `render` shows as numbers, added up over all models; of a ratio the highest. A series with
+        another label (the bound of a histogram's bucket, an outcome) is a dictionary by that label."""
+        found: dict[str, SeriesValue] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                label = next((value for name, value in sample.labels.items() if name != "model"), None)
+                if label is None:
+                    others = found.get(sample.name, 0.0)
+                    assert isinstance(others, float), "a series has the same labels in all of its samples"
+                    is_ratio = sample.name.endswith("_ratio")
+                    found[sample.name] = max(others, sample.value) if is_ratio else others + sample.value
+                    continue
+                by_label = found.setdefault(sample.name, {})
+                assert isinstance(by_label, dict), "a series has the same labels in all of its samples"
+                by_label[label] = by_label.get(label, 0.0) + sample.value
+        return found
 
     def _declare(self, name: str, about: str, kind: Kind, labels: tuple[str, ...] = ()) -> Series:
         full, every = f"tokenmill_{name}", ["model", *labels]

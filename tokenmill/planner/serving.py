@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.backends import Device
-from tokenmill.planner.device import this_machine
+from tokenmill.planner.device import PlanDevice, this_machine
 from tokenmill.planner.model import PlannedModel, model_at
 from tokenmill.planner.plan import Plan, Question, counted, make_plan
 
@@ -15,9 +15,10 @@ TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
 UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 
 
-def serving_plan(config: EngineConfig, path: Path, name: str) -> Plan:
+def serving_plan(config: EngineConfig, path: Path, name: str, device: PlanDevice | None = None) -> Plan:
+    """Plan a model as a server with these settings would run it. `device`: this machine, if it was measured already."""
     model = model_at(path, name)
-    device = this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
+    device = device or this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
     context = config.model.max_context or min(model.spec.max_context, MAX_AUTO_CONTEXT)
     rows, tokens = device.runs_on.limits(device.available_bytes)
     question = Question(

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tokenmill.engine.status import EngineStats
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.log import Value
-from tokenmill.observe.metrics import EngineState, Metrics, ModelMetrics, Outcome, RequestTimes
+from tokenmill.observe.metrics import EngineState, Metrics, ModelMetrics, Outcome, RequestTimes, SeriesValue
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.types import Event, Usage
@@ -115,9 +115,13 @@ class Accounting:
 
     def render(self) -> tuple[bytes, str]:
         """The metrics in Prometheus' text format, with the engines' numbers of this moment, and their content type."""
-        for gate in self._registry.gates:
-            self._note_engine(gate)
+        self._note_engines()
         return self._metrics.render(), CONTENT_TYPE_LATEST
+
+    def values(self) -> dict[str, SeriesValue]:
+        """The same metrics as numbers, all models together."""
+        self._note_engines()
+        return self._metrics.values()
 
     def unloaded(self, name: str, last: EngineStats) -> None:
         """Count what the engine of a model did before it left the memory."""
@@ -127,6 +131,10 @@ class Accounting:
     def _of_default(self) -> ModelMetrics:
         """The series of the first model, for what can't be said of a certain one."""
         return self._metrics.of(self._registry.default.label)
+
+    def _note_engines(self) -> None:
+        for gate in self._registry.gates:
+            self._note_engine(gate)
 
     def _note_engine(self, gate: EngineGate) -> None:
         stats, name = gate.stats(), gate.label

@@ -32,9 +32,6 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
     async def version(request: Request) -> Response:
         return json_response({"version": tokenmill.__version__})
 
-    async def root(request: Request) -> Response:
-        return json_response({"name": "tokenmill", "version": tokenmill.__version__, "docs": "/docs"})
-
     async def metrics(request: Request) -> Response:
         content, content_type = render_metrics()
         return Response(content, headers={"content-type": content_type})
@@ -51,6 +48,5 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
         ),
         Endpoint("GET", "/ping", ping, TAG, object_of(status=TEXT), description="The front process is alive."),
         Endpoint("GET", "/version", version, TAG, object_of(version=TEXT)),
-        Endpoint("GET", "/", root, TAG, object_of(name=TEXT, version=TEXT, docs=TEXT)),
         Endpoint("GET", "/metrics", metrics, TAG, TEXT, description="Prometheus metrics.", media_type="text/plain"),
     ]

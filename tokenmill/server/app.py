@@ -30,6 +30,7 @@ from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
 from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.live import LiveRequests
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
 from tokenmill.server.middleware import RequestMiddleware
@@ -43,6 +44,9 @@ from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
 from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
+from tokenmill.server.ui.feed import feed_endpoints
+from tokenmill.server.ui.pages import page_endpoints, page_routes
+from tokenmill.server.ui.shelf import FitFinder, shelf_endpoints
 
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
@@ -64,20 +68,23 @@ def create_app(
     *,
     keys: tuple[bytes, ...] | None = None,
     dialects: Dialects = DIALECTS,
+    fits: FitFinder | None = None,
 ) -> Starlette:
     """The server of one model. `engine` may be a gate that opens later, once the model is loaded. `keys`: by default
-    those in `config`."""
+    those in `config`. `fits`: says which models fit this machine."""
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     config = with_priorities(config, has_keys=bool(known_keys))
     gate = engine if isinstance(engine, EngineGate) else EngineGate(engine)
     registry = ModelRegistry(gate, any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
     state = ServerState.of(config)
-    context = RouteContext(registry, config, dialects, BodyReader(config), TextWorkers(), accounting.finish, state)
+    live, workers = LiveRequests(), TextWorkers()
+    context = RouteContext(registry, config, dialects, BodyReader(config), workers, live, accounting.finish, state)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
+    endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
     app = Starlette(
-        routes=routes_of(endpoints, dialects),
+        routes=[*routes_of(endpoints, dialects), *page_routes()],
         middleware=_layers(config, known_keys, accounting, dialects),
         exception_handlers={
             TokenmillError: _show_error,

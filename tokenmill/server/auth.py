@@ -21,8 +21,9 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import MissingKey, UnknownHost
+from tokenmill.server.ui.pages import PAGE_PATHS
 
-PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/version", "/api/version"})
+PUBLIC_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/api/version"}
 PUBLIC_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key")  # the first as `Bearer KEY`
 HOST = re.compile(r"(?:\[([0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # and perhaps a port

@@ -24,11 +24,12 @@ from starlette.types import Receive, Scope, Send
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.request_ids import engine_ids
 from tokenmill.engine.results import EventFold
-from tokenmill.errors import ContextLengthExceeded, RequestFailed, TokenmillError
+from tokenmill.errors import ContextLengthExceeded, RequestAborted, RequestFailed, TokenmillError
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
 from tokenmill.server.gate import ServedEngine
+from tokenmill.server.live import LiveRequests
 from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
@@ -82,13 +83,18 @@ class GenerationJob:
 class GenerationRun:
     """All engine requests of one job; iterating yields (choice, event) until every choice has finished."""
 
-    def __init__(self, job: GenerationJob, record: RequestRecord) -> None:
+    def __init__(self, job: GenerationJob, record: RequestRecord, live: LiveRequests | None = None) -> None:
+        """`live`: where the run can be seen and aborted while it is under way."""
         self.job = job
         self.record = record
+        ids = engine_ids(record.request_id, len(job.requests))
+        self.run_id = ids[0]  # unique, unlike the client's
         self._requests = [
             msgspec.structs.replace(request, request_id=request_id)
-            for request, request_id in zip(job.requests, engine_ids(record.request_id, len(job.requests)), strict=True)
+            for request, request_id in zip(job.requests, ids, strict=True)
         ]
+        self._live = live
+        self._is_aborted = False
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}
         self._prompt_token_ids: Sequence[int] = ()
@@ -119,6 +125,8 @@ class GenerationRun:
 
     async def accept(self) -> None:
         """Hand the requests to the engine; if it refuses one, none of them runs."""
+        if self._live is not None:
+            self._live.add(self)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             for request in self._requests[: self.job.max_in_flight]:
@@ -131,6 +139,8 @@ class GenerationRun:
             prepared = await self.job.engine.prepare(request)
             if self.job.check is not None:
                 self.job.check(prepared.request)
+            if self._is_aborted:
+                raise RequestAborted("the request was aborted")
             events = self.job.engine.submit(prepared)
         except ContextLengthExceeded as error:
             error.param = self.job.prompt_param
@@ -143,12 +153,29 @@ class GenerationRun:
 
     async def close(self) -> None:
         """Abort whatever still runs; its KV blocks are free afterwards."""
+        if self._live is not None:
+            self._live.remove(self)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         for request_id in list(self._open):
             await self._abandon(request_id)
+
+    async def abort(self) -> None:
+        """End the run on behalf of someone else: its client gets a `RequestAborted`."""
+        self._is_aborted = True
+        for request_id in list(self._open):
+            await self.job.engine.abort(request_id)
+
+    def num_prompt_tokens(self) -> int:
+        """How many tokens the prompts have that the engine took so far."""
+        return sum(usage.prompt_tokens for usage in self._usages.values())
+
+    def num_generated(self) -> int:
+        """How many tokens its requests have generated so far."""
+        finished = sum(usage.completion_tokens for one, usage in self._usages.items() if one not in self._open)
+        return finished + sum(self.job.engine.num_generated(request_id) for request_id in self._open)
 
     async def _abandon(self, request_id: str) -> None:
         events = self._open.pop(request_id)

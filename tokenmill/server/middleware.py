@@ -19,6 +19,7 @@ from tokenmill.server.errors import InternalError
 
 log = get_log("server")
 PROBES = frozenset({"/health", "/ping", "/metrics"})  # asked every few seconds by machines: not worth a line
+PAGE_PREFIX = "/ui/"  # of the files and the feed of the server's own page: a dozen for each visit
 
 
 class RequestMiddleware:
@@ -64,7 +65,8 @@ class RequestMiddleware:
         record.status = record.status or 500
         self._on_done(record)
         is_expected = record.status < 400 or record.status == 503  # loading and draining are answers too
-        level = logging.DEBUG if record.path in PROBES and is_expected else logging.INFO
+        is_unremarkable = record.path in PROBES or record.path.startswith(PAGE_PREFIX)
+        level = logging.DEBUG if is_unremarkable and is_expected else logging.INFO
         event(log, "request", level=level, **record.log_fields())
 
 

@@ -19,7 +19,7 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 import tokenmill
@@ -30,6 +30,7 @@ from tokenmill.server.body import BodyReader, parse_object
 from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
 from tokenmill.server.gate import NotRead
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
+from tokenmill.server.live import LiveRequests
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
 from tokenmill.server.tenancy import with_own_salts
@@ -70,6 +71,7 @@ class RouteContext:
     dialects: Dialects
     bodies: BodyReader
     workers: TextWorkers
+    live: LiveRequests
     count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
     state: ServerState
     services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
@@ -110,10 +112,11 @@ class RouteContext:
         return GenerationResponse(self.start_run(job, record), self.config.keep_alive_s)
 
     def start_run(self, job: GenerationJob, record: RequestRecord) -> GenerationRun:
-        """The run of a job. Every generation begins here, so that none shares cached work with another key's."""
+        """The run of a job. Every generation begins here, so that none shares cached work with another key's, and all
+        are shown among the live ones once they are accepted, until they are closed."""
         if record.key_id and not self.config.share_cache:
             job = with_own_salts(job, record.key_id)
-        return GenerationRun(job, record)
+        return GenerationRun(job, record, self.live)
 
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────────
@@ -148,14 +151,10 @@ def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
     async def openapi(request: Request) -> Response:
         return json_response(document)
 
-    async def docs(request: Request) -> Response:
-        return HTMLResponse(DOCS_PAGE)
-
     by_path: dict[str, list[Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, []).append(endpoint)
-    described = [_route("/openapi.json", openapi, {"GET"}), _route("/docs", docs, {"GET"})]
-    return [*(_route_of(path, rows) for path, rows in by_path.items()), *described]
+    return [*(_route_of(path, rows) for path, rows in by_path.items()), get_route("/openapi.json", openapi)]
 
 
 def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
@@ -173,6 +172,11 @@ def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
         raise HTTPException(404, "Not Found")
 
     return _route(path, choose, methods)
+
+
+def get_route(path: str, handler: JsonHandler) -> Route:
+    """A route for what the description leaves out: files of pages, and the description itself."""
+    return _route(path, handler, {"GET"})
 
 
 def _route(path: str, handler: JsonHandler, methods: set[str]) -> Route:
@@ -236,19 +240,3 @@ def object_of(**properties: Schema) -> Schema:
 
 def list_of(items: Schema) -> Schema:
     return {"type": "array", "items": items}
-
-
-DOCS_PAGE = """<!DOCTYPE html>
-<html>
-<head>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Tokenmill</title>
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-</head>
-<body>
-<div id="swagger-ui"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#swagger-ui", deepLinking: true})</script>
-</body>
-</html>
-"""

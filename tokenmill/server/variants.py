@@ -108,6 +108,9 @@ class VariantEngine:
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
 
+    def num_generated(self, request_id: str) -> int:
+        return self._engine.num_generated(request_id)
+
     async def drain(self, timeout_s: float) -> bool:
         return await self._engine.drain(timeout_s)
 

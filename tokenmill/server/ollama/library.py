@@ -18,6 +18,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest, UnknownModel
 from tokenmill.server.auth import is_loopback
 from tokenmill.server.body import BROWSER_HEADERS, BodyFields, shown
@@ -77,6 +78,14 @@ def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endp
     ]
 
 
+def may_manage(request: Request, config: ServerConfig) -> bool:
+    """Return whether a client may change models. Where that rests on the server's address, the request must name this
+    machine too: a web page whose name was made to lead here (DNS rebinding) names its own."""
+    if config.manage_models is not None:
+        return config.manage_models
+    return is_loopback(config.host) and is_loopback(request.url.hostname or "")
+
+
 class Library:
     """The handlers of these endpoints."""
 
@@ -104,12 +113,8 @@ class Library:
     # ── changing ───────────────────────────────────────────────────────────────────────────────────────
 
     def _require_permission(self, request: Request) -> None:
-        """Refuse a client that may not change models. Where that rests on the server's address, the request must name
-        this machine too: a web page whose name was made to lead here (DNS rebinding) names its own."""
-        config, is_allowed = self._context.config, self._context.config.manage_models
-        if is_allowed is None:
-            is_allowed = is_loopback(config.host) and is_loopback(request.url.hostname or "")
-        if not is_allowed:
+        """Refuse a client that may not change models."""
+        if not may_manage(request, self._context.config):
             raise ModelsAreFixed("clients may not change the models of this server", hint="see --manage-models")
 
     async def pull(self, request: Request) -> Response:

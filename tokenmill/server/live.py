@@ -1,0 +1,78 @@
+"""The generations that are under way: what the load page lists, and where an abort finds its request.
+
+A run enters when it is accepted and leaves when it is closed. Nothing happens here per token: how far a run is, is
+asked of its engine when somebody looks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tokenmill.errors import TokenmillError
+from tokenmill.server.accounting import RequestRecord
+
+
+class LiveRun(Protocol):
+    """What is shown of a generation, and how it is ended from outside."""
+
+    @property
+    def record(self) -> RequestRecord: ...
+    @property
+    def run_id(self) -> str: ...
+    def num_prompt_tokens(self) -> int: ...
+    def num_generated(self) -> int: ...
+    async def abort(self) -> None: ...
+
+
+class UnknownRequest(TokenmillError):
+    """No request of this id is under way, or it belongs to another key."""
+
+    code = "request_not_found"
+    http_status = 404
+
+
+class LiveRequests:
+    """All generations under way, the oldest first. A key sees and aborts its own; without keys all are one's own."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, LiveRun] = {}
+
+    def add(self, run: LiveRun) -> None:
+        self._runs[run.run_id] = run
+
+    def remove(self, run: LiveRun) -> None:
+        self._runs.pop(run.run_id, None)
+
+    def rows(self, key_id: str, most: int) -> list[dict[str, Any]]:
+        """The runs of a key, `most` of them at most."""
+        own = [run for run in self._runs.values() if run.record.key_id == key_id]
+        return [_row(run) for run in own[:most]]
+
+    def count(self, key_id: str) -> int:
+        return sum(run.record.key_id == key_id for run in self._runs.values())
+
+    def num_generated(self) -> int:
+        """Tokens that runs under way have generated so far, whoever they belong to."""
+        return sum(run.num_generated() for run in self._runs.values())
+
+    async def abort(self, run_id: str, key_id: str) -> None:
+        run = self._runs.get(run_id)
+        if run is None or run.record.key_id != key_id:
+            raise UnknownRequest(f"no request {run_id[:200]!r} is under way")
+        await run.abort()
+
+
+def _row(run: LiveRun) -> dict[str, Any]:
+    record = run.record
+    num_prompt = run.num_prompt_tokens()
+    return {
+        "id": run.run_id,
+        "request_id": record.request_id,
+        "path": record.path,
+        "model": record.model,
+        "state": "answering" if record.first_token_s is not None else "prompt" if num_prompt else "preparing",
+        "age_s": round(record.elapsed_s(), 3),
+        "ttft_s": record.first_token_s,
+        "prompt_tokens": num_prompt,
+        "generated_tokens": run.num_generated(),
+    }

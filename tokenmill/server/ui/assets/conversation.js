@@ -1,0 +1,152 @@
+// A conversation as a tree: each message knows its parent, so an edited question or a second answer is a branch beside the
+// first. `chosen` says which child is shown below a message; the path from the root along the choices is what a model gets.
+//
+//   root ── question ─┬─ answer
+//                     └─ answer (again) ── question ─┬─ …
+//                                                    └─ question (edited) ── …
+
+import { newId } from "./dom.js";
+
+const ROOT = "root";
+export const DEFAULTS = {
+  system: "", temperature: 0.7, topP: null, maxTokens: null, seed: null, effort: "", schema: "", tools: "", tokens: false,
+};
+
+export function newConversation(model, settings) {
+  const now = Date.now();
+  return { id: newId(), title: "", model, created: now, updated: now, nodes: {}, chosen: {}, settings: { ...DEFAULTS, ...settings } };
+}
+
+export function addNode(conversation, parent, fields) {
+  const node = { id: newId(), parent: parent || ROOT, created: Date.now(), content: "", ...fields };
+  conversation.nodes[node.id] = node;
+  conversation.chosen[node.parent] = node.id;
+  conversation.updated = node.created;
+  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content);
+  return node;
+}
+
+function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > 60 ? `${line.slice(0, 57)}…` : line || "Picture";
+}
+
+export function children(conversation, parent) {
+  return Object.values(conversation.nodes).filter((node) => node.parent === (parent || ROOT));
+}
+
+export function siblings(conversation, node) {
+  return children(conversation, node.parent);
+}
+
+export function choose(conversation, node) {
+  conversation.chosen[node.parent] = node.id;
+}
+
+export function path(conversation) {
+  const found = [];
+  let at = ROOT;
+  for (;;) {
+    const below = children(conversation, at);
+    if (!below.length) return found;
+    const next = below.find((node) => node.id === conversation.chosen[at]) || below[below.length - 1];
+    found.push(next);
+    at = next.id;
+  }
+}
+
+export function pathTo(conversation, id) {
+  const found = [];
+  for (let node = conversation.nodes[id]; node; node = conversation.nodes[node.parent]) found.unshift(node);
+  return found;
+}
+
+// ── what is sent ─────────────────────────────────────────────────────────────────────────────────────
+
+export function requestBody(conversation, nodes) {
+  const { settings } = conversation;
+  const messages = nodes.map(asMessage);
+  if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
+  const body = { model: conversation.model, messages, stream: true, stream_options: { include_usage: true } };
+  const optional = {
+    temperature: settings.temperature, top_p: settings.topP, max_tokens: settings.maxTokens, seed: settings.seed,
+    reasoning_effort: settings.effort || null,
+  };
+  for (const [name, value] of Object.entries(optional)) if (value !== null && value !== undefined) body[name] = value;
+  if (settings.schema.trim()) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(settings.schema) } };
+  const tools = toolsOf(settings.tools);
+  if (tools.length) body.tools = tools;
+  if (settings.tokens) Object.assign(body, { logprobs: true, top_logprobs: 5 });
+  return body;
+}
+
+export function toolsOf(text) {
+  if (!text.trim()) return [];
+  const given = JSON.parse(text);
+  return (Array.isArray(given) ? given : [given]).map((one) => (one.type ? one : { type: "function", function: one }));
+}
+
+function asMessage(node) {
+  if (node.role === "tool") return { role: "tool", tool_call_id: node.callId, content: node.content };
+  if (node.role === "assistant") {
+    const message = { role: "assistant", content: node.content };
+    if (node.thinking) message.reasoning_content = node.thinking;
+    if (node.calls?.length) message.tool_calls = node.calls.map(asCall);
+    return message;
+  }
+  if (!node.images?.length) return { role: "user", content: node.content };
+  const pictures = node.images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role: "user", content: [...(node.content ? [{ type: "text", text: node.content }] : []), ...pictures] };
+}
+
+function asCall(call) {
+  return { id: call.id, type: "function", function: { name: call.name, arguments: call.arguments || "{}" } };
+}
+
+// ── import ───────────────────────────────────────────────────────────────────────────────────────────
+
+const text = (value) => (typeof value === "string" ? value : "");
+const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
+
+export function exported(conversations) {
+  return JSON.stringify({ format: "tokenmill-conversations", version: 1, conversations }, null, 1);
+}
+
+/** The conversations of an exported file. Everything is copied field by field: what is not known here is left out. */
+export function imported(source) {
+  const data = JSON.parse(source);
+  if (data?.format !== "tokenmill-conversations" || !Array.isArray(data.conversations)) throw new Error("This is no export of conversations.");
+  return data.conversations.map(readConversation);
+}
+
+function readConversation(given) {
+  const made = newConversation(text(given.model), {});
+  const settings = given.settings || {};
+  for (const [name, usual] of Object.entries(DEFAULTS)) {
+    const value = settings[name];
+    if (typeof usual === "string") made.settings[name] = text(value);
+    else if (typeof usual === "boolean") made.settings[name] = value === true;
+    else made.settings[name] = number(value);
+  }
+  const ids = new Map();
+  for (const node of Object.values(given.nodes || {})) {
+    if (!["user", "assistant", "tool"].includes(node?.role)) continue;
+    const kept = addNode(made, ids.get(node.parent), readNode(node)); // parents come first
+    ids.set(node.id, kept.id);
+  }
+  for (const [parent, child] of Object.entries(given.chosen || {})) {
+    if (ids.has(child)) made.chosen[ids.get(parent) || ROOT] = ids.get(child);
+  }
+  return Object.assign(made, { title: text(given.title) || made.title, created: number(given.created) || made.created, updated: number(given.updated) || made.updated });
+}
+
+function readNode(node) {
+  const kept = { role: node.role, content: text(node.content), created: number(node.created) || Date.now() };
+  if (node.role === "tool") kept.callId = text(node.callId);
+  if (node.role === "user") kept.images = (node.images || []).filter((url) => /^data:image\/(png|jpeg|webp|gif);base64,/.test(url));
+  if (node.role !== "assistant") return kept;
+  const calls = (node.calls || []).map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) }));
+  const stats = Object.fromEntries(Object.entries(node.stats || {}).filter(([, value]) => number(value) !== null));
+  const tokens = (node.tokens || []).map(([shown, logprob, top]) => [text(shown), number(logprob), (top || []).map(([other, score]) => [text(other), number(score)])]);
+  return Object.assign(kept, { thinking: text(node.thinking), model: text(node.model), finish: text(node.finish), error: text(node.error), calls, stats, tokens });
+}

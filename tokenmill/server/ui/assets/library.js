@@ -1,0 +1,29 @@
+// Conversations in the browser's IndexedDB: they never leave this machine unless they are exported.
+
+const STORE = "conversations";
+let opening = null;
+
+function database() {
+  opening ||= new Promise((resolve, reject) => {
+    const request = indexedDB.open("tokenmill", 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+  return opening;
+}
+
+async function work(mode, action) {
+  const store = (await database()).transaction(STORE, mode).objectStore(STORE);
+  return new Promise((resolve, reject) => {
+    const request = action(store);
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+export const allConversations = async () =>
+  (await work("readonly", (store) => store.getAll())).sort((a, b) => b.updated - a.updated);
+export const getConversation = (id) => work("readonly", (store) => store.get(id));
+export const keepConversation = (conversation) => work("readwrite", (store) => store.put(conversation));
+export const removeConversation = (id) => work("readwrite", (store) => store.delete(id));

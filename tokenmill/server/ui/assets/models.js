@@ -1,0 +1,165 @@
+// Models: what answers here and in which state, what lies on this machine, and what the catalog has and whether it fits.
+
+import { call, getJson, objects } from "./api.js";
+import { bytes, confirmed, duration, h, icon, replace, shortNumber, toast } from "./dom.js";
+
+const REFRESH_MS = 2000; // while the view is open
+const pulls = new Map(); // by name: downloads outlive the view
+
+export class ModelsView {
+  constructor(onchange) {
+    this.onchange = onchange; // the list of served models has changed
+    this.served = h("div", { class: "rows" });
+    this.stored = h("div", { class: "rows" });
+    this.catalog = h("div", { class: "rows" });
+    this.machine = h("p", { class: "muted" });
+    this.name = h("input", { type: "text", placeholder: "name of the catalog, or a Hugging Face id", "aria-label": "Model to pull" });
+    this.form = h("form", { class: "pull-form" }, this.name, h("button", { class: "primary" }, icon("down"), "Pull"));
+    this.form.addEventListener("submit", (event) => { event.preventDefault(); if (this.name.value.trim()) this.pull(this.name.value.trim()); this.name.value = ""; });
+    this.notice = h("p", { class: "notice", hidden: true }, "This server does not let clients change its models (see --manage-models).");
+    this.element = h("section", { class: "page models", "aria-label": "Models" }, h("header", { class: "page-head" }, h("h1", {}, "Models")), this.machine, this.notice,
+      h("h2", {}, "Answering here"), this.served, h("h2", {}, "On this machine"), this.stored, h("h2", {}, "Catalog"), this.form, this.catalog);
+  }
+
+  show() {
+    clearInterval(this.timer);
+    this.timer = setInterval(() => this.refresh(false), REFRESH_MS);
+    this.refresh(true);
+  }
+
+  hide() {
+    clearInterval(this.timer);
+  }
+
+  async refresh(isComplaining) {
+    try {
+      [this.rows, this.shelf] = await Promise.all([getJson("/v1/models").then((found) => found.data), getJson("/ui/models")]);
+    } catch (error) {
+      if (isComplaining) toast(error.message, "error");
+      return;
+    }
+    this.draw();
+  }
+
+  draw() {
+    if (!this.rows || !this.shelf) return;
+    const { shelf } = this;
+    const names = new Set(this.rows.map((row) => row.id));
+    this.notice.hidden = shelf.can_manage;
+    this.form.hidden = !shelf.can_manage;
+    this.machine.textContent = shelf.device ? `${shelf.device}: ${bytes(shelf.available_bytes)} for models` : "";
+    keepFocus(this.served, this.rows.map((row) => this.servedRow(row)));
+    const others = shelf.stored.filter((one) => !names.has(one.name));
+    keepFocus(this.stored, others.length ? others.map((one) => this.storedRow(one)) : [h("p", { class: "muted" }, "Nothing else is stored.")]);
+    const catalogued = new Set(shelf.catalog.map((one) => one.name));
+    const extra = [...pulls.keys()].filter((name) => !catalogued.has(name)).map((name) => ({ name, about: "", is_stored: false }));
+    keepFocus(this.catalog, [...extra, ...shelf.catalog].map((one) => this.catalogRow(one)));
+  }
+
+  servedRow(row) {
+    const state = row.status?.value || "loaded";
+    const facts = [row.max_model_len && `context ${row.max_model_len.toLocaleString("en")}`, row.memory_bytes && bytes(row.memory_bytes), row.device,
+      row.num_running && `${row.num_running} running`, row.num_waiting && `${row.num_waiting} waiting`, row.parent && `made from ${row.parent}`,
+      row.aliases?.length && `also ${row.aliases.join(", ")}`, row.expires_in_s != null && `unloads in ${duration(Math.ceil(row.expires_in_s))}`];
+    const action = !row.status || !this.shelf.can_manage || row.parent ? null
+      : state === "loaded" ? button("Unload", () => this.order("/models/unload", row.id)) : ["unloaded", "failed"].includes(state) ? button("Load", () => this.order("/models/load", row.id)) : null;
+    return line(row.id, row.status?.reason || "", facts, [badge(state, stateKind(state)), action]);
+  }
+
+  storedRow(one) {
+    const remove = this.shelf.can_manage ? button("Delete", () => this.remove(one), "danger quiet") : null;
+    const load = this.shelf.can_manage && this.rows.some((row) => row.status) ? button("Load", () => this.order("/models/load", one.name)) : null;
+    return line(one.name, one.about, [bytes(one.size_bytes), one.source, fitText(one.fit)], [fitBadge(one.fit), load, remove]);
+  }
+
+  catalogRow(one) {
+    const running = pulls.get(one.name);
+    const tail = running ? [progress(running), button("Cancel", () => running.controller.abort())]
+      : [fitBadge(one.fit), one.is_stored ? badge("on this machine", "good") : this.shelf.can_manage ? button("Pull", () => this.pull(one.name)) : null];
+    return line(one.name, one.about, [bytes(one.size_bytes), one.license, fitText(one.fit)], tail);
+  }
+
+  // ── changing ─────────────────────────────────────────────────────────────────────────────────────
+
+  async order(path, model) {
+    try {
+      await call(path, { method: "POST", body: { model } });
+    } catch (error) {
+      toast(error.message, "error");
+    }
+    this.refresh(false);
+    this.onchange();
+  }
+
+  async remove(one) {
+    if (!(await confirmed(`Delete ${one.name}?`, `Its ${bytes(one.size_bytes)} are removed from this machine.`, "Delete"))) return;
+    await call("/api/delete", { method: "DELETE", body: { model: one.name } }).then(() => toast(`${one.name} is deleted`), (error) => toast(error.message, "error"));
+    this.refresh(false);
+    this.onchange();
+  }
+
+  async pull(name) {
+    if (pulls.has(name)) return;
+    const running = { controller: new AbortController(), status: "starting", done: 0, total: 0 };
+    pulls.set(name, running);
+    this.draw();
+    try {
+      const response = await call("/api/pull", { method: "POST", body: { model: name }, signal: running.controller.signal });
+      for await (const note of objects(response)) {
+        if (note.error) throw new Error(note.error);
+        Object.assign(running, { status: note.status, done: note.completed ?? running.done, total: note.total ?? running.total });
+        this.draw();
+      }
+      toast(`${name} is here`);
+    } catch (error) {
+      if (error.name === "AbortError") toast(`${name}: cancelled; what has arrived is kept for the next try`);
+      else toast(`${name}: ${error.message}`, "error");
+    }
+    pulls.delete(name);
+    this.refresh(false);
+  }
+}
+
+// ── pieces ───────────────────────────────────────────────────────────────────────────────────────────
+
+function line(name, about, facts, tail) {
+  return h("div", { class: "row", "data-model": name }, h("div", { class: "row-text" }, h("strong", {}, name), about ? h("div", {}, about) : null,
+    h("div", { class: "muted small" }, facts.filter((fact) => fact && fact !== "–").join(" · "))), h("div", { class: "row-tail" }, tail.filter(Boolean)));
+}
+
+function button(label, onclick, kind = "") {
+  return h("button", { type: "button", class: kind, onclick, "data-action": label }, label);
+}
+
+function badge(text, kind) {
+  return h("span", { class: `badge ${kind}` }, text);
+}
+
+function stateKind(state) {
+  return { loaded: "good", failed: "bad", unloaded: "" }[state] ?? "busy";
+}
+
+function fitBadge(fit) {
+  if (!fit) return null;
+  return badge(fit.fits ? "fits here" : "too large", fit.fits ? "good" : "bad");
+}
+
+function fitText(fit) {
+  if (!fit) return "";
+  const speed = fit.tokens_s ? `, about ${shortNumber(fit.tokens_s)} tokens/s` : "";
+  return `${fit.is_planned ? "needs" : "needs roughly"} ${bytes(fit.needs_bytes)}${speed}`;
+}
+
+function progress({ status, done, total }) {
+  const share = total ? Math.floor((100 * done) / total) : null;
+  return h("div", { class: "progress" }, h("progress", share === null ? {} : { value: done, max: total }), h("span", { class: "muted small" }, share === null ? status : `${share} % of ${bytes(total)}`));
+}
+
+/** Draw rows anew without taking the focus from the button that has it. */
+function keepFocus(holder, rows) {
+  const active = document.activeElement;
+  const model = holder.contains(active) ? active.closest("[data-model]")?.dataset.model : null;
+  const action = active?.dataset?.action;
+  replace(holder, rows);
+  if (model) [...holder.querySelectorAll("[data-action]")].find((one) => one.dataset.action === action && one.closest("[data-model]").dataset.model === model)?.focus();
+}

@@ -1,0 +1,121 @@
+"""The load of the server, once a second while someone looks, and the abort of a request.
+
+    GET /ui/events   server-sent events: {series, models, requests, num_requests}
+    POST /ui/abort   {"id": …} of a row of `requests`
+
+`series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and
+nothing runs while nobody does. With API keys the list of requests holds those of the key that asks, and a key aborts
+only those; the series are of the whole server, as /metrics is.
+
+These routes are for the server's own page: a page of another origin is refused, whatever CORS allows it elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+import tokenmill
+from tokenmill.errors import TokenmillError
+from tokenmill.observe.metrics import SeriesValue
+from tokenmill.server.body import BodyFields
+from tokenmill.server.dialect import SSE_HEADERS, sse_frame
+from tokenmill.server.routing import COUNT, READING, TEXT, Endpoint, RouteContext, json_response, list_of, object_of
+
+TAG = "Page"
+INTERVAL_S = 1.0
+MAX_ROWS = 200  # requests in one event
+SAME_ORIGIN = ("same-origin", "none")  # values of sec-fetch-site; none: the address was typed
+
+ReadSeries = Callable[[], dict[str, SeriesValue]]
+
+
+class ForeignPage(TokenmillError):
+    """A web page of another origin asked."""
+
+    code = "foreign_page"
+    http_status = 403
+
+
+def require_own_page(request: Request) -> None:
+    """Refuse requests that come from pages of others. A client that is no browser says nothing of its origin."""
+    if request.headers.get("sec-fetch-site", "none") not in SAME_ORIGIN:
+        raise ForeignPage("this route is for the server's own page")
+
+
+class LoadFeed:
+    """Readings of the load, at most one an interval however many look."""
+
+    def __init__(self, context: RouteContext, read_series: ReadSeries) -> None:
+        self._context = context
+        self._read_series = read_series
+        self._shared: dict[str, Any] = {}
+        self._taken_s = 0.0
+
+    def reading(self, key_id: str) -> dict[str, Any]:
+        now = time.monotonic()
+        if not self._shared or now - self._taken_s > INTERVAL_S / 2:
+            self._shared, self._taken_s = self._take(), now
+        live = self._context.live
+        return {**self._shared, "requests": live.rows(key_id, MAX_ROWS), "num_requests": live.count(key_id)}
+
+    def _take(self) -> dict[str, Any]:
+        health = self._context.registry.health()
+        return {
+            "time": time.time(),
+            "version": tokenmill.__version__,
+            "state": health.state,
+            "num_generated": self._context.live.num_generated(),
+            "series": {name: value for name, value in self._read_series().items() if not name.endswith("_created")},
+        }
+
+    async def frames(self, key_id: str) -> AsyncIterator[bytes]:
+        """Events until the client leaves or the server stops."""
+        while self._context.registry.health().state != "draining":
+            yield sse_frame(orjson.dumps(self.reading(key_id)))
+            await asyncio.sleep(INTERVAL_S)
+
+
+def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpoint]:
+    feed = LoadFeed(context, read_series)
+
+    async def load_events(request: Request) -> Response:
+        require_own_page(request)
+        headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
+        return StreamingResponse(feed.frames(request.state.record.key_id), headers=headers)
+
+    async def abort_request(request: Request) -> Response:
+        require_own_page(request)
+        run_id = await context.parsed(request, lambda body: BodyFields(body).required_text("id"))
+        await context.live.abort(run_id, request.state.record.key_id)
+        return json_response({"aborted": run_id})
+
+    row = object_of(id=TEXT, path=TEXT, state=TEXT, prompt_tokens=COUNT, generated_tokens=COUNT)
+    return [
+        Endpoint(
+            "GET",
+            "/ui/events",
+            load_events,
+            TAG,
+            object_of(series={"type": "object"}, requests=list_of(row), num_requests=COUNT),
+            (403,),
+            description="The load of the server, once a second: the numbers of /metrics and the requests of this key.",
+            media_type="text/event-stream",
+        ),
+        Endpoint(
+            "POST",
+            "/ui/abort",
+            abort_request,
+            TAG,
+            object_of(aborted=TEXT),
+            (*READING, 403),
+            {"type": "object", "required": ["id"], "properties": {"id": TEXT}},
+            description="End a request of this key. Its client gets an error with the code `aborted`.",
+        ),
+    ]

@@ -1,0 +1,105 @@
+"""Models that could answer here: those in the store and those of the catalog, and whether they fit this machine.
+
+What fits is the planner's knowledge. The server does not import the planner, so whoever starts it hands that in
+(`FitFinder`); without it the page shows sizes alone. A plan takes milliseconds and the first measures the machine, so
+they are made in a thread, once a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.server.ollama.library import may_manage
+from tokenmill.server.routing import COUNT, TEXT, Endpoint, RouteContext, json_response, list_of, object_of
+from tokenmill.server.ui.feed import TAG, require_own_page
+from tokenmill.store import Manifest, Store, load_catalog
+
+JsonFit = dict[str, Any]
+
+
+class FitFinder(Protocol):
+    """Says what models need here: {fits, needs_bytes, is_planned, tokens_s}; None where nothing can be said."""
+
+    def device(self) -> tuple[str, int]: ...  # its name, and bytes for models
+    def of_files(self, name: str, path: Path) -> JsonFit | None: ...
+    def of_catalog(self, name: str) -> JsonFit | None: ...
+
+
+class Shelf:
+    """The lists of stored and of catalogued models."""
+
+    def __init__(self, finder: FitFinder | None) -> None:
+        self._finder = finder
+        self._fits: dict[tuple[str, Path | None], JsonFit | None] = {}
+
+    def listed(self) -> dict[str, Any]:
+        """Read the store and plan what is new; this may take a second."""
+        store = Store()
+        manifests = store.manifests()
+        here = {manifest.name for manifest in manifests}
+        device, available = self._finder.device() if self._finder is not None else ("", 0)
+        return {
+            "device": device,
+            "available_bytes": available,
+            "stored": [self._stored(manifest, store) for manifest in manifests],
+            "catalog": [
+                {
+                    "name": entry.name,
+                    "about": entry.about,
+                    "license": entry.license,
+                    "size_bytes": entry.size_bytes,
+                    "is_stored": entry.name in here,
+                    "fit": self._fit(entry.name, None),
+                }
+                for entry in load_catalog().values()
+            ],
+        }
+
+    def _stored(self, manifest: Manifest, store: Store) -> dict[str, Any]:
+        path = store.path_of(manifest)
+        entry = load_catalog().get(manifest.name)
+        return {
+            "name": manifest.name,
+            "about": entry.about if entry is not None else "",
+            "source": manifest.source,
+            "parent": manifest.parent,
+            "size_bytes": manifest.size_bytes,
+            "fit": self._fit(manifest.name, path),
+        }
+
+    def _fit(self, name: str, path: Path | None) -> JsonFit | None:
+        finder, key = self._finder, (name, path)
+        if finder is None:
+            return None
+        if key not in self._fits:
+            self._fits[key] = finder.of_catalog(name) if path is None else finder.of_files(name, path)
+        return self._fits[key]
+
+
+def shelf_endpoints(context: RouteContext, finder: FitFinder | None) -> list[Endpoint]:
+    shelf = Shelf(finder)
+    turn = asyncio.Lock()
+
+    async def models_to_choose_from(request: Request) -> Response:
+        require_own_page(request)
+        async with turn:
+            listed = await asyncio.to_thread(shelf.listed)
+        return json_response({"can_manage": may_manage(request, context.config), **listed})
+
+    row = object_of(name=TEXT, about=TEXT)
+    return [
+        Endpoint(
+            "GET",
+            "/ui/models",
+            models_to_choose_from,
+            TAG,
+            object_of(can_manage={"type": "boolean"}, stored=list_of(row), catalog=list_of(row), available_bytes=COUNT),
+            (403,),
+            description="Models in the store and in the catalog, and whether they fit this machine.",
+        )
+    ]

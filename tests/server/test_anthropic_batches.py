@@ -15,6 +15,7 @@ from tests.support.loopback import RunningServer, Serving
 from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.anthropic import batches
+from tokenmill.server.batches.answers import PRIORITY
 from tokenmill.types import ChatRequest
 
 MESSAGE: Any = {"model": "fake/tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello"}]}
@@ -56,7 +57,7 @@ def test_a_round_trip(claude: anthropic.Anthropic, server: RunningServer) -> Non
     assert found["n1"].error.error.type == "invalid_request_error" and "max_tokens" in found["n1"].error.error.message
     assert found["n2"].error.error.type == "not_found_error"
     request = server.engine.seen[-1]
-    assert isinstance(request, ChatRequest) and request.priority == batches.PRIORITY, "behind interactive ones"
+    assert isinstance(request, ChatRequest) and request.priority == PRIORITY, "behind interactive ones"
     assert batch_id in [batch.id for batch in claude.messages.batches.list(limit=2)]
     assert claude.messages.batches.delete(batch_id).type == "message_batch_deleted"
     with pytest.raises(anthropic.NotFoundError):
@@ -105,7 +106,7 @@ def test_what_has_not_run_in_time_expires(
     claude: anthropic.Anthropic, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.engine.max_running = 0
-    monkeypatch.setattr(batches, "LIFE", timedelta(seconds=0.05))
+    monkeypatch.setattr(batches, "LIFE_S", 0.05)
     requests: Any = [{"custom_id": "late", "params": MESSAGE}]
     batch_id = claude.messages.batches.create(requests=requests).id
     assert ended(claude, batch_id).request_counts.expired == 1
@@ -140,16 +141,3 @@ def test_a_batch_belongs_to_its_key(serving: Serving) -> None:
         for refused in (two.messages.batches.retrieve, two.messages.batches.cancel, two.messages.batches.delete):
             with pytest.raises(anthropic.NotFoundError):
                 refused(batch_id)
-
-
-def test_ended_batches_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "MAX_KEPT_BYTES", 100)
-    store = batches.BatchStore()
-    old, running, new = (batches.MessageBatch("", [batches.BatchItem("a", b"x" * 40)]) for _ in range(3))
-    store.add(old)
-    old.ended = old.created
-    store.add(running)
-    store.add(new)
-    assert store.of("") == [new, running]
-    with pytest.raises(batches.Overloaded):
-        store.add(batches.MessageBatch("", [batches.BatchItem("a", b"x" * 40)]))

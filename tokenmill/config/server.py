@@ -62,6 +62,11 @@ class ServerConfig:
     """Where they are kept; by default `state` in TOKENMILL_HOME."""
     max_state_bytes: int = 4 << 30
     """Most bytes of stored responses and conversations together; those that were not used for longest go first."""
+    max_file_bytes: int = 200 << 20
+    """Largest file that a client may send (/v1/files)."""
+    max_files_bytes: int = 8 << 30
+    """Most bytes of all such files together, results of batches included; those that were not used for longest go
+    first."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -89,6 +94,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_embedding_inputs": (1, 1 << 20),
     "max_choices": (1, 1 << 20),
     "max_state_bytes": (1 << 20, 1 << 50),
+    "max_file_bytes": (1, 1 << 40),
+    "max_files_bytes": (1 << 20, 1 << 50),
     "body_timeout_s": (0.001, DAY_S),
     "keep_alive_s": (0.001, DAY_S),
     "drain_timeout_s": (0.0, DAY_S),

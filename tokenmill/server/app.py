@@ -23,9 +23,11 @@ from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.accounting import Accounting
 from tokenmill.server.admin import admin_endpoints
+from tokenmill.server.anthropic.batches import message_batch_endpoints
 from tokenmill.server.anthropic.render import ANTHROPIC
 from tokenmill.server.anthropic.routes import anthropic_endpoints
 from tokenmill.server.auth import PUBLIC_PATHS, RequireKey, RequireLocalHost, is_loopback
+from tokenmill.server.batches.runner import BatchRunner
 from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
@@ -36,10 +38,13 @@ from tokenmill.server.llamacpp.routes import llamacpp_endpoints
 from tokenmill.server.middleware import RequestMiddleware
 from tokenmill.server.ollama.render import OLLAMA
 from tokenmill.server.ollama.routes import ollama_endpoints
+from tokenmill.server.openai.batches import batch_endpoints
+from tokenmill.server.openai.files import file_endpoints
 from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import Endpoint, RouteContext, routes_of
+from tokenmill.server.state.files import StoredFiles
 from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
 from tokenmill.server.tgi.routes import tgi_endpoints
@@ -83,6 +88,7 @@ def create_app(
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
+    endpoints += _batch_endpoints(context, endpoints)
     app = Starlette(
         routes=[*routes_of(endpoints, dialects), *page_routes()],
         middleware=_layers(config, known_keys, accounting, dialects),
@@ -103,6 +109,19 @@ def with_priorities(config: ServerConfig, *, has_keys: bool) -> ServerConfig:
     if config.min_priority is None and (has_keys or config.allow_open):
         return replace(config, min_priority=0)
     return config
+
+
+def _batch_endpoints(context: RouteContext, endpoints: list[Endpoint]) -> list[Endpoint]:
+    """Files and batches. A line of a batch may ask what these endpoints have a job for."""
+    files = StoredFiles(context.state, context.config.max_files_bytes)
+    runner = BatchRunner(context, files, context.config.max_state_bytes)
+    runner.jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
+    context.services.append(runner)
+    return [
+        *file_endpoints(context, files),
+        *batch_endpoints(context, runner),
+        *message_batch_endpoints(context, runner),
+    ]
 
 
 def _layers(

@@ -70,7 +70,7 @@ class BodyReader:
             return b"".join(kept.pieces)
         except TokenmillError:
             kept.pieces.clear()
-            await _discard(stream)
+            await discard(stream)
             raise
         finally:
             self.num_under_way -= kept.size
@@ -122,7 +122,7 @@ def require_json(request: Request, *, takes_any_type: bool = False) -> None:
         )
 
 
-async def _discard(stream: Any) -> None:
+async def discard(stream: Any) -> None:
     """Read on without keeping anything: a client that is still sending would see a broken connection, not a 413."""
     size = 0
     try:

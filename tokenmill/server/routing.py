@@ -37,6 +37,7 @@ from tokenmill.server.tenancy import with_own_salts
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
+MakeJob = Callable[[dict[str, Any]], GenerationJob]
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -47,6 +48,7 @@ FAILURES = {
     403: "Clients may not change the models of this server.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
+    409: "Something that has not ended needs it.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
@@ -138,6 +140,8 @@ class Endpoint:
     media_type: str = "application/json"
     stream_media_type: str = "text/event-stream"
     when: Recognises | None = None  # of several endpoints with this path the first that recognises a request answers
+    job: MakeJob | None = None  # what a body asks for, where a line of a batch may ask it too
+    body_media_type: str = "application/json"
 
     @property
     def documented_path(self) -> str:
@@ -210,7 +214,7 @@ def _operation(endpoint: Endpoint, dialect: Dialect) -> Schema:
     if endpoint.description:
         operation["description"] = endpoint.description
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": endpoint.body}}}
+        operation["requestBody"] = {"required": True, "content": {endpoint.body_media_type: {"schema": endpoint.body}}}
     parameters = re.findall(r"{(\w+)}", endpoint.documented_path)
     if parameters:
         operation["parameters"] = [{"name": p, "in": "path", "required": True, "schema": TEXT} for p in parameters]

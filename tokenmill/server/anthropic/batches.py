@@ -1,119 +1,142 @@
-"""Message Batches: many requests at once, answered when there is time, collected later.
+"""Anthropic's Message Batches: many requests at once, answered when there is time, collected later.
 
     create ─► in_progress: every request is `processing` ─► ended: each has succeeded, errored, expired or was canceled
                    └─► canceling ─┘                              └─► results, one JSON line a request, in any order
 
-A request of a batch takes the same way as any other: the same parser, the same engine, behind all interactive ones
-(`priority`), and a few of all batches at a time. One that finds the engine full or restarting waits.
-
-Batches are kept in memory: they are gone once the server ends. `BatchStore` is all that would have to change for them
-to last; a batch belongs to the API key that made it.
+They are batches as all others (`server/batches`), seen in another way: the requests come in the body of one call and
+are kept as the batch's file, each with its own model, and the results are asked for instead of being a file.
 """
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+import sqlite3
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
 
 import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
-from tokenmill.engine.request_ids import new_id
-from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, TokenmillError
-from tokenmill.observe.log import get_log
-from tokenmill.server.anthropic.render import error_content
+from tokenmill.errors import InvalidRequest
+from tokenmill.server.anthropic import schemas
+from tokenmill.server.anthropic.pages import page_of
+from tokenmill.server.anthropic.schemas import CUSTOM_ID, MAX_REQUESTS
+from tokenmill.server.batches import table
+from tokenmill.server.batches.answers import LineAnswer
+from tokenmill.server.batches.lines import BatchLine
+from tokenmill.server.batches.runner import BatchDialect, BatchRunner
+from tokenmill.server.batches.table import NewBatch, Outcome
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
-from tokenmill.server.errors import RETRY_AFTER_S, InternalError
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.state.files import HIDDEN
 
-log = get_log("server")
-Outcome = Literal["succeeded", "errored", "canceled", "expired"]
-MAX_REQUESTS = 100_000
-MAX_BATCHES = 1000
-MAX_KEPT_BYTES = 256 << 20  # of all requests and results; ended batches go first
-IN_FLIGHT = 4  # requests of all batches together
-PRIORITY = 1000  # interactive requests have 0, and smaller runs first
-LIFE = timedelta(hours=24)  # then what has not begun expires
-CUSTOM_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+DIALECT = "anthropic"
+ENDPOINT = "/v1/messages"
+LIFE_S = 24 * 3600.0  # then what has not begun expires
+OUTCOMES = ("succeeded", "errored", "canceled", "expired")
+ENDED = ("completed", "expired", "cancelled")
 
 
-@dataclass
-class BatchItem:
-    """One request: the JSON of its body, which gives way to that of its result."""
+def message_batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint]:
+    database = context.state.database
+    runner.dialects[DIALECT] = BatchDialect(answered_line, left_line, lambda row, ends_as: finish(runner, row, ends_as))
 
-    custom_id: str
-    body: bytes
-    outcome: Outcome | None = None
-    result: bytes = b""
+    async def found(request: Request) -> sqlite3.Row:
+        owner, batch_id = request.state.record.key_id, request.path_params["batch_id"]
+        return await database.read(lambda connection: table.find_batch(connection, owner, DIALECT, batch_id))
 
-    def end(self, outcome: Outcome, result: bytes) -> None:
-        self.outcome, self.result, self.body = outcome, result, b""
+    def shown_batch(request: Request, row: sqlite3.Row) -> Response:
+        return json_response(batch_object(row, origin_of(request)))
 
-    def line(self) -> bytes:
-        return b'{"custom_id":' + orjson.dumps(self.custom_id) + b',"result":' + self.result + b"}\n"
+    async def create_message_batch(request: Request) -> Response:
+        lines = await context.parsed(request, parse_batch)
+        owner, writer = request.state.record.key_id, runner.files.writer()
+        try:
+            await writer.add(b"".join(lines))
+            file = await runner.files.keep(writer, owner, name="", purpose=HIDDEN, expires_s=None)
+        finally:
+            writer.drop()
+        batch = NewBatch(
+            owner,
+            DIALECT,
+            ENDPOINT,
+            file["id"],
+            LIFE_S,
+            status="in_progress",
+            num_lines=len(lines),
+            num_bytes=file["num_bytes"],
+            prefix="msgbatch_",
+        )
+        return shown_batch(request, await runner.add(batch))
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.body) + len(self.result)
+    async def message_batches(request: Request) -> Response:
+        owner, origin = request.state.record.key_id, origin_of(request)
+        rows = await database.read(lambda connection: table.list_batches(connection, owner, DIALECT))
+        return json_response(page_of([batch_object(row, origin) for row in rows], request))
+
+    async def message_batch(request: Request) -> Response:
+        return shown_batch(request, await found(request))
+
+    async def cancel_message_batch(request: Request) -> Response:
+        row = await runner.cancel(request.state.record.key_id, DIALECT, request.path_params["batch_id"])
+        return shown_batch(request, row)
+
+    async def delete_message_batch(request: Request) -> Response:
+        row = await found(request)
+        if row["status"] not in ENDED:
+            raise InvalidRequest("a message batch that is in progress can't be deleted", hint="cancel it first")
+        await database.write(lambda connection: connection.execute("DELETE FROM batches WHERE id = ?", (row["id"],)))
+        return json_response({"id": row["id"], "type": "message_batch_deleted"})
+
+    async def message_batch_results(request: Request) -> Response:
+        row = await found(request)
+        if row["status"] not in ENDED:
+            raise InvalidRequest("the message batch has not ended yet, so it has no results")
+        return StreamingResponse(result_lines(runner, row["id"]), media_type="application/x-jsonl")
+
+    path = "/v1/messages/batches"
+    batch, missing = schemas.BATCH_REPLY, (404,)
+    return [
+        Endpoint("GET", path, message_batches, "Anthropic", schemas.BATCHES_REPLY, (400,)),
+        Endpoint("POST", path, create_message_batch, "Anthropic", batch, READING, schemas.BATCH_BODY),
+        Endpoint("GET", f"{path}/{{batch_id}}", message_batch, "Anthropic", batch, missing),
+        Endpoint("DELETE", f"{path}/{{batch_id}}", delete_message_batch, "Anthropic", schemas.DELETED_REPLY, missing),
+        Endpoint("POST", f"{path}/{{batch_id}}/cancel", cancel_message_batch, "Anthropic", batch, missing),
+        Endpoint(
+            "GET",
+            f"{path}/{{batch_id}}/results",
+            message_batch_results,
+            "Anthropic",
+            {"type": "string"},
+            missing,
+            media_type="application/x-jsonl",
+        ),
+    ]
 
 
-@dataclass
-class MessageBatch:
-    owner: str
-    items: list[BatchItem]
-    id: str = field(default_factory=lambda: new_id("msgbatch_"))
-    created: datetime = field(default_factory=lambda: datetime.now(UTC))
-    cancel_initiated: datetime | None = None
-    ended: datetime | None = None
-
-    @property
-    def expires(self) -> datetime:
-        return self.created + LIFE
-
-    @property
-    def open_items(self) -> Iterator[BatchItem]:
-        return (item for item in self.items if item.outcome is None)
-
-    def as_object(self, origin: str) -> dict[str, Any]:
-        """The batch as clients see it. Requests count as processing until all have ended."""
-        status = "ended" if self.ended else "canceling" if self.cancel_initiated else "in_progress"
-        outcomes = [item.outcome if self.ended else "processing" for item in self.items]
-        kinds = ("processing", "succeeded", "errored", "canceled", "expired")
-        return {
-            "id": self.id,
-            "type": "message_batch",
-            "processing_status": status,
-            "request_counts": {kind: outcomes.count(kind) for kind in kinds},
-            "created_at": _written(self.created),
-            "expires_at": _written(self.expires),
-            "cancel_initiated_at": _written(self.cancel_initiated),
-            "ended_at": _written(self.ended),
-            "archived_at": None,
-            "results_url": f"{origin}/v1/messages/batches/{self.id}/results" if self.ended else None,
-        }
+# ── what a client asks for ─────────────────────────────────────────────────────────────────────────────
 
 
-def _written(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def parse_batch(body: dict[str, Any]) -> list[BatchItem]:
-    """The requests of a batch. Their bodies are checked when it is their turn: a wrong one is an error of its own."""
+def parse_batch(body: dict[str, Any]) -> list[bytes]:
+    """The requests of a batch as lines of its file. Their bodies are checked when it is their turn: a wrong one is an
+    error of its own."""
     given = BodyFields(body).items("requests", MAX_REQUESTS)
     if not given:
         refuse("requests", "is required and must not be empty")
-    items = [_item(value, f"requests[{number}]") for number, value in enumerate(given)]
     seen: set[str] = set()
-    for number, item in enumerate(items):
-        if item.custom_id in seen:
-            refuse(f"requests[{number}].custom_id", f"{shown(item.custom_id)} is there twice")
-        seen.add(item.custom_id)
-    return items
+    lines = []
+    for number, value in enumerate(given):
+        custom_id, params = _request(value, f"requests[{number}]")
+        if custom_id in seen:
+            refuse(f"requests[{number}].custom_id", f"{shown(custom_id)} is there twice")
+        seen.add(custom_id)
+        line = {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": params}
+        lines.append(orjson.dumps(line) + b"\n")
+    return lines
 
 
-def _item(value: object, path: str) -> BatchItem:
+def _request(value: object, path: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(value, dict):
         refuse(path, f"must be an object with custom_id and params, got {kind_of(value)}")
     fields = BodyFields(value, f"{path}.")
@@ -125,115 +148,66 @@ def _item(value: object, path: str) -> BatchItem:
         refuse(fields.name("params"), "is required: the body of a message")
     if params.boolean("stream"):
         refuse(params.name("stream"), "is not possible in a batch")
-    return BatchItem(custom_id, orjson.dumps(params.values))
+    return custom_id, params.values
 
 
-class UnknownBatch(TokenmillError):
-    code = "batch_not_found"
-    http_status = 404
+# ── what a client sees ─────────────────────────────────────────────────────────────────────────────────
 
 
-class BatchStore:
-    """The batches of a server, in memory, the newest first."""
-
-    def __init__(self) -> None:
-        self._batches: dict[str, MessageBatch] = {}
-
-    def add(self, batch: MessageBatch) -> None:
-        """Keep a batch; the oldest ended ones make room for it."""
-        for old in [one for one in self._batches.values() if one.ended]:
-            if self._has_room(batch):
-                break
-            del self._batches[old.id]
-        if not self._has_room(batch):
-            raise Overloaded("too many message batches are in progress", retry_after_s=60.0)
-        self._batches[batch.id] = batch
-
-    def _has_room(self, batch: MessageBatch) -> bool:
-        everything = [batch, *self._batches.values()]
-        num_bytes = sum(item.num_bytes for one in everything for item in one.items)
-        return len(everything) <= MAX_BATCHES and num_bytes <= MAX_KEPT_BYTES
-
-    def find(self, owner: str, batch_id: str) -> MessageBatch:
-        batch = self._batches.get(batch_id)
-        if batch is None or batch.owner != owner:
-            raise UnknownBatch(f"there is no message batch {shown(batch_id)}")
-        return batch
-
-    def of(self, owner: str) -> list[MessageBatch]:
-        return [batch for batch in reversed(self._batches.values()) if batch.owner == owner]
-
-    def delete(self, batch: MessageBatch) -> None:
-        if not batch.ended:
-            raise InvalidRequest("a message batch that is in progress can't be deleted", hint="cancel it first")
-        del self._batches[batch.id]
+def origin_of(request: Request) -> str:
+    return str(request.base_url).rstrip("/")
 
 
-Answer = Callable[[bytes], Awaitable[bytes]]  # the JSON of a request's body ─► that of its message
+def batch_object(row: sqlite3.Row, origin: str) -> dict[str, Any]:
+    """The batch as clients see it. Requests count as processing until all have ended."""
+    facts, is_ended = table.facts_of(row), row["status"] in ENDED
+    cancelled_s = facts.get("cancelling_s")
+    status = "ended" if is_ended else "in_progress" if cancelled_s is None else "canceling"
+    ended_s = next((facts[f"{one}_s"] for one in ENDED if f"{one}_s" in facts), None)
+    counts = {kind: row[kind] if is_ended else 0 for kind in OUTCOMES}
+    return {
+        "id": row["id"],
+        "type": "message_batch",
+        "processing_status": status,
+        "request_counts": {"processing": 0 if is_ended else row["num_lines"], **counts},
+        "created_at": _written(row["created_s"]),
+        "expires_at": _written(row["due_s"]),
+        "cancel_initiated_at": _written(cancelled_s),
+        "ended_at": _written(ended_s),
+        "archived_at": None,
+        "results_url": f"{origin}/v1/messages/batches/{row['id']}/results" if is_ended else None,
+    }
 
 
-class BatchRunner:
-    """Answers the requests of batches, a few at a time."""
+def _written(moment_s: float | None) -> str | None:
+    return None if moment_s is None else datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._places = asyncio.Semaphore(IN_FLIGHT)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, batch: MessageBatch) -> None:
-        task = asyncio.create_task(self._run(batch))
-        self._tasks[batch.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+def answered_line(line: BatchLine, answer: LineAnswer) -> bytes:
+    kind, field = (b"errored", b"error") if answer.is_error else (b"succeeded", b"message")
+    result = b'{"type":"' + kind + b'","' + field + b'":' + answer.body + b"}"
+    return b'{"custom_id":' + orjson.dumps(line.custom_id) + b',"result":' + result + b"}"
 
-    def cancel(self, batch: MessageBatch) -> None:
-        """End a batch: what has its result keeps it."""
-        if batch.ended is None and batch.cancel_initiated is None:
-            batch.cancel_initiated = datetime.now(UTC)
-            self._tasks[batch.id].cancel()
 
-    async def _run(self, batch: MessageBatch) -> None:
-        waiting = iter(batch.items)
+def left_line(line: BatchLine, outcome: Outcome) -> bytes:
+    return orjson.dumps({"custom_id": line.custom_id, "result": {"type": outcome}})
 
-        async def work() -> None:
-            for item in waiting:  # shared: each worker takes the next one
-                await self._end(item)
 
-        left: Outcome = "expired"
-        try:
-            async with (
-                asyncio.timeout((batch.expires - datetime.now(UTC)).total_seconds()),
-                asyncio.TaskGroup() as all_,
-            ):
-                for _ in range(min(IN_FLIGHT, len(batch.items))):
-                    all_.create_task(work())
-        except TimeoutError:
-            pass
-        except asyncio.CancelledError:
-            left = "canceled"
-            if batch.cancel_initiated is None:  # the server ends
-                raise
-        finally:
-            for item in batch.open_items:
-                item.end(left, orjson.dumps({"type": left}))
-            batch.ended = datetime.now(UTC)
+async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
+    """Bring a batch to its last status; its results stay with it, its requests go."""
 
-    async def _end(self, item: BatchItem) -> None:
-        try:
-            message = await self._patiently(item.body)
-        except TokenmillError as error:
-            item.end("errored", orjson.dumps({"type": "errored", "error": error_content(error, "")}))
-        except Exception:
-            log.exception("request %s of a message batch failed", item.custom_id)
-            item.end("errored", orjson.dumps({"type": "errored", "error": error_content(InternalError(), "")}))
-        else:
-            item.end("succeeded", b'{"type":"succeeded","message":' + message + b"}")
+    def work(connection: sqlite3.Connection) -> None:
+        table.move(connection, row["id"], ends_as, server=None)
+        runner.files.remove(connection, row["input"])
 
-    async def _patiently(self, body: bytes) -> bytes:
-        while True:
-            try:
-                async with self._places:
-                    return await self._answer(body)
-            except Overloaded as full:
-                await asyncio.sleep(full.retry_after_s)
-            except EngineDead:
-                await asyncio.sleep(RETRY_AFTER_S)
+    await runner.database.write(work)
+
+
+async def result_lines(runner: BatchRunner, batch_id: str) -> AsyncIterator[bytes]:
+    last = 0
+    while True:
+        found = await runner.database.read(table.Results(batch_id, last, OUTCOMES))
+        if not found:
+            return
+        yield b"".join(line["result"] + b"\n" for line in found)
+        last = found[-1]["line"]

@@ -12,12 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill.engine.request_ids import call_id
 from tokenmill.engine.text_workers import text_size
-from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.anthropic import schemas
-from tokenmill.server.anthropic.batches import PRIORITY, BatchRunner, BatchStore, MessageBatch, parse_batch
 from tokenmill.server.anthropic.models import model_card
 from tokenmill.server.anthropic.pages import page_of
 from tokenmill.server.anthropic.parse import parse_count, parse_messages, require_room
@@ -57,6 +53,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.MESSAGES_BODY,
             stream=schemas.MESSAGES_STREAM,
+            job=lambda body: messages_job(body, context, signer),
         ),
         Endpoint(
             "POST",
@@ -79,7 +76,6 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
             (404, 503),
             when=names_a_version,
         ),
-        *batch_endpoints(context, signer),
     ]
 
 
@@ -112,83 +108,3 @@ async def counted(request: Request, context: RouteContext, signer: ThoughtSigner
     model, asked = await context.parsed(request, parse)
     engine = model.engine
     return await context.workers.run(text_size(asked), lambda: len(engine.tokenize_chat(asked)))
-
-
-# ── batches ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def batch_endpoints(context: RouteContext, signer: ThoughtSigner) -> list[Endpoint]:
-    store = BatchStore()
-    runner = BatchRunner(lambda body: answered(body, context, signer))
-
-    def found(request: Request) -> MessageBatch:
-        return store.find(request.state.record.key_id, request.path_params["batch_id"])
-
-    def shown(request: Request, batch: MessageBatch) -> Response:
-        return json_response(batch.as_object(str(request.base_url).rstrip("/")))
-
-    async def create_message_batch(request: Request) -> Response:
-        batch = MessageBatch(request.state.record.key_id, await context.parsed(request, parse_batch))
-        store.add(batch)
-        runner.start(batch)
-        return shown(request, batch)
-
-    async def message_batches(request: Request) -> Response:
-        origin = str(request.base_url).rstrip("/")
-        listed = [batch.as_object(origin) for batch in store.of(request.state.record.key_id)]
-        return json_response(page_of(listed, request))
-
-    async def message_batch(request: Request) -> Response:
-        return shown(request, found(request))
-
-    async def cancel_message_batch(request: Request) -> Response:
-        batch = found(request)
-        runner.cancel(batch)
-        return shown(request, batch)
-
-    async def delete_message_batch(request: Request) -> Response:
-        batch = found(request)
-        store.delete(batch)
-        return json_response({"id": batch.id, "type": "message_batch_deleted"})
-
-    async def message_batch_results(request: Request) -> Response:
-        batch = found(request)
-        if not batch.ended:
-            raise InvalidRequest("the message batch has not ended yet, so it has no results")
-        return Response(b"".join(item.line() for item in batch.items), media_type="application/x-jsonl")
-
-    path = "/v1/messages/batches"
-    batch, missing = schemas.BATCH_REPLY, (404,)
-    return [
-        Endpoint("GET", path, message_batches, "Anthropic", schemas.BATCHES_REPLY, (400,)),
-        Endpoint("POST", path, create_message_batch, "Anthropic", batch, READING, schemas.BATCH_BODY),
-        Endpoint("GET", f"{path}/{{batch_id}}", message_batch, "Anthropic", batch, missing),
-        Endpoint("DELETE", f"{path}/{{batch_id}}", delete_message_batch, "Anthropic", schemas.DELETED_REPLY, missing),
-        Endpoint("POST", f"{path}/{{batch_id}}/cancel", cancel_message_batch, "Anthropic", batch, missing),
-        Endpoint(
-            "GET",
-            f"{path}/{{batch_id}}/results",
-            message_batch_results,
-            "Anthropic",
-            {"type": "string"},
-            missing,
-            media_type="application/x-jsonl",
-        ),
-    ]
-
-
-async def answered(body: bytes, context: RouteContext, signer: ThoughtSigner) -> bytes:
-    """The message that answers one request of a batch, as JSON."""
-    job = await context.made_of(body, lambda asked: messages_job(asked, context, signer, PRIORITY))
-    record = RequestRecord(call_id(""), "POST", "/v1/messages", is_generation=True, model=job.engine.info.name)
-    run = context.start_run(job, record)
-    try:
-        await run.accept()
-        reply = await run.whole()
-    except TokenmillError as error:
-        record.note_failure(error)
-        raise
-    finally:
-        await run.close()
-        context.count(record)
-    return bytes(reply.body)

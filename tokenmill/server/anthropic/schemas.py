@@ -6,8 +6,9 @@ counts as absent everywhere; fields that are not named here are ignored or refus
 
 from __future__ import annotations
 
+import re
+
 from tokenmill.params import MAX_STOP_STRINGS
-from tokenmill.server.anthropic.batches import CUSTOM_ID, MAX_REQUESTS
 from tokenmill.server.anthropic.conversation import MAX_MESSAGES, ROLES
 from tokenmill.server.anthropic.parse import EFFORTS, MAX_COUNT, THINKING_TYPES
 from tokenmill.server.anthropic.tools import CHOICES, MAX_TOOLS
@@ -113,6 +114,8 @@ MODELS_REPLY = object_of(data=list_of(MODEL_REPLY), has_more={"type": "boolean"}
 
 # ── batches ────────────────────────────────────────────────────────────────────────────────────────────
 
+MAX_REQUESTS = 50_000  # of a batch
+CUSTOM_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 BATCH_REQUEST: Schema = {
     "type": "object",
     "required": ["custom_id", "params"],

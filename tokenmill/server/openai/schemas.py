@@ -169,3 +169,59 @@ TOKENIZE_REPLY: Schema = {
     ]
 }
 DETOKENIZE_REPLY = object_of(prompt=TEXT, content=TEXT)
+
+# ── files and batches ──────────────────────────────────────────────────────────────────────────────────
+
+MAYBE_MOMENT: Schema = {"type": ["integer", "null"]}
+FILE_BODY: Schema = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch", "user_data", "assistants", "vision", "evals"]},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+}
+FILE_REPLY = object_of(
+    id=TEXT,
+    object={"const": "file"},
+    bytes=COUNT,
+    created_at=COUNT,
+    expires_at=MAYBE_MOMENT,
+    filename=TEXT,
+    purpose=TEXT,
+    status=TEXT,
+)
+PAGE = {"object": {"const": "list"}, "has_more": {"type": "boolean"}}
+FILES_REPLY = object_of(data=list_of(FILE_REPLY), **PAGE)
+FILE_DELETED_REPLY = object_of(id=TEXT, object={"const": "file"}, deleted={"const": True})
+BATCH_BODY = body_of(
+    ["input_file_id", "endpoint", "completion_window"],
+    {
+        "input_file_id": TEXT,
+        "endpoint": TEXT,
+        "completion_window": {**TEXT, "description": "`24h`, or another time of up to 30 days: `90m`, `1h`, `7d`"},
+        "metadata": maybe({"type": "object", "maxProperties": 16, "additionalProperties": {**TEXT, "maxLength": 512}}),
+        "output_expires_after": maybe({"type": "object"}),
+    },
+    {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+)
+BATCH_REPLY = object_of(
+    id=TEXT,
+    object={"const": "batch"},
+    endpoint=TEXT,
+    errors=MAYBE_OBJECT,
+    input_file_id=TEXT,
+    completion_window=TEXT,
+    status=TEXT,
+    output_file_id={"type": ["string", "null"]},
+    error_file_id={"type": ["string", "null"]},
+    created_at=COUNT,
+    expires_at=COUNT,
+    in_progress_at=MAYBE_MOMENT,
+    completed_at=MAYBE_MOMENT,
+    request_counts=object_of(total=COUNT, completed=COUNT, failed=COUNT),
+    metadata=MAYBE_OBJECT,
+)
+BATCHES_REPLY = object_of(data=list_of(BATCH_REPLY), **PAGE)

@@ -79,22 +79,34 @@ VERSIONS = (
         created_s    REAL NOT NULL,
         used_s       REAL NOT NULL,
         expires_s    REAL,
-        status       TEXT NOT NULL,
-        server       TEXT,
         dialect      TEXT NOT NULL,      -- openai or anthropic
-        body         BLOB NOT NULL,      -- JSON of what is not a column
-        num_bytes    INTEGER NOT NULL    -- with its lines
+        endpoint     TEXT NOT NULL,      -- the path that its lines are requests of
+        input        TEXT NOT NULL,      -- the file with its lines
+        status       TEXT NOT NULL,      -- validating, failed, in_progress, cancelling, finalizing, completed, ...
+        server       TEXT,
+        due_s        REAL NOT NULL,      -- what is not answered by then expires
+        model        TEXT,
+        num_lines    INTEGER NOT NULL DEFAULT 0,
+        succeeded    INTEGER NOT NULL DEFAULT 0,      -- lines, by how they ended
+        errored      INTEGER NOT NULL DEFAULT 0,
+        canceled     INTEGER NOT NULL DEFAULT 0,
+        expired      INTEGER NOT NULL DEFAULT 0,
+        input_tokens INTEGER NOT NULL DEFAULT 0,
+        cached_tokens INTEGER NOT NULL DEFAULT 0,
+        output_tokens INTEGER NOT NULL DEFAULT 0,
+        reasoning_tokens INTEGER NOT NULL DEFAULT 0,
+        facts        BLOB NOT NULL,      -- JSON: metadata, when it came to each status, errors, files with its results
+        num_bytes    INTEGER NOT NULL    -- of its lines
     );
     CREATE INDEX batches_by_use ON batches (used_s, num_bytes);
-    CREATE INDEX batches_at_work ON batches (server) WHERE server IS NOT NULL;
+    CREATE INDEX batches_at_work ON batches (status);
 
-    CREATE TABLE batch_lines (
+    CREATE TABLE batch_lines (           -- a line that has ended; one that has not has no row
         batch        TEXT NOT NULL,
         line         INTEGER NOT NULL,
         custom_id    TEXT NOT NULL,
-        state        TEXT NOT NULL,
-        request      BLOB,
-        result       BLOB,
+        state        TEXT NOT NULL,      -- succeeded, errored, canceled, expired
+        result       BLOB NOT NULL,      -- JSON as its dialect writes it
         PRIMARY KEY (batch, line)
     ) WITHOUT ROWID;
     CREATE TRIGGER batch_gone AFTER DELETE ON batches

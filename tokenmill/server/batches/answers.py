@@ -1,0 +1,80 @@
+"""One line of a batch answered: by the parser, engine and rendering of a request over HTTP, behind interactive ones."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from tokenmill.engine.request_ids import new_id
+from tokenmill.errors import EngineDead, Overloaded, TokenmillError
+from tokenmill.observe.log import get_log
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.server.batches.lines import BatchLine
+from tokenmill.server.dialect import path_only
+from tokenmill.server.errors import RETRY_AFTER_S, InternalError
+from tokenmill.server.generation import GenerationJob
+from tokenmill.server.routing import MakeJob, RouteContext
+from tokenmill.types import Usage
+
+log = get_log("server")
+PRIORITY = 1000  # interactive requests have 0, and smaller runs first
+
+
+@dataclass(frozen=True)
+class LineAnswer:
+    """What came of a line: the body of a reply, or of an error."""
+
+    request_id: str
+    status: int  # of HTTP
+    body: bytes
+    usage: Usage | None = None
+
+    @property
+    def is_error(self) -> bool:
+        return self.status >= 400
+
+
+async def answer_line(line: BatchLine, owner: str, make_job: MakeJob, context: RouteContext) -> LineAnswer:
+    """Answer a line. One that finds the engine full or starting again waits; one that fails is an answer too."""
+    while True:
+        request_id = new_id("req-")
+        try:
+            return await _answer(line, request_id, owner, make_job, context)
+        except (Overloaded, EngineDead) as busy:
+            await asyncio.sleep(busy.retry_after_s if isinstance(busy, Overloaded) else RETRY_AFTER_S)
+        except TokenmillError as error:
+            return failed_line(line, request_id, error, context)
+        except Exception:
+            log.exception("line %d of a batch failed (%s)", line.number, request_id)
+            return failed_line(line, request_id, InternalError(), context)
+
+
+def failed_line(line: BatchLine, request_id: str, error: TokenmillError, context: RouteContext) -> LineAnswer:
+    """An error in the form of the dialect that the line asks in."""
+    dialect = context.dialects.of(path_only(line.url))
+    return LineAnswer(request_id, dialect.error_status(error), dialect.error_body(error, request_id))
+
+
+async def _answer(line: BatchLine, request_id: str, owner: str, make_job: MakeJob, context: RouteContext) -> LineAnswer:
+    job = behind_others(await context.made_of(line.body, make_job))
+    model = job.engine.info.name
+    record = RequestRecord(request_id, "POST", line.url, key_id=owner, is_generation=True, model=model)
+    run = context.start_run(job, record)
+    try:
+        await run.accept()
+        reply = await run.whole()
+    except TokenmillError as error:
+        record.note_failure(error)
+        raise
+    finally:
+        await run.close()
+        context.count(record)
+    return LineAnswer(request_id, reply.status_code, bytes(reply.body), record.usage)
+
+
+def behind_others(job: GenerationJob) -> GenerationJob:
+    """A job that runs when interactive ones leave room; lines with a priority of their own keep it among each other."""
+    requests = [msgspec.structs.replace(one, priority=PRIORITY + max(one.priority, 0)) for one in job.requests]
+    return replace(job, requests=requests)

@@ -1,0 +1,227 @@
+"""OpenAI's Batches: a file of requests in, a file of answers and a file of errors out.
+
+Lines that were answered are in the output file, with their status and body; those that failed, expired or were
+cancelled are in the error file. A file is there only if it has lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.engine.request_ids import new_id
+from tokenmill.server.batches import table
+from tokenmill.server.batches.answers import LineAnswer
+from tokenmill.server.batches.lines import BatchLine
+from tokenmill.server.batches.runner import BatchDialect, BatchRunner
+from tokenmill.server.batches.table import NewBatch, Outcome
+from tokenmill.server.body import BodyFields, refuse, shown
+from tokenmill.server.openai import schemas
+from tokenmill.server.openai.files import BATCH_FILES_KEPT_S, parse_expiry
+from tokenmill.server.openai.pages import page_after, query_integer
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.state.files import FileWriter, visible
+
+DIALECT = "openai"
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+WINDOW = re.compile(r"([1-9][0-9]{0,3})(m|h|d)")
+WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
+MAX_WINDOW_S = 30 * 86_400
+LEFT = {
+    "canceled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
+    "expired": ("batch_expired", "the batch's completion window ended before this request was answered"),
+}
+STATUSES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+def batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint]:
+    database = context.state.database
+    runner.dialects[DIALECT] = BatchDialect(answered_line, left_line, lambda row, ends_as: finish(runner, row, ends_as))
+
+    def owner(request: Request) -> str:
+        key_id: str = request.state.record.key_id
+        return key_id
+
+    async def create_batch(request: Request) -> Response:
+        batch = await context.parsed(request, lambda body: parse_batch(body, owner(request), list(runner.jobs)))
+        file = await database.read(lambda connection: visible(connection, batch.owner, batch.input))
+        if file["purpose"] != "batch":
+            refuse("input_file_id", f"must be a file with the purpose batch, not {file['purpose']}")
+        return json_response(batch_object(await runner.add(batch)))
+
+    async def list_batches(request: Request) -> Response:
+        limit = query_integer(request, "limit", 20, 1, 100)
+        rows = await database.read(lambda connection: table.list_batches(connection, owner(request), DIALECT))
+        return json_response(page_after([batch_object(row) for row in rows], request, limit))
+
+    async def retrieve_batch(request: Request) -> Response:
+        batch_id = request.path_params["batch_id"]
+        row = await database.read(lambda connection: table.find_batch(connection, owner(request), DIALECT, batch_id))
+        return json_response(batch_object(row))
+
+    async def cancel_batch(request: Request) -> Response:
+        row = await runner.cancel(owner(request), DIALECT, request.path_params["batch_id"])
+        return json_response(batch_object(row))
+
+    one, reply = "/v1/batches/{batch_id}", schemas.BATCH_REPLY
+    return [
+        Endpoint("GET", "/v1/batches", list_batches, "OpenAI", schemas.BATCHES_REPLY, (400,)),
+        Endpoint("POST", "/v1/batches", create_batch, "OpenAI", reply, READING, schemas.BATCH_BODY),
+        Endpoint("GET", one, retrieve_batch, "OpenAI", reply, (404,)),
+        Endpoint("POST", f"{one}/cancel", cancel_batch, "OpenAI", reply, (404,)),
+    ]
+
+
+# ── what a client asks for ─────────────────────────────────────────────────────────────────────────────
+
+
+def parse_batch(body: dict[str, Any], owner: str, urls: Sequence[str]) -> NewBatch:
+    fields = BodyFields(body)
+    endpoint = fields.required_text("endpoint")
+    if endpoint not in urls:
+        refuse("endpoint", f"must be one of {', '.join(urls)}, got {shown(endpoint)}")
+    window = fields.required_text("completion_window")
+    life_s = window_s(window)
+    facts: dict[str, Any] = {"completion_window": window, "metadata": parse_metadata(fields)}
+    expiry = fields.object("output_expires_after")
+    if expiry is not None:
+        expiry.one_of("anchor", ("created_at",))
+        facts["output_kept_s"] = parse_expiry(expiry.get("seconds"), "output_expires_after.seconds")
+    return NewBatch(owner, DIALECT, endpoint, fields.required_text("input_file_id"), life_s, facts=facts)
+
+
+def window_s(window: str) -> int:
+    found = WINDOW.fullmatch(window)
+    seconds = 0 if found is None else int(found[1]) * WINDOW_UNITS_S[found[2]]
+    if not 0 < seconds <= MAX_WINDOW_S:
+        refuse("completion_window", f"must be a time of up to 30 days, such as 24h or 90m, got {shown(window)}")
+    return seconds
+
+
+def parse_metadata(fields: BodyFields) -> dict[str, str] | None:
+    given = fields.object("metadata")
+    if given is None:
+        return None
+    if len(given.values) > MAX_METADATA:
+        refuse("metadata", f"takes at most {MAX_METADATA} pairs, got {len(given.values)}")
+    for key, value in given.values.items():
+        if len(key) > MAX_METADATA_KEY or not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
+            problem = f"has keys of up to {MAX_METADATA_KEY} characters and strings of up to {MAX_METADATA_VALUE}"
+            refuse("metadata", problem)
+    return given.values
+
+
+# ── what a client sees ─────────────────────────────────────────────────────────────────────────────────
+
+
+def batch_object(row: sqlite3.Row) -> dict[str, Any]:
+    facts = table.facts_of(row)
+    moments = {f"{status}_at": _seconds(facts.get(f"{status}_s")) for status in STATUSES}
+    faults = facts.get("errors")
+    return {
+        "id": row["id"],
+        "object": "batch",
+        "endpoint": row["endpoint"],
+        "model": row["model"],
+        "errors": None if faults is None else {"object": "list", "data": faults},
+        "input_file_id": row["input"],
+        "completion_window": facts["completion_window"],
+        "status": row["status"],
+        "output_file_id": facts.get("output_file"),
+        "error_file_id": facts.get("error_file"),
+        "created_at": int(row["created_s"]),
+        "expires_at": int(row["due_s"]),
+        **moments,
+        "request_counts": {
+            "total": row["num_lines"],
+            "completed": row["succeeded"],
+            "failed": row["errored"] + row["canceled"] + row["expired"],
+        },
+        "usage": {
+            "input_tokens": row["input_tokens"],
+            "input_tokens_details": {"cached_tokens": row["cached_tokens"]},
+            "output_tokens": row["output_tokens"],
+            "output_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]},
+            "total_tokens": row["input_tokens"] + row["output_tokens"],
+        },
+        "metadata": facts["metadata"],
+    }
+
+
+def _seconds(moment: float | None) -> int | None:
+    return None if moment is None else int(moment)
+
+
+def answered_line(line: BatchLine, answer: LineAnswer) -> bytes:
+    """A line of an output file, or of an error file. The reply's JSON goes in as it is."""
+    head = {"id": new_id("batch_req_"), "custom_id": line.custom_id}
+    response = {"status_code": answer.status, "request_id": answer.request_id}
+    return (
+        orjson.dumps(head)[:-1]
+        + b',"response":'
+        + orjson.dumps(response)[:-1]
+        + b',"body":'
+        + answer.body
+        + b'},"error":null}'
+    )
+
+
+def left_line(line: BatchLine, outcome: Outcome) -> bytes:
+    code, message = LEFT[outcome]
+    error = {"code": code, "message": message}
+    return orjson.dumps({"id": new_id("batch_req_"), "custom_id": line.custom_id, "response": None, "error": error})
+
+
+async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
+    """Write the files of a batch of which all lines have ended; they and its last status are there together."""
+    output = await written(runner, row, ("succeeded",))
+    errors = await written(runner, row, ("errored", "canceled", "expired"))
+    facts = table.facts_of(row)
+    expires_s = time.time() + facts.get("output_kept_s", BATCH_FILES_KEPT_S)
+    contents = [
+        (fact, name, writer, await asyncio.to_thread(writer.finish))
+        for fact, name, writer in (("output_file", "output", output), ("error_file", "error", errors))
+    ]
+
+    def work(connection: sqlite3.Connection) -> None:
+        made: dict[str, str] = {}
+        for fact, name, writer, sha256 in contents:
+            if writer.num_bytes:
+                file = runner.files.insert(
+                    connection,
+                    writer,
+                    sha256,
+                    row["owner"],
+                    name=f"{row['id']}_{name}.jsonl",
+                    purpose="batch_output",
+                    expires_s=expires_s,
+                )
+                made[fact] = file["id"]
+        connection.execute("DELETE FROM batch_lines WHERE batch = ?", (row["id"],))
+        table.move(connection, row["id"], ends_as, server=None, num_bytes=0, **made)
+
+    try:
+        await runner.database.write(work)
+    finally:
+        for _, _, writer, _ in contents:
+            writer.drop()
+
+
+async def written(runner: BatchRunner, row: sqlite3.Row, outcomes: Sequence[str]) -> FileWriter:
+    """The results of lines that ended in one of these ways, a line each, in the order of the batch."""
+    writer = runner.files.writer()
+    last = 0
+    while True:
+        found = await runner.database.read(table.Results(row["id"], last, outcomes))
+        if not found:
+            return writer
+        await writer.add(b"".join(line["result"] + b"\n" for line in found))
+        last = found[-1]["line"]

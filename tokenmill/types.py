@@ -74,6 +74,15 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     keep_history: bool = False  # show the model what it thought in all earlier turns, not only since the last question
 
 
+class TokenPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """The token ids with which an earlier turn of a conversation ended, and the rendered text that they stand for."""
+
+    token_ids: list[int]
+    num_characters: int
+    digest: bytes  # SHA-256 of the text
+    model: str  # the fingerprint of the model whose ids they are
+
+
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation to continue."""
 
@@ -86,6 +95,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None  # instead of the model's own
     add_generation_prompt: bool = True
     continues_last: bool = False  # go on with the last message, which is the assistant's, instead of a new one
+    extends: TokenPrefix | None = None  # used where the rendered conversation begins with its text
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""

@@ -17,7 +17,7 @@ from tests.support.loopback import RunningServer, Serving
 from tests.support.scripted_server import without_files
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
-from tokenmill.server.anthropic import signatures
+from tokenmill.server import signatures
 from tokenmill.server.app import DIALECTS, create_app
 from tokenmill.server.dialect import Dialects
 from tokenmill.server.gate import EngineGate

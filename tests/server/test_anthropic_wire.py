@@ -22,9 +22,9 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.server.anthropic.pages import page_of
 from tokenmill.server.anthropic.parse import parse_messages
 from tokenmill.server.anthropic.render import MessageRendering
-from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.anthropic.tools import native_id, wire_id
 from tokenmill.server.generation import GenerationFacts
+from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import CallArguments, CallEnd, CallStart, Event, Part, TextPart, ThoughtPart, Usage
 
 ABLE = replace(INFO, can_call_tools=True, can_think=True)

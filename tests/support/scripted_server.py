@@ -88,10 +88,16 @@ def _running(model: str, config: ServerConfig, settings: dict[str, Any]) -> Iter
     async def serve() -> None:
         engine = await AsyncEngine.start(model, in_process=True, **settings)
         try:
-            front = uvicorn.Server(uvicorn_config(create_app(engine, config, Metrics(model=NAME)), flush_s=1))
+            app = create_app(engine, config, Metrics(model=NAME))
+            front = uvicorn.Server(uvicorn_config(app, flush_s=1))
             made.append((engine, front))
+            for service in app.state.context.services:
+                await service.start()
             asyncio.get_running_loop().call_soon(started.set)
             await front.serve(sockets=[listener])
+            for service in app.state.context.services:
+                await service.close()
+            await app.state.context.state.close()
         finally:
             await engine.close()
 

@@ -9,6 +9,7 @@ shift itself is in `scheduler/request.py`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
@@ -57,6 +58,7 @@ from tokenmill.types import (
     Reasoning,
     Request,
     TokenizedParams,
+    TokenPrefix,
 )
 
 log = logging.getLogger(__name__)
@@ -274,8 +276,23 @@ class InputProcessor:
         text = self.chat_text(asked)
         # A server checks the length of the messages; what a template adds, reasoning and tool calls are not in that.
         require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
+        if (extended := self._extended(text, asked.extends)) is not None:
+            return extended
         bos = self.tokenizer.special_tokens.get("bos_token")
         return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+
+    def _extended(self, text: str, known: TokenPrefix | None) -> list[int] | None:
+        """The ids of an earlier turn and those of the text that follows it; None where the text is another one, or
+        where no added token stands between the two, so that a token could reach from one into the other."""
+        if known is None or text_digest(text[: known.num_characters]) != known.digest:
+            return None
+        ids, rest = known.token_ids, text[known.num_characters :]
+        last = self.tokenizer.token_text(ids[-1])
+        if self.tokenizer.added_tokens.get(last) == ids[-1]:  # it is tokenised again, with the text after it
+            ids, rest = ids[:-1], last + rest
+        if not rest.startswith(tuple(self.tokenizer.added_tokens)):
+            return None
+        return [*ids, *self.tokenizer.encode(rest, add_special_tokens=False)]
 
     @staticmethod
     def _prompt_params(asked: PromptRequest) -> SamplingParams:
@@ -402,6 +419,11 @@ class InputProcessor:
             cache_salt=asked.cache_salt,
             pooling=asked.pooling or Pooling(),
         )
+
+
+def text_digest(text: str) -> bytes:
+    """What a `TokenPrefix` knows the text of its tokens by."""
+    return hashlib.sha256(text.encode()).digest()
 
 
 def no_tokenizer() -> InvalidRequest:

@@ -41,6 +41,7 @@ from tokenmill.server.ollama.routes import ollama_endpoints
 from tokenmill.server.openai.batches import batch_endpoints
 from tokenmill.server.openai.files import file_endpoints
 from tokenmill.server.openai.render import OPENAI
+from tokenmill.server.openai.responses.routes import response_endpoints
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import Endpoint, RouteContext, routes_of
@@ -58,6 +59,7 @@ EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms"
 DIALECTS = Dialects(ANTHROPIC, LLAMACPP, OLLAMA, TGI, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     openai_endpoints,  # first: the routes that are asked most are found soonest
+    response_endpoints,
     anthropic_endpoints,
     llamacpp_endpoints,
     ollama_endpoints,

@@ -21,7 +21,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
 from tokenmill.engine.request_ids import engine_ids
 from tokenmill.engine.results import EventFold
 from tokenmill.errors import ContextLengthExceeded, RequestAborted, RequestFailed, TokenmillError
@@ -63,6 +63,10 @@ class Rendering(Protocol):
     def whole(self, choices: list[Event], facts: GenerationFacts) -> Response: ...
 
 
+Shorten = Callable[[ClientRequest, ContextLengthExceeded], ClientRequest | None]
+Finish = Callable[[GenerationFacts], Awaitable[None]]
+
+
 @dataclass(frozen=True)
 class GenerationJob:
     """What a dialect's parser makes of a body: engine requests, each with `num_choices` answers."""
@@ -75,6 +79,8 @@ class GenerationJob:
     prompt_param: str = "messages"  # the field to blame for a prompt that does not fit
     max_in_flight: int | None = None  # None: all requests at once, so that all are accepted before the first byte
     check: Callable[[Request], None] | None = None  # raises what the dialect refuses once the prompt's length is known
+    shorten: Shorten | None = None  # makes a request that did not fit shorter, or gives up (None)
+    finish: Finish | None = None  # done before the client is told that its answer is complete
 
 
 # ── the engine's side ──────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +142,7 @@ class GenerationRun:
 
     async def _submit(self, request: ClientRequest) -> AsyncIterator[Event]:
         try:
-            prepared = await self.job.engine.prepare(request)
+            prepared = await self._prepared(request)
             if self.job.check is not None:
                 self.job.check(prepared.request)
             if self._is_aborted:
@@ -150,6 +156,16 @@ class GenerationRun:
         self._usages[request.request_id] = Usage(prompt_tokens=num_tokens, completion_tokens=0)
         self._open[request.request_id] = events
         return events
+
+    async def _prepared(self, request: ClientRequest) -> PreparedRequest:
+        while True:
+            try:
+                return await self.job.engine.prepare(request)
+            except ContextLengthExceeded as error:
+                shorter = None if self.job.shorten is None else self.job.shorten(request, error)
+                if shorter is None:
+                    raise
+                request = shorter
 
     async def close(self) -> None:
         """Abort whatever still runs; its KV blocks are free afterwards."""
@@ -233,7 +249,14 @@ class GenerationRun:
         folds = [EventFold() for _ in range(len(self._requests) * self.job.num_choices)]
         async for index, event in self:
             folds[index].add(event)
-        return await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
+        reply = await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
+        await self.finish()
+        return reply
+
+    async def finish(self) -> None:
+        """What is to be done once the answer is complete and rendered, before its end is sent."""
+        if self.job.finish is not None:
+            await self.job.finish(self.facts())
 
     def _with_prompt_logprobs(self, choices: list[Event]) -> list[Event]:
         """Give every choice the logprobs of its prompt, which come once, with the first of a prompt's choices."""
@@ -307,6 +330,7 @@ class GenerationResponse(Response):
             raise error
         self._run.record.note_failure(error)
         failure = self._job.rendering.failure(error, self._run.record.request_id)
+        await self._run.finish()
         await self._emit(send, failure, more=False, begins=self._is_accepted)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -326,7 +350,9 @@ class GenerationResponse(Response):
                     await self._emit(send, data)
         finally:
             pinger.cancel()
-        await self._emit(send, self._job.rendering.end(self._run.facts()), more=False)
+        end = self._job.rendering.end(self._run.facts())
+        await self._run.finish()
+        await self._emit(send, end, more=False)
 
     async def _ping(self, send: Send) -> None:
         """Send a ping whenever a whole period brought nothing: one timer a period, none per token."""

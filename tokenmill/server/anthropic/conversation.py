@@ -23,9 +23,9 @@ from typing import NoReturn
 import msgspec
 import orjson
 
-from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.anthropic.tools import native_id
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
+from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import Message, ToolCall
 
 MAX_MESSAGES = 100_000  # Anthropic's

@@ -25,9 +25,9 @@ from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded
 from tokenmill.params import MAX_STOP_STRINGS, Guided, SamplingParams
 from tokenmill.server.anthropic.conversation import num_characters, parse_conversation, with_thinking_of
-from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.anthropic.tools import parse_tool_choice, parse_tools
 from tokenmill.server.body import BodyFields, refuse, shown
+from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import ChatRequest, Message, Reasoning, Request
 
 MAX_COUNT = 2**31 - 1

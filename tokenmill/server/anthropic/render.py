@@ -26,11 +26,11 @@ from tokenmill.engine.results import merge_parts, text_parts
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, TokenmillError
 from tokenmill.server.anthropic.parse import MessagesCall
-from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.anthropic.tools import wire_id
 from tokenmill.server.dialect import SSE_HEADERS, Dialect, RequestHead, json_bytes, named_sse_frame
 from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.routing import TEXT, object_of
+from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import CallArguments, CallEnd, CallStart, Event, Part, TextPart, ThoughtPart, Usage
 
 ERROR_TYPES = {

@@ -18,10 +18,10 @@ from tokenmill.server.anthropic.models import model_card
 from tokenmill.server.anthropic.pages import page_of
 from tokenmill.server.anthropic.parse import parse_count, parse_messages, require_room
 from tokenmill.server.anthropic.render import MessageRendering, names_a_version
-from tokenmill.server.anthropic.signatures import ThoughtSigner
 from tokenmill.server.body import BodyFields
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest
 

@@ -43,6 +43,7 @@ MAX_LEGACY_LOGPROBS = 5
 MAX_BEST_OF = 20
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_SALT_LENGTH = 1024
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 UNSUPPORTED = (
     "bad_words",
@@ -221,6 +222,21 @@ def _bias_value(given: BodyFields, key: str) -> float:
     return float(value)
 
 
+def parse_metadata(fields: BodyFields) -> dict[str, str]:
+    """A client's own notes on what it keeps here: a few short strings by name."""
+    given = fields.object("metadata")
+    values = {} if given is None else given.values
+    if len(values) > MAX_METADATA:
+        refuse(fields.name("metadata"), f"takes at most {MAX_METADATA} pairs, got {len(values)}")
+    for key, value in values.items():
+        if not isinstance(value, str) or len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            refuse(
+                fields.name("metadata"),
+                f"must hold strings of at most {MAX_METADATA_VALUE} characters by names of at most {MAX_METADATA_KEY}",
+            )
+    return values
+
+
 # ── what an answer must follow ─────────────────────────────────────────────────────────────────────────
 
 
@@ -251,6 +267,11 @@ def _named_schema(wanted: BodyFields) -> Guided:
     named = wanted.object("json_schema")
     if named is None:
         refuse(wanted.name("json_schema"), "is required")
+    return schema_of(named)
+
+
+def schema_of(named: BodyFields) -> Guided:
+    """The schema of an object that names and describes it."""
     named.text("name")
     named.text("description")
     named.boolean("strict")

@@ -90,7 +90,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     tools = parse_tools(fields)
     messages = parse_messages(fields)
     params = parse_chat_params(fields, info, config)
-    require_plausible_length(num_characters(messages), _prompt_limit(params, info), "messages")
+    require_plausible_length(num_characters(messages), longest_prompt_of(params, info), "messages")
     request = ChatRequest(
         messages=messages,
         params=params,
@@ -100,8 +100,8 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         continues_last=_continues_last(fields),
-        priority=_priority(fields, config) + _tier_priority(fields, config),
-        cache_salt=_cache_salt(fields),
+        priority=tiered_priority(fields, config),
+        cache_salt=cache_salt(fields),
     )
     fields.text("user")
     return ChatCall(request, stream)
@@ -249,10 +249,10 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     echo = fields.boolean("echo")
     if echo and stream.is_stream and params.logprobs is not None:
         refuse("echo", "with logprobs does not combine with stream")
-    prompts = parse_prompts(fields, "prompt", info, _prompt_limit(params, info), config.max_prompts)
+    prompts = parse_prompts(fields, "prompt", info, longest_prompt_of(params, info), config.max_prompts)
     _require_bounded_choices(len(prompts), params, config)
     suffix = fields.text("suffix") or ""
-    require_plausible_length(len(suffix), _prompt_limit(params, info), "suffix")
+    require_plausible_length(len(suffix), longest_prompt_of(params, info), "suffix")
     if suffix and not info.can_fill_in:
         refuse("suffix", "needs a model that can fill in the middle; this one has no tokens for it")
     fields.text("user")
@@ -268,7 +268,7 @@ def _prompt_request(
         params=params,
         add_special_tokens=fields.boolean("add_special_tokens", True),
         priority=_priority(fields, config),
-        cache_salt=_cache_salt(fields),
+        cache_salt=cache_salt(fields),
     )
 
 
@@ -329,7 +329,7 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
     kind = fields.one_of("pooling", ("mean", "last", "cls"))
     pooling = None if kind is None else Pooling(kind)  # type: ignore[arg-type]  # one of the three
     fields.text("user")
-    priority, salt = _priority(fields, config), _cache_salt(fields)
+    priority, salt = _priority(fields, config), cache_salt(fields)
     requests = [EmbedRequest(prompt=text, pooling=pooling, priority=priority, cache_salt=salt) for text in inputs]
     return EmbeddingCall(requests, dimensions, is_base64)
 
@@ -368,7 +368,7 @@ def parse_detokenize(fields: BodyFields, info: ModelInfo) -> list[int]:
 # ── fields of every call ───────────────────────────────────────────────────────────────────────────────
 
 
-def _prompt_limit(params: SamplingParams, info: ModelInfo) -> int:
+def longest_prompt_of(params: SamplingParams, info: ModelInfo) -> int:
     return prompt_limit(params, info.max_context, shifts_context=info.shifts_context)
 
 
@@ -388,13 +388,14 @@ def _priority(fields: BodyFields, config: ServerConfig) -> int:
     return fields.integer("priority", lowest, MAX_COUNT) or 0
 
 
-def _tier_priority(fields: BodyFields, config: ServerConfig) -> int:
-    """What the tier adds to the priority. As with OpenAI, who may not have a faster tier gets the usual one."""
+def tiered_priority(fields: BodyFields, config: ServerConfig) -> int:
+    """The priority with what the tier adds. As with OpenAI, who may not have a faster tier gets the usual one."""
     added = SERVICE_TIERS[fields.one_of("service_tier", tuple(SERVICE_TIERS)) or "auto"]
-    return added if config.min_priority is None else max(added, min(0, config.min_priority))
+    allowed = added if config.min_priority is None else max(added, min(0, config.min_priority))
+    return _priority(fields, config) + allowed
 
 
-def _cache_salt(fields: BodyFields) -> str:
+def cache_salt(fields: BodyFields) -> str:
     salt = fields.text("cache_salt", MAX_SALT_LENGTH)
     if salt == "":
         refuse("cache_salt", "must not be empty")

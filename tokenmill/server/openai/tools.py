@@ -62,10 +62,10 @@ def _tool(value: object, path: str) -> Tool:
     inner = fields.object(kind)
     if inner is None:
         refuse(fields.name(kind), "is required")
-    return _function_tool(inner) if kind == "function" else _custom_tool(inner)
+    return function_tool(inner) if kind == "function" else _custom_tool(inner)
 
 
-def _function_tool(fields: BodyFields) -> Tool:
+def function_tool(fields: BodyFields) -> Tool:
     parameters = fields.object("parameters")
     return Tool(
         name=fields.required_text("name"),

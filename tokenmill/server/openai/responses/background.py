@@ -1,0 +1,209 @@
+"""Responses that no client waits for: `background: true`.
+
+    queued ─► in_progress ─► completed | incomplete | failed
+       └─────────┴─► cancelled
+
+A row is written at each step, so a response outlives its client's connection and, while it waits, the server: one that
+was queued runs again after a restart, one that ran has failed. Its events are kept, so that clients can follow it,
+leave and come back (`?stream=true&starting_after=N`), also once it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import orjson
+
+from tokenmill.engine.request_ids import call_id
+from tokenmill.errors import EngineDead, Overloaded, TokenmillError, UnknownModel
+from tokenmill.observe.log import get_log
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.server.dialect import SSE_PING, named_sse_frame
+from tokenmill.server.errors import RETRY_AFTER_S, InternalError
+from tokenmill.server.generation import GenerationRun
+from tokenmill.server.openai.responses.generate import ResponseGenerator, ResponseJob
+from tokenmill.server.routing import RouteContext
+
+log = get_log("server")
+MAX_AT_ONCE = 64  # handed to engines; the others wait here
+
+
+@dataclass
+class BackgroundResponse:
+    """A response that runs in this server, and its events so far."""
+
+    made: ResponseJob
+    frames: list[bytes] = field(default_factory=list)
+    is_over: bool = False
+    is_cancelled: bool = False
+    task: asyncio.Task[None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def id(self) -> str:
+        return str(self.made.writer.response["id"])
+
+    def add(self, frames: list[bytes], *, is_over: bool = False) -> None:
+        self.frames += frames
+        self.is_over = is_over
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def follow(self, after: int, keep_alive_s: float) -> AsyncIterator[bytes]:
+        """All events from the one after number `after` on, as they come."""
+        number = after + 1
+        while True:
+            changed = self._changed
+            if number < len(self.frames):
+                news = self.frames[number:]
+                number += len(news)
+                yield b"".join(news)
+            elif self.is_over:
+                return
+            else:
+                try:
+                    await asyncio.wait_for(changed.wait(), keep_alive_s)
+                except TimeoutError:
+                    yield SSE_PING
+
+
+class BackgroundResponses:
+    """The responses that run in this server without a client. A service: started and ended with it."""
+
+    def __init__(self, context: RouteContext, generator: ResponseGenerator) -> None:
+        self._context = context
+        self._generator = generator
+        self._running: dict[str, BackgroundResponse] = {}
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def start(self) -> None:
+        """Take over what servers before this one left behind."""
+        database = self._context.state.database
+        if database.is_new:
+            return
+        try:
+            abandoned = await database.write(self._generator.store.abandoned)
+        except TokenmillError as problem:
+            log.warning("responses of earlier servers are not looked after: %s", problem)
+            return
+        for response_id, owner, body, response in abandoned:
+            try:
+                made = await self._generator.make(body, owner, response_id, response["created_at"])
+            except UnknownModel:
+                log.warning("response %s waits for the model %s", response_id, response["model"])
+                continue
+            except TokenmillError as problem:
+                await database.write(partial(self._generator.store.fail, response=response, why=str(problem)))
+                continue
+            self._launch(BackgroundResponse(made))
+
+    async def close(self) -> None:
+        """Stop. What has not begun stays queued, for the server that is started next."""
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def begin(self, made: ResponseJob) -> BackgroundResponse:
+        """Keep a new response as queued, and run it."""
+        running = BackgroundResponse(made)
+        running.add(made.writer.queued())
+        row = made.row()
+        row.request = made.body
+        await self._generator.save(made, row)
+        self._launch(running)
+        return running
+
+    def find(self, response_id: str, owner: str) -> BackgroundResponse | None:
+        running = self._running.get(response_id)
+        return running if running is not None and running.made.owner == owner else None
+
+    async def cancel(self, running: BackgroundResponse) -> None:
+        """End a response; it is over when this returns."""
+        assert running.task is not None
+        running.is_cancelled = True
+        running.task.cancel()
+        await asyncio.gather(running.task, return_exceptions=True)
+
+    # ── running ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _launch(self, running: BackgroundResponse) -> None:
+        if not running.frames:  # taken over from another server
+            running.add(running.made.writer.queued())
+        running.task = asyncio.create_task(self._run(running))
+        self._running[running.id] = running
+        running.task.add_done_callback(lambda _: self._running.pop(running.id, None))
+
+    async def _run(self, running: BackgroundResponse) -> None:
+        made = running.made
+        record = RequestRecord(call_id(""), "POST", "/v1/responses", is_generation=True, key_id=made.owner)
+        record.model = made.engine.info.name
+        run = self._context.start_run(replace(self._generator.job(made), finish=None), record)
+        try:
+            frames = await self._answer(running, run)
+        except TokenmillError as error:
+            record.note_failure(error)
+            frames = made.writer.fail(error)
+        except asyncio.CancelledError:
+            record.note_departure()
+            if not running.is_cancelled:  # the server ends
+                raise
+            frames = made.writer.cancel()
+        except Exception:
+            log.exception("response %s failed", running.id)
+            record.note_failure(InternalError())
+            frames = made.writer.fail(InternalError())
+        finally:
+            await run.close()
+            self._context.count(record)
+        await self._end(running, run, frames)
+
+    async def _answer(self, running: BackgroundResponse, run: GenerationRun) -> list[bytes]:
+        """Generate; return the last events, which are not shown before the response is kept."""
+        rendering = running.made.rendering
+        async with self._places:
+            await self._accepted(run)
+            running.add(rendering.first_frames())
+            await self._save(running)
+            async for _, event in run:
+                running.add(rendering.frames(event))
+            return rendering.last_frames(run.facts())
+
+    async def _accepted(self, run: GenerationRun) -> None:
+        """Hand a response to the engine; while that is full or starts again, it waits."""
+        while True:
+            try:
+                return await run.accept()
+            except Overloaded as full:
+                await asyncio.sleep(full.retry_after_s)
+            except EngineDead:
+                await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _save(self, running: BackgroundResponse) -> None:
+        row = running.made.row()
+        row.request, row.is_known = running.made.body, True
+        await self._generator.save(running.made, row)
+
+    async def _end(self, running: BackgroundResponse, run: GenerationRun, frames: list[bytes]) -> None:
+        try:
+            row = running.made.row(await running.made.prefix(run.facts()))
+            row.is_known, row.events = True, [*running.frames, *frames]
+            await self._generator.save(running.made, row)
+        except TokenmillError as problem:
+            log.warning("response %s is not kept: %s", running.id, problem)
+        running.add(frames, is_over=True)
+
+
+def lifecycle_frames(response: dict[str, Any]) -> list[bytes]:
+    """The stream of a response whose events were lost with the server that ran it: that it was made, and how it is."""
+    status = response["status"]
+    name = status if status in ("completed", "incomplete", "queued", "in_progress") else "failed"
+    kinds = ("response.created", f"response.{name}")
+    return [
+        named_sse_frame(kind, orjson.dumps({"type": kind, "sequence_number": number, "response": response}))
+        for number, kind in enumerate(kinds)
+    ]

@@ -1,0 +1,223 @@
+"""Tools of a Responses body, as the model sees them and as the client knows them.
+
+    function      {name, description, parameters, strict}                  ──► a tool
+    custom        {name, description, format: {syntax, definition}}        ──► a tool that takes text, of a grammar
+    namespace     {name, description, tools: [function | custom]}          ──► tools named NAMESPACE__NAME
+    tool_search   {description, parameters, execution}                     ──► a tool `tool_search`
+
+A call is answered under the names the client gave: `function_call` with `namespace` and `name`, `custom_tool_call`,
+`tool_search_call`. Tools marked `defer_loading` are shown once a `tool_search_output` names them; where the server is
+to search, all are shown from the beginning, so that there is nothing to search for.
+
+`web_search` needs a service this server does not have. Codex sends it with every request, so it is left out (and not
+repeated in the response) where there are other tools; alone it is refused, as all others of OpenAI's own tools are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tokenmill.observe.log import get_log
+from tokenmill.params import Guided
+from tokenmill.server.body import BodyFields, kind_of, refuse, shown
+from tokenmill.server.openai.tools import MAX_DESCRIPTION, MAX_TOOLS, MODES, function_tool
+from tokenmill.types import Tool, ToolChoice
+
+log = get_log("server")
+CallKind = Literal["function", "custom", "tool_search"]
+TOOL_SEARCH = "tool_search"
+DROPPED = ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11")
+KNOWN = "function, custom, namespace or tool_search"
+ANY_QUERY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"query": {"type": "string", "description": "what the wanted tool does"}},
+    "required": ["query"],
+}
+
+
+@dataclass(frozen=True)
+class CalledTool:
+    """A tool as its client knows it."""
+
+    kind: CallKind
+    name: str
+    namespace: str | None = None
+
+
+@dataclass
+class OfferedTools:
+    """All tools of a request."""
+
+    tools: list[Tool] = field(default_factory=list)
+    called: dict[str, CalledTool] = field(default_factory=dict)  # by the name that the model sees
+    repeated: list[dict[str, Any]] = field(default_factory=list)  # as the response object has them
+    deferred: dict[str, Tool] = field(default_factory=dict)  # not shown before a search has found them
+    _dropped: str | None = None
+
+    def add_all(self, given: Iterable[Any], path: str, *, are_loaded: bool = False) -> None:
+        """Add tools of a body; `are_loaded`: they were found by a search."""
+        values = [_fields(value, f"{path}[{number}]") for number, value in enumerate(given)]
+        searches_here = any(one.get("type") == TOOL_SEARCH and one.get("execution") != "client" for one in values)
+        for one in values:
+            self._add(one, shows_all=are_loaded or searches_here)
+
+    def require_usable(self) -> None:
+        if self._dropped is not None and not self.tools:
+            refuse(self._dropped, f"must be {KNOWN}: this server has no search of its own")
+        if self._dropped is not None:
+            log.info("a client's web_search tool is left out: this server has none")
+
+    def load(self, name: str) -> None:
+        """Show a deferred tool."""
+        if (tool := self.deferred.pop(name, None)) is not None:
+            self.tools.append(tool)
+
+    def _add(self, fields: BodyFields, *, shows_all: bool) -> None:
+        match fields.required_text("type"):
+            case "function" | "custom":
+                self._add_one(fields, None, shows_all=shows_all)
+            case "namespace":
+                self._add_namespace(fields, shows_all=shows_all)
+            case "tool_search":
+                self._add_search(fields)
+            case kind if kind in DROPPED:
+                self._dropped = fields.name("type")
+                return
+            case kind:
+                refuse(fields.name("type"), f"must be {KNOWN}, got {shown(kind)}")
+        self.repeated.append(_repeated(fields.values))
+
+    def _add_one(self, fields: BodyFields, namespace: str | None, *, shows_all: bool) -> None:
+        kind: CallKind = "custom" if fields.get("type") == "custom" else "function"
+        tool = function_tool(fields) if kind == "function" else _custom_tool(fields)
+        called = CalledTool(kind, tool.name, namespace)
+        seen = seen_name(called)
+        tool = Tool(
+            name=seen,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+            kind=tool.kind,
+            input_grammar=tool.input_grammar,
+        )
+        if self.called.get(seen) == called and (
+            seen in self.deferred or shows_all
+        ):  # found by a search, described again
+            self.load(seen)
+            return
+        self.called[seen] = called
+        if fields.boolean("defer_loading") and not shows_all:
+            self.deferred[seen] = tool
+        else:
+            self.tools.append(tool)
+
+    def _add_namespace(self, fields: BodyFields, *, shows_all: bool) -> None:
+        namespace = fields.required_text("name")
+        fields.text("description", MAX_DESCRIPTION)
+        inner = fields.items("tools", MAX_TOOLS)
+        if not inner:
+            refuse(fields.name("tools"), "is required and must not be empty")
+        for number, value in enumerate(inner):
+            one = _fields(value, f"{fields.name('tools')}[{number}]")
+            kind = one.required_text("type")
+            if kind not in ("function", "custom"):
+                refuse(one.name("type"), f"must be function or custom, got {shown(kind)}")
+            self._add_one(one, namespace, shows_all=shows_all)
+
+    def _add_search(self, fields: BodyFields) -> None:
+        if fields.one_of("execution", ("server", "client")) != "client":
+            return
+        parameters = fields.object("parameters")
+        description = fields.text("description", MAX_DESCRIPTION) or "Searches for tools that are not shown yet."
+        schema = ANY_QUERY if parameters is None else parameters.values
+        self.tools.append(Tool(name=TOOL_SEARCH, description=description, parameters=schema))
+        self.called[TOOL_SEARCH] = CalledTool("tool_search", TOOL_SEARCH)
+
+
+def parse_offered(fields: BodyFields) -> OfferedTools:
+    offered = OfferedTools()
+    offered.add_all(fields.items("tools", MAX_TOOLS) or (), "tools")
+    return offered
+
+
+def seen_name(called: CalledTool) -> str:
+    """The name that the model sees: one word for namespace and name."""
+    if called.namespace is None:
+        return called.name
+    return f"{called.namespace.removesuffix('__')}__{called.name}"
+
+
+def _repeated(values: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the response shows it: with the fields that clients' types require."""
+    if values.get("type") != "function":
+        return values
+    return {"strict": None, "description": None, "parameters": None, **values}
+
+
+def _fields(value: object, path: str) -> BodyFields:
+    if not isinstance(value, dict):
+        refuse(path, f"must be an object, got {kind_of(value)}")
+    return BodyFields(value, f"{path}.")
+
+
+def _custom_tool(fields: BodyFields) -> Tool:
+    return Tool(
+        name=fields.required_text("name"),
+        description=fields.text("description", MAX_DESCRIPTION),
+        kind="custom",
+        input_grammar=_grammar(fields.object("format")),
+    )
+
+
+def _grammar(given: BodyFields | None) -> Guided | None:
+    if given is None or given.one_of("type", ("text", "grammar")) != "grammar":
+        return None
+    syntax = given.one_of("syntax", ("lark", "regex"))
+    if syntax is None:
+        refuse(given.name("syntax"), "is required: lark or regex")
+    definition = given.required_text("definition")
+    if not definition:
+        refuse(given.name("definition"), "must not be empty")
+    return Guided(syntax, definition)  # type: ignore[arg-type]  # one of the two
+
+
+# ── the choice ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_choice(fields: BodyFields, offered: OfferedTools) -> ToolChoice:
+    """`names` that no tool has are refused by the engine, as for every dialect."""
+    parallel = fields.boolean("parallel_tool_calls", True)
+    given = fields.get("tool_choice")
+    if given is None:
+        return ToolChoice(parallel=parallel)
+    if isinstance(given, str):
+        if given not in MODES:
+            refuse("tool_choice", f"must be one of {', '.join(MODES)} or an object, got {shown(given)}")
+        if given == "required" and not offered.tools:
+            refuse("tool_choice", "is only allowed when tools are given")
+        return ToolChoice(mode=given, parallel=parallel)  # type: ignore[arg-type]  # one of the three
+    choice = _fields(given, "tool_choice")
+    if choice.required_text("type") != "allowed_tools":
+        return ToolChoice(mode="required", names=_names(choice, offered), parallel=parallel)
+    mode = choice.one_of("mode", ("auto", "required"))
+    allowed = choice.items("tools", MAX_TOOLS)
+    if mode is None or not allowed:
+        refuse(choice.name("tools" if mode else "mode"), "is required")
+    values = [_fields(value, f"tool_choice.tools[{number}]") for number, value in enumerate(allowed)]
+    names = [name for value in values for name in _names(value, offered)]
+    return ToolChoice(mode=mode, names=names, parallel=parallel)  # type: ignore[arg-type]  # auto or required
+
+
+def _names(fields: BodyFields, offered: OfferedTools) -> list[str]:
+    """The names, as the model sees them, of what a choice names."""
+    kind = fields.required_text("type")
+    if kind == "namespace":
+        name = fields.required_text("name")
+        return [seen for seen, called in offered.called.items() if called.namespace == name]
+    if kind == TOOL_SEARCH:
+        return [TOOL_SEARCH]
+    if kind not in ("function", "custom"):
+        refuse(fields.name("type"), f"must be {KNOWN}, got {shown(kind)}")
+    return [seen_name(CalledTool("function", fields.required_text("name"), fields.text("namespace")))]

@@ -8,9 +8,10 @@ import pytest
 
 from tests.support.scripted_engine import output_processor_for
 from tokenmill import SamplingParams
+from tokenmill.engine import stream
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.errors import RequestFailed
-from tokenmill.types import Event, TokenInfo, Usage
+from tokenmill.types import Event, SequenceOutput, TokenInfo, TokenLogprobs, Usage
 
 
 def word(text: str, index: int = 0, **more: object) -> Event:
@@ -74,3 +75,19 @@ def test_what_waits_is_one_event_a_choice() -> None:
 
 def test_a_failure_comes_after_what_was_said_before_it() -> None:
     assert [event.text for event in read([word("a"), word("b")], error=RequestFailed("no"))] == ["ab"]
+
+
+def test_a_reader_far_behind_does_not_fill_the_memory_with_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_UNREAD_LOGPROBS", 10)
+    buffer = EventBuffer(output_processor_for(SamplingParams(logprobs=1, max_tokens=99, ignore_eos=True)))
+    info = TokenLogprobs(token_id=97, logprob=-1.0, rank=1, top_ids=[97], top_logprobs=[-1.0])
+
+    def output() -> SequenceOutput:
+        return SequenceOutput(request_id="r", token_ids=[97], logprobs=[info])
+
+    for _ in range(20):  # who keeps up may have any number
+        assert buffer.process(output()) is None
+        buffer.pop()
+    errors = [buffer.process(output()) for _ in range(6)]
+    assert [error is None for error in errors] == [True] * 5 + [False]
+    assert isinstance(errors[-1], RequestFailed)

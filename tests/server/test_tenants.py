@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.loopback import CHAT, RunningServer, Serving
 from tests.support.scripted_server import ScriptedServer, scripted_server
+from tests.support.timing import SOON_S, eventually
 from tokenmill.config.server import ServerConfig
+from tokenmill.server import generation
 from tokenmill.server.auth import may_be_local
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
@@ -119,3 +121,39 @@ def test_a_server_without_keys_answers_to_names_of_this_machine_only(
 )
 def test_names_of_this_machine(host: str, is_local: bool) -> None:
     assert may_be_local(host, ()) is is_local
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_reply_holds_a_bounded_number_of_logprobs(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    monkeypatch.setattr(generation, "MAX_REPLY_LOGPROBS", 300)
+    asked = {"model": "fake/tiny", "prompt": "x" * 40, "max_tokens": 30, "stream": is_streamed}
+    assert server.post("/v1/completions", {**asked, "logprobs": 2}).status_code == 200
+    many = server.post("/v1/completions", {**asked, "n": 8, "logprobs": 2})
+    assert many.status_code == (200 if is_streamed else 400), "a stream keeps none"
+    if not is_streamed:
+        assert many.json()["error"]["param"] == "logprobs"
+        few = server.post("/v1/completions", {**asked, "prompt_logprobs": 2, "prompt": ["x" * 40]})
+        refused = server.post("/v1/completions", {**asked, "prompt_logprobs": 2, "prompt": ["x" * 40] * 3})
+        assert (few.status_code, refused.status_code) == (200, 400)
+        assert refused.json()["error"]["param"] == "prompt_logprobs"
+    assert not server.engine.running
+
+
+def counted(server: ScriptedServer) -> tuple[float, float]:
+    text = server.get("/metrics", headers=ALICE).text
+    names = ("tokenmill_prompt_tokens_total", "tokenmill_generation_tokens_total")
+    return tuple(sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(n)) for n in names)  # type: ignore[return-value]
+
+
+def test_tokens_of_clients_that_leave_are_counted() -> None:
+    with scripted_server([{"say": "word " * 400, "token_delay_s": 0.02}], config=ServerConfig(api_key=KEYS)) as server:
+        body = {"model": "scripted", "prompt": "Once upon a time", "max_tokens": 300, "stream": True}
+        with server.http.stream("POST", server.url + "/v1/completions", json=body, headers=ALICE) as reply:
+            lines = reply.iter_lines()
+            seen = [next(lines) for _ in range(40)]
+        num_seen = sum(line.startswith("data: {") for line in seen)
+        assert eventually(lambda: counted(server)[0] > 0, SOON_S)
+        prompt, generated = counted(server)
+        assert prompt > 3 and num_seen <= generated < 300

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.results import EventFold
 from tokenmill.errors import RequestFailed, TokenmillError, error_with_code
-from tokenmill.types import Event, SequenceOutput
+from tokenmill.types import Event, SequenceOutput, TokenInfo
 
 log = logging.getLogger(__name__)
+
+MAX_UNREAD_LOGPROBS = 1_000_000  # of one request, alternatives included: about 200 bytes each
 
 
 class EventBuffer:
@@ -32,6 +34,7 @@ class EventBuffer:
         self._waiting: dict[int, EventFold] = {}  # by choice; the one with the newest event is the last
         self._error: TokenmillError | None = None
         self._is_over = False
+        self._num_unread_logprobs = 0
         self._wake: asyncio.Future[None] | None = None
 
     def process(self, output: SequenceOutput) -> TokenmillError | None:
@@ -44,10 +47,16 @@ class EventBuffer:
         try:
             for event in self.output_processor.process(output):
                 self.put(event)
+                if event.logprobs and self._is_too_far_behind(event.logprobs):
+                    return RequestFailed("the reader of the answer is too far behind with its logprobs")
         except Exception:
             log.exception("request %s: its tokens could not be made text", self.output_processor.request_id)
             return RequestFailed("the answer's tokens could not be made text")
         return None
+
+    def _is_too_far_behind(self, logprobs: Sequence[TokenInfo]) -> bool:
+        self._num_unread_logprobs += sum(1 + len(info.top) for info in logprobs)
+        return self._num_unread_logprobs > MAX_UNREAD_LOGPROBS
 
     def put(self, event: Event) -> None:
         fold = self._waiting.pop(event.index, None) or EventFold()
@@ -75,7 +84,10 @@ class EventBuffer:
     def pop(self) -> Event | None:
         """Return the events of one choice since the last time as one; None after the last. A failure is raised once."""
         if self._waiting:
-            return self._waiting.pop(next(iter(self._waiting))).event
+            event = self._waiting.pop(next(iter(self._waiting))).event
+            if not self._waiting:
+                self._num_unread_logprobs = 0
+            return event
         error, self._error = self._error, None
         if error is not None:
             raise error

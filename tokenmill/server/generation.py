@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
 from tokenmill.engine.request_ids import engine_ids
 from tokenmill.engine.results import EventFold
-from tokenmill.errors import ContextLengthExceeded, RequestAborted, RequestFailed, TokenmillError
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest, RequestAborted, RequestFailed, TokenmillError
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
@@ -34,6 +34,7 @@ from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
 MANY_LOGPROBS = 500  # take some tens of milliseconds to write
+MAX_REPLY_LOGPROBS = 1_000_000  # in one reply that is not streamed: about 200 bytes each until it is written
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class GenerationRun:
         self._is_aborted = False
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}
+        self._num_seen: dict[str, int] = {}  # tokens in events
         self._prompt_token_ids: Sequence[int] = ()
+        self._num_logprobs = 0  # of prompts, and of answers that are kept until all are complete
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -145,6 +148,9 @@ class GenerationRun:
             prepared = await self._prepared(request)
             if self.job.check is not None:
                 self.job.check(prepared.request)
+            if (num_alternatives := prepared.request.params.prompt_logprobs) is not None:
+                num_kept = len(prepared.request.prompt_token_ids) * (1 + num_alternatives)
+                self._count_logprobs(num_kept, "prompt_logprobs")
             if self._is_aborted:
                 raise RequestAborted("the request was aborted")
             events = self.job.engine.submit(prepared)
@@ -167,6 +173,16 @@ class GenerationRun:
                     raise
                 request = shorter
 
+    def _count_logprobs(self, num_more: int, param: str) -> None:
+        """Refuse a reply with more logprobs than are kept in memory for one."""
+        self._num_logprobs += num_more
+        if self._num_logprobs > MAX_REPLY_LOGPROBS:
+            raise InvalidRequest(
+                f"{param}: a reply takes at most {MAX_REPLY_LOGPROBS} logprobs, alternatives included",
+                param=param,
+                hint="ask for fewer alternatives, fewer tokens or fewer prompts at a time, or stream the reply",
+            )
+
     async def close(self) -> None:
         """Abort whatever still runs; its KV blocks are free afterwards."""
         if self._live is not None:
@@ -175,8 +191,18 @@ class GenerationRun:
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.settle_usage()
         for request_id in list(self._open):
             await self._abandon(request_id)
+
+    def settle_usage(self) -> None:
+        """Put on record what was computed so far, also for requests that end early: their tokens count too."""
+        for request_id in self._open:
+            usage, num_generated = self._usages[request_id], self.job.engine.num_generated(request_id)
+            num_tokens = max(usage.completion_tokens, self._num_seen.get(request_id, 0), num_generated)
+            self._usages[request_id] = msgspec.structs.replace(usage, completion_tokens=num_tokens)
+        if self._usages:
+            self.record.usage = self.usage
 
     async def abort(self) -> None:
         """End the run on behalf of someone else: its client gets a `RequestAborted`."""
@@ -211,6 +237,7 @@ class GenerationRun:
     def _note(self, request_id: str, event: Event) -> None:
         if event.finish_reason in ("abort", "error"):
             raise RequestFailed(f"the request was ended by the engine ({event.finish_reason})")
+        self._num_seen[request_id] = self._num_seen.get(request_id, 0) + len(event.token_ids)
         if event.usage is not None:
             self._usages[request_id] = event.usage
         if event.finish_reason is not None:
@@ -248,6 +275,8 @@ class GenerationRun:
         """The reply once all is generated: the events of each choice, folded."""
         folds = [EventFold() for _ in range(len(self._requests) * self.job.num_choices)]
         async for index, event in self:
+            if event.logprobs:
+                self._count_logprobs(sum(1 + len(info.top) for info in event.logprobs), "logprobs")
             folds[index].add(event)
         reply = await self._rendered(self._with_prompt_logprobs([fold.event for fold in folds]))
         await self.finish()
@@ -328,6 +357,7 @@ class GenerationResponse(Response):
     async def _fail(self, error: TokenmillError, send: Send) -> None:
         if not self._has_head:
             raise error
+        self._run.settle_usage()
         self._run.record.note_failure(error)
         failure = self._job.rendering.failure(error, self._run.record.request_id)
         await self._run.finish()

@@ -20,6 +20,7 @@ BILLIONS = {
     "llama-1b": 1.24,
     "llama-8b": 8.03,
     "qwen3-30b-a3b": 30.53,
+    "qwen3.5-35b-a3b": 34.66,
 }
 
 

@@ -9,10 +9,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.mixed_requests import Answers, add_greedy, make_asks, run_together
+from tests.support.hybrids import MODELS, greedy, interrupted, scored, story
+from tests.support.mixed_requests import Answers, make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.recurrent import Recurrent
@@ -29,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pools that are far too small": {"num_blocks": 60, "num_states": 9, "max_running": 32},
     "n-gram drafts, few states": {"speculate": "ngram", "token_budget": 96, "num_states": 20},
 }
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
 
 
 def tiny(shared_dir: Path, name: str) -> Path:
@@ -44,16 +43,6 @@ def cases_of(folder: Path) -> list[dict[str, Any]]:
 def hybrid(shared_dir: Path, name: str = "qwen3_5", backend: str = "reference", **settings: Any) -> LLM:
     settings = {"speculate": "off", "threads": 1, **settings}
     return LLM(str(tiny(shared_dir, name)), backend=backend, device="cpu", **settings)
-
-
-def story(length: int, seed: int = 0) -> list[int]:
-    return [1, *np.random.default_rng(seed).integers(3, 512, length - 1).tolist()]
-
-
-def greedy(llm: LLM, prompt: list[int], max_tokens: int = 6, **changes: Any) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **changes)
-    (answer,) = llm.generate([prompt], params)
-    return [output.token_ids for output in answer.outputs]
 
 
 # ── golden answers ─────────────────────────────────────────────────────────────────────────────────────
@@ -137,18 +126,6 @@ def test_few_states_make_requests_wait(shared_dir: Path) -> None:
     assert llm.core.stats().kv_blocks_used == 0
 
 
-def interrupted(llm: LLM, prompt: list[int], max_tokens: int, position: int) -> list[int]:
-    """The tokens of a request beside which an urgent one arrives once `position` of its tokens are known."""
-    tokens: list[int] = []
-    add_greedy(llm, "patient", prompt, max_tokens, priority=1)
-    while llm.core.has_work:
-        if len(prompt) + len(tokens) == position:
-            add_greedy(llm, "urgent", story(20, seed=1), max_tokens=2, priority=0)
-            position = -1
-        tokens += [token for one in llm.core.step() if one.request_id == "patient" for token in one.token_ids]
-    return tokens
-
-
 def test_preemption_around_a_state(shared_dir: Path) -> None:
     llm = hybrid(shared_dir, max_running=1)
     expected = greedy(llm, story(50), max_tokens=30)[0]
@@ -159,13 +136,6 @@ def test_preemption_around_a_state(shared_dir: Path) -> None:
 
 
 # ── to the last bit, with native kernels ───────────────────────────────────────────────────────────────
-
-
-def scored(llm: LLM, prompt: list[int], **changes: Any) -> list[tuple[list[int], list[float]]]:
-    """Tokens and logprobs of each choice."""
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0, **changes})
-    (answer,) = llm.generate([prompt], params)
-    return [(output.token_ids, [one.logprob for one in output.logprobs or []]) for output in answer.outputs]
 
 
 @native

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.hybrids import MODELS as HYBRIDS
 from tests.support.mixed_requests import make_asks, run_together
 from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_equal_tokens
 from tokenmill import LLM
@@ -24,7 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[name for name in (*NAMES, *MORE) if name != "lfm2"])  # which has tests of its own
+@pytest.fixture(params=[name for name in (*NAMES, *MORE, *HYBRIDS) if name != "lfm2"])  # which has tests of its own
 def trained_dir(request: pytest.FixtureRequest, shared_dir: Path) -> Path:
     return shared_dir / "goldens" / "tiny" / str(request.param)
 

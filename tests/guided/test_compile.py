@@ -9,7 +9,8 @@ from concurrent.futures import wait
 import pytest
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Compiler, compile_grammar
+from tokenmill.guided import compile as compiling
+from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Compiled, Compiler, compile_grammar
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided, SamplingParams
@@ -143,3 +144,40 @@ def test_a_schema_of_hundreds_of_kilobytes_compiles(vocabulary: Vocabulary) -> N
     words = [f"a word that is quite long, number {number}" for number in range(8000)]
     compiled = compile_grammar(Guided.schema({"type": "array", "items": {"enum": words}}), vocabulary)
     assert compiled.matcher.advance(f'["{words[7999]}"]'.encode()) and compiled.matcher.is_complete
+
+
+def test_only_the_work_of_the_grammar_itself_counts(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the vocabulary nor a machine that is busy with others makes a grammar late."""
+    monkeypatch.setattr(compiling, "MAX_COMPILE_S", 0.3)
+    real = compiling.compile_grammar
+
+    def load() -> Vocabulary:
+        time.sleep(0.5)
+        return vocabulary
+
+    def compile_slowly(guided: Guided, vocabulary: Vocabulary) -> Compiled:
+        time.sleep(0.5)
+        return real(guided, vocabulary)
+
+    monkeypatch.setattr(compiling, "compile_grammar", compile_slowly)
+    compiler = Compiler(load)
+    compilation = compiler.start(choice(1))
+    while not compilation.future.done():
+        assert not compilation.is_late
+        time.sleep(0.02)
+    compiler.finish(choice(1), compilation)
+
+
+def test_the_vocabulary_can_be_loaded_before_it_is_needed(vocabulary: Vocabulary) -> None:
+    num_loads = 0
+
+    def load() -> Vocabulary:
+        nonlocal num_loads
+        num_loads += 1
+        return vocabulary
+
+    compiler = Compiler(load)
+    compiler.load_vocabulary()
+    compiler.finish(choice(1), finished(compiler.start(choice(1))))
+    compiler.load_vocabulary()
+    assert num_loads == 1

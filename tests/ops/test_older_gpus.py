@@ -46,6 +46,16 @@ LFM2 = {
     "num_key_value_heads": 8, "max_position_embeddings": 8192, "norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3,
     "conv_bias": False, "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 1024, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": True, "attention_bias": False, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
+}  # fmt: skip
+RECURRENT = ("_recur_tokens", "_convolve_pieces", "_solve", "_scan", "_gate_and_norm")
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
@@ -152,6 +162,13 @@ def test_short_convolutions_are_compiled() -> None:
     """The interpreter takes constants for numbers, so it does not show all that a compiler refuses."""
     found = {one.jitted.fn.__name__: one for one in launches(80, LFM2)}
     require_fits(found["_short_conv"], 80)
+
+
+@pytest.mark.parametrize("name", [80, *(pytest.param(name, marks=pytest.mark.slow) for name in SHARED if name != 80)])
+def test_recurrent_layers_are_compiled(name: int | str) -> None:
+    found = {one.jitted.fn.__name__: one for one in launches(name, QWEN3_5)}
+    for kernel in RECURRENT:
+        require_fits(found[kernel], name)
 
 
 @pytest.mark.slow

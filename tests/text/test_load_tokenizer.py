@@ -150,3 +150,11 @@ def test_directory_and_gguf_of_one_vocabulary_agree(shared_dir: Path, tmp_path: 
         for token_id in ids:
             text = from_folder.token_text(token_id)
             assert "\ufffd" in text or from_gguf.backend.decode([3, token_id], skip_special_tokens=False).endswith(text)
+
+
+def test_a_tokenizer_of_one_user_reads_literally_without_a_copy(stories_dir: Path) -> None:
+    tokenizer = load_tokenizer(stories_dir)
+    for text in ("Once <s> upon </s>", "a", "<unk>"):
+        expected = load_tokenizer(stories_dir).encode(text, parse_special=False)
+        tokenizer.read_literally()
+        assert tokenizer.encode(text, parse_special=False) == expected == tokenizer.encode(text)

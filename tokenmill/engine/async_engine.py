@@ -4,7 +4,7 @@
     CoreSupervisor   the core behind a `CoreClient`: starts it, knows its health, restarts it after a death
 
 A core that gives no sign of life for some seconds is stalled: `submit` refuses, running requests wait, and go on if it
-comes back; after half a minute it is killed. If the core dies, running requests fail at once and a new core is started;
+comes back; after 40 seconds it is killed. If the core dies, running requests fail at once and a new core is started;
 until it is ready, `submit` refuses. Leaving an iterator early (a client disconnected) aborts its request.
 """
 
@@ -39,8 +39,8 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
 FIRST_RESTART_DELAY_S = 0.2
 
-STALLED_S = 5.0  # without a sign of life
-GIVEN_UP_S = 30.0
+STALLED_S = 8.0  # without a sign of life
+GIVEN_UP_S = 40.0
 LIFE_CHECK_S = 1.0
 
 MakeClient = Callable[[], CoreClient]

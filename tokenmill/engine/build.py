@@ -197,14 +197,17 @@ def load_vocabulary_of(config: EngineConfig, model_path: Path) -> Vocabulary:
     from tokenmill.engine.frontend import spec_and_tokenizer
 
     spec, tokenizer = spec_and_tokenizer(config, model_path)
-    return no_vocabulary() if tokenizer is None else vocabulary_of(config, spec, tokenizer)
+    return no_vocabulary() if tokenizer is None else vocabulary_of(config, spec, tokenizer, is_own=True)
 
 
-def vocabulary_of(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary for grammars. Markers of thoughts and calls are apart from text: no string may hold them."""
+def vocabulary_of(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer, *, is_own: bool = False) -> Vocabulary:
+    """The vocabulary for grammars. Markers of thoughts and calls are apart from text: no string may hold them.
+    `is_own`: nothing else uses the tokenizer."""
     from tokenmill.engine.frontend import eos_ids
     from tokenmill.engine.tool_use import SpeechFinder
 
     speech = SpeechFinder(tokenizer, config.model.tool_format).of(None)
     markers = () if speech is None else tuple(speech.control.values())
+    if is_own:
+        tokenizer.read_literally()
     return Vocabulary(tokenizer, spec.vocab_size, eos_ids(spec, tokenizer), markers)

@@ -125,6 +125,10 @@ class EngineCore:
         """Prepare something while there is no work; False when nothing is left to prepare."""
         return self._runner.next_idle_task()
 
+    def prepare_grammars(self) -> None:
+        """Load beside everything else what the first grammar will need: seconds of work for a large vocabulary."""
+        self._grammars.load_vocabulary()
+
     def add(self, request: Request) -> None:
         """Take a request; one that can't be served gets an error output at the next step."""
         if request.params.guided is None or self._grammars.is_ready(request):

@@ -53,6 +53,7 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
         patience_s = QUIET_S if busy or messages else 0.0 if core.run_idle_task() else None
         if patience_s is None and not is_prepared:
             is_prepared = True
+            core.prepare_grammars()
             when_prepared()
         outputs = core.step() if busy else []
         # An idle engine says so once: gauges must not keep the last busy moment.

@@ -75,12 +75,17 @@ class Compiled:
 
 @dataclass
 class Compilation:
-    """A compilation in progress; `begun_s` holds the start time once a worker has begun."""
+    """A compilation in progress; `begun_s` holds the start time once a worker has begun with the grammar itself."""
 
     future: Future[Compiled]
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic  # the processor time of its worker, once that has begun
     begun_s: list[float] = field(default_factory=list)
     is_wanted: bool = True
+
+    def begin(self) -> None:
+        """Start the clock. Called in the worker: what others do meanwhile does not count."""
+        self.clock = thread_clock()
+        self.begun_s.append(self.clock())
 
     @property
     def is_done(self) -> bool:
@@ -106,13 +111,11 @@ class Compiler:
         load_vocabulary: Callable[[], Vocabulary],
         *,
         cache_bytes: int = CACHE_BYTES,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load_vocabulary = load_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._cache_bytes = cache_bytes
-        self._clock = clock
         self._workers: ThreadPoolExecutor | None = None
         self._in_progress: dict[Guided, Compilation] = {}
         self._cache: OrderedDict[Guided, Compiled] = OrderedDict()  # least recently used first
@@ -163,12 +166,20 @@ class Compiler:
         while self.cached_bytes > self._cache_bytes and len(self._cache) > 1:
             self._cache.popitem(last=False)
 
+    def load_vocabulary(self) -> None:
+        """Begin to load the vocabulary; a failure is the first grammar's."""
+        if self._vocabulary is None:
+            self._pool().submit(self.vocabulary)
+
     def _new_compilation(self, guided: Guided) -> Compilation:
+        compilation = Compilation(Future())
+        self._pool().submit(self._work, guided, compilation)
+        return compilation
+
+    def _pool(self) -> ThreadPoolExecutor:
         if self._workers is None:
             self._workers = ThreadPoolExecutor(NUM_WORKERS, "grammar", initializer=_lower_priority)
-        compilation = Compilation(Future(), self._clock)
-        self._workers.submit(self._work, guided, compilation)
-        return compilation
+        return self._workers
 
     # ── in a worker ────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +188,7 @@ class Compiler:
             return
         try:
             vocabulary = self.vocabulary()
-            compilation.begun_s.append(self._clock())
+            compilation.begin()
             compilation.future.set_result(compile_grammar(guided, vocabulary))
         except BaseException as error:  # a panic in Rust is no Exception, and its request must get an error too
             compilation.future.set_exception(as_invalid_request(error))
@@ -222,6 +233,14 @@ def as_invalid_request(error: BaseException) -> InvalidRequest:
     if isinstance(error, InvalidRequest):
         return error
     return InvalidRequest(f"the grammar could not be compiled: {error}", param="guided")
+
+
+def thread_clock() -> Callable[[], float]:
+    """A clock of this thread's processor time that other threads can read; of elapsed time where there is none."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: time.clock_gettime(clock)
 
 
 def _lower_priority() -> None:

@@ -42,6 +42,10 @@ class Grammars:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def load_vocabulary(self) -> None:
+        """Begin to load the vocabulary in a worker, before a grammar needs it."""
+        self._compiler.load_vocabulary()
+
     def hold(self, request: Request) -> None:
         """Let a request wait for the compilation of its grammar."""
         assert request.params.guided is not None

@@ -214,6 +214,13 @@ class Tokenizer:
                 self._literal = literal
             return self._literal
 
+    def read_literally(self) -> None:
+        """Read special tokens in every text as characters from now on, with this backend: a second one takes seconds to
+        make for a large vocabulary. For the only user of a tokenizer."""
+        with self._literal_lock:
+            self.backend.encode_special_tokens = True
+            self._literal = self.backend
+
     # ── ids to text ────────────────────────────────────────────────────────────────────────────────────
 
     def token_bytes(self, token_id: int) -> bytes:

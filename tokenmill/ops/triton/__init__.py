@@ -10,14 +10,18 @@ from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 256
+RECURRENT_DIMS = (16, 32, 64, 128, 256)
+MAX_RECURRENT_STATE = 128 * 128
 
 
 def unsupported_reason(request: ComputeRequest) -> str | None:
     """Why the Triton kernels can't compute a model; None when they can."""
     if request.deterministic and request.quantization != "none":
         return "products with quantised weights have no one order of adding for every batch (deterministic)"
-    if any(isinstance(layer.mixer, Recurrent) for layer in request.spec.layers):
-        return "recurrent layers"
+    for mixer in {layer.mixer for layer in request.spec.layers if isinstance(layer.mixer, Recurrent)}:
+        reason = _recurrent_refusal(mixer)
+        if reason is not None:
+            return reason
     if request.rounds_latents:
         return ROUNDED_LATENTS
     for moe in request.spec.experts:
@@ -34,6 +38,15 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return "values of another width than keys"
     if request.quantization == "fp8" and not _has_fp8(request.device):
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or higher; int8 and int4 do without"
+    return None
+
+
+def _recurrent_refusal(mixer: Recurrent) -> str | None:
+    for what, size in (("keys", mixer.key_dim), ("values", mixer.value_dim)):
+        if size not in RECURRENT_DIMS:
+            return f"recurrent layers with {what} of {size} dimensions"
+    if mixer.key_dim * mixer.value_dim > MAX_RECURRENT_STATE:
+        return f"recurrent layers with states of {mixer.key_dim} x {mixer.value_dim}"
     return None
 
 

@@ -20,6 +20,8 @@ from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
 from tokenmill.ops.triton.gemm.linear import PackLinear, linear
 from tokenmill.ops.triton.moe.grouped_gemm import deterministic_experts, experts
 from tokenmill.ops.triton.moe.topk import route
+from tokenmill.ops.triton.recurrent.mixer import deterministic_recurrent, recurrent
+from tokenmill.ops.triton.recurrent.plan import plan_recurrent, plan_token_by_token
 from tokenmill.ops.triton.regions import choose_deterministic, choose_regions, row_borders
 from tokenmill.ops.triton.sampling.argmax import argmax
 
@@ -43,6 +45,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         latent_attend=latent_attend,
         plan_short_conv=plan_short_conv,
         short_conv=short_conv,
+        plan_recurrent=plan_recurrent,
+        recurrent=recurrent,
         act_mul=act_mul,
         route=route,
         experts=experts,
@@ -57,6 +61,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         linear=deterministic_linear,
         attention=deterministic_attention,
         latent_attend=deterministic_latent_attend,
+        plan_recurrent=plan_token_by_token,
+        recurrent=deterministic_recurrent,
         experts=deterministic_experts,
         choose_regions=choose_deterministic,
     )

@@ -1,0 +1,81 @@
+"""What both ways through a recurrent mixer are made of: inputs of the convolution, decay and step, gate and norm.
+
+The inputs of a row's convolution lie in three places: those of this step in the projections, those before it in cells
+of its chunk, and those before the chunk in the tail of its state:
+
+    tail of state 1 | cells of 64 .. 99 | projections of 100 .. 120          a row of 21 tokens from position 100 on
+
+Functions here take tuples, which cost nothing once compiled: `row` is (first token, first position, table of cells,
+slot of the state before the row's chunk), `sources` is (projections, inputs in cells, tails).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+NO_NORM, NORM_FIRST, GATE_FIRST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def everywhere(condition, like):
+    """A mask of the shape of the integers `like`: one condition for all of them"""
+    return like * 0 + condition.to(tl.int32) > 0
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), exact for small results too"""
+    small = tl.exp(-tl.abs(x))
+    return tl.maximum(x, 0.0) + tl.where(small < 1e-4, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
+
+
+@triton.jit
+def step_of(a, head, rates, step_bias, step_scale, min_step, max_step):
+    """(g, dt) of projected a"""
+    dt = softplus(a.to(tl.float32) * step_scale + tl.load(step_bias + head))
+    dt = tl.minimum(tl.maximum(dt, min_step), max_step)
+    return tl.load(rates + head) * dt, dt
+
+
+@triton.jit
+def input_lines(
+    at, row, sources, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Where the inputs at positions `at` of a row begin, and whether there are any"""
+    first, start, table, slot = row
+    projected, conv_inputs, tails = sources
+    chunk_start = start // CHUNK * CHUNK
+    in_step, in_cells = at >= start, (at >= chunk_start) & (at < start)
+    inside = tl.maximum(at, 0)
+    block = tl.load(table + inside // BLOCK_SIZE, mask=in_cells, other=0).to(tl.int64)
+    cells = conv_inputs + (block * BLOCK_SIZE + inside % BLOCK_SIZE) * CHANNELS
+    tail = tails + (slot * (KERNEL - 1) + (KERNEL - 1 - chunk_start + at)) * CHANNELS
+    here = projected + (first + at - start).to(tl.int64) * WIDTH
+    lines = tl.where(in_step, here, tl.where(in_cells, cells, tail))
+    return lines, in_step | in_cells | ((at >= 0) & everywhere(slot > 0, at))
+
+
+@triton.jit
+def unit(x, axis: tl.constexpr):
+    """Vectors of length one"""
+    return x * tl.expand_dims(tl.rsqrt(tl.sum(x * x, axis=axis) + 1e-6), axis)
+
+
+@triton.jit
+def gated(x, z, weight, eps, NORM: tl.constexpr, SIZE: tl.constexpr):
+    """A group's outputs x, float32, gated by z and normed; SIZE of its values count."""
+    gate = silu(z)
+    if NORM == GATE_FIRST:
+        x = x * gate
+    if NORM != NO_NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight
+    if NORM != GATE_FIRST:
+        x = x * gate
+    return x

@@ -1,0 +1,69 @@
+"""What the recurrent layers of a step need to know of its rows, worked out once for all of them.
+
+Rows of one token each come first and are computed token by token. The others are cut at multiples of 64 positions into
+pieces, most of which are computed side by side:
+
+    row of 150 tokens from position 40 on      piece 40 .. 63 | piece 64 .. 127 | piece 128 .. 189
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.arch.cache_parts import CHUNK
+from tokenmill.ops.batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class RecurrentBatch:
+    cells: torch.Tensor  # int32 [R, max_blocks], block tables
+    states: torch.Tensor  # int32 [R, max_blocks]: entry e is the state behind 64 * (e + 1) tokens
+    query_starts: torch.Tensor  # int32 [R + 1]
+    contexts: torch.Tensor  # int32 [R]
+    num_single: int  # the first so many rows have one token each
+    pieces: torch.Tensor | None  # int32 [N, 4] of the others: row, first position, tokens, first token in the step
+    block_size: int
+
+
+def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
+    return _plan(batch, cells, states, cuts_pieces=True)
+
+
+def plan_token_by_token(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
+    """The same for kernels that compute every row token by token"""
+    return _plan(batch, cells, states, cuts_pieces=False)
+
+
+def _plan(batch: ForwardBatch, cells: int, states: int, *, cuts_pieces: bool) -> RecurrentBatch:
+    num_rows = batch.context_lens.shape[0]
+    num_single = num_rows if batch.max_query_len == 1 else batch.num_single
+    return RecurrentBatch(
+        cells=batch.groups[cells].block_tables,
+        states=batch.groups[states].block_tables,
+        query_starts=batch.query_starts,
+        contexts=batch.context_lens,
+        num_single=num_single,
+        pieces=_pieces(batch, num_single) if cuts_pieces and num_single < num_rows else None,
+        block_size=batch.block_size,
+    )
+
+
+def _pieces(batch: ForwardBatch, num_single: int) -> torch.Tensor:
+    found, token, device = [], num_single, batch.context_lens.device
+    for row, (count, context) in enumerate(_lengths(batch)[num_single:], start=num_single):
+        position = context - count
+        while position < context:
+            length = min(context, (position // CHUNK + 1) * CHUNK) - position
+            found.append((row, position, length, token))
+            position, token = position + length, token + length
+    pieces = torch.tensor(found, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return pieces.to(device, non_blocking=True)
+
+
+def _lengths(batch: ForwardBatch) -> list[tuple[int, int]]:
+    if batch.lengths is not None:
+        return list(batch.lengths)
+    counts = batch.query_starts.diff().tolist()
+    return list(zip(counts, batch.context_lens.tolist(), strict=True))

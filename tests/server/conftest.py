@@ -21,6 +21,7 @@ from tokenmill.server import signatures
 from tokenmill.server.app import DIALECTS, create_app
 from tokenmill.server.dialect import Dialects
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.loader import ModelLoader
 from tokenmill.server.run import uvicorn_config
 
 
@@ -39,11 +40,14 @@ def serving(own_home: Path) -> Iterator[Serving]:
     fronts: list[tuple[uvicorn.Server, threading.Thread, RunningServer]] = []
 
     def start(
-        config: ServerConfig | None = None, gate: EngineGate | None = None, dialects: Dialects = DIALECTS
+        config: ServerConfig | None = None,
+        gate: EngineGate | list[EngineGate] | None = None,
+        dialects: Dialects = DIALECTS,
+        loader: ModelLoader | None = None,
     ) -> RunningServer:
         engine = FakeEngine()
         metrics = Metrics(model=engine.info.name)
-        app = create_app(gate or engine, without_files(config), metrics, dialects=dialects)
+        app = create_app(gate or engine, without_files(config), metrics, dialects=dialects, loader=loader)
         listener = socket.create_server(("127.0.0.1", 0))
         front = uvicorn.Server(uvicorn_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)

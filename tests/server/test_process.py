@@ -17,11 +17,14 @@ from tests.support.fake_engine import STORY
 from tests.support.metric_values import metric_values
 from tests.support.server_process import ServerProcess, free_port, running
 from tests.support.timing import SOON_S
+from tokenmill.cli.serve import planned_memory
 from tokenmill.config import EngineConfig
+from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.run import bind_all
 
+ONE_MODEL = [ServedModelConfig(EngineConfig())]
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -114,7 +117,7 @@ def test_a_busy_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from tokenmill.server.run import run_server
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert run_server(EngineConfig(), ServerConfig(port=(taken.getsockname()[1],))) == 1
+        assert run_server(ONE_MODEL, ServerConfig(port=(taken.getsockname()[1],)), planned_memory) == 1
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and "cannot listen" in shown[0] and "--port" in shown[0]
 
@@ -165,5 +168,5 @@ def test_an_open_address_without_key_is_wrong_usage(
     from tokenmill.server.run import run_server
 
     monkeypatch.delenv("TOKENMILL_API_KEY", raising=False)
-    assert run_server(EngineConfig(), ServerConfig(host="0.0.0.0", port=(0,))) == 2
+    assert run_server(ONE_MODEL, ServerConfig(host="0.0.0.0", port=(0,)), planned_memory) == 2
     assert "--allow-open" in capsys.readouterr().err

@@ -6,18 +6,18 @@ import logging
 
 import pytest
 
-from tokenmill.server import run
+from tokenmill.server import engine_source
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(run, "log", logging.getLogger("plan-of-a-start"))
+    monkeypatch.setattr(engine_source, "log", logging.getLogger("plan-of-a-start"))
     caplog.set_level(logging.INFO)
     return caplog
 
 
 def test_warnings_are_warnings(lines: pytest.LogCaptureFixture) -> None:
-    run.log_plan(["plan: weights 0.10 GB", "plan: warning: does not fit"])
+    engine_source.log_plan(["plan: weights 0.10 GB", "plan: warning: does not fit"])
     assert [(r.levelname, r.getMessage()) for r in lines.records] == [
         ("INFO", "plan: weights 0.10 GB"),
         ("WARNING", "plan: does not fit"),
@@ -25,7 +25,7 @@ def test_warnings_are_warnings(lines: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_failed_plan_is_one_warning(lines: pytest.LogCaptureFixture) -> None:
-    run.log_plan(ZeroDivisionError("of nothing"))
+    engine_source.log_plan(ZeroDivisionError("of nothing"))
     assert [(r.levelname, r.getMessage()) for r in lines.records] == [
         ("WARNING", "plan: none could be made: of nothing")
     ]

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 REAL = """
 import sys, json
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.cli.serve import planned_memory
+from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.run import run_server
 asked = json.loads(sys.argv[1])
@@ -35,7 +37,8 @@ config = EngineConfig(
     scheduler=SchedulerConfig(**asked.get("scheduler", {})),
     ops=OpsConfig(threads=1),
 )
-sys.exit(run_server(config, ServerConfig(port=(asked["port"],), drain_timeout_s=asked.get("drain_timeout_s", 30))))
+server = ServerConfig(port=(asked["port"],), drain_timeout_s=asked.get("drain_timeout_s", 30))
+sys.exit(run_server([ServedModelConfig(config, is_pinned=True)], server, planned_memory))
 """
 
 

@@ -13,6 +13,7 @@ known one.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import tomllib
@@ -228,9 +229,21 @@ def file_settings(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise InvalidConfig(f"{path} is not valid TOML: {problem}") from problem
     found: dict[str, Any] = {}
+    if (models := tables.pop("models", None)) is not None:
+        found["model-tables"] = _model_tables(path, models)
     for section, table in tables.items():
         found |= _section(path, section, table)
     return found
+
+
+def _model_tables(path: Path, tables: Any) -> str:
+    """The `[models.NAME]` tables as JSON, which `serve` reads: they are no flags, but models with settings each."""
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise InvalidConfig(f"{path}: models must be tables: write [models.NAME] and its keys below")
+    try:
+        return json.dumps(tables)
+    except TypeError as problem:  # a date
+        raise InvalidConfig(f"{path}: [models] {problem}") from None
 
 
 def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -254,7 +267,7 @@ def is_setting(flag: str) -> bool:
 
 def _section(path: Path, section: str, table: Any) -> dict[str, Any]:
     if section not in SECTIONS:
-        raise InvalidConfig(f"{path}: there is no section [{section}]{_did_you_mean(section, list(SECTIONS))}")
+        raise InvalidConfig(f"{path}: there is no section [{section}]{_did_you_mean(section, [*SECTIONS, 'models'])}")
     if not isinstance(table, dict):
         raise InvalidConfig(f"{path}: {section} must be a section: write [{section}] and its keys below")
     names = _names(section)

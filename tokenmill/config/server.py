@@ -29,10 +29,20 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = ()
     """Origin whose web pages may call this server; `*` for all; may be given several times."""
     any_model_name: bool = False
-    """Answer whatever model name a client asks for, or none."""
+    """Answer whatever model name a client asks for, or none, with the first model."""
+    alias: tuple[str, ...] = ()
+    """Another name for the first model, perhaps with wildcards (`claude-sonnet-*`); may be given several times. Other
+    models have theirs in the settings file."""
+    model_keep_alive: str | None = None
+    """How long a model that no request uses stays in memory, such as `10m`; 0: not at all; -1: until room is needed,
+    which is the default. The only model of a server stays for ever unless this is given."""
+    max_loaded_models: int | None = None
+    """Models in memory at the same time; by default as many as fit."""
+    model_memory_gb: float | None = None
+    """Memory for all models together, in GB; by default what is free at the start (of a GPU, all it has)."""
     manage_models: bool | None = None
-    """Let clients pull, create, copy, delete and upload models (Ollama's /api routes for that); by default only where
-    the server listens on this machine alone."""
+    """Let clients load and unload models, and pull, create, copy, delete and upload them (Ollama's /api routes for
+    that); by default only where the server listens on this machine alone."""
     share_cache: bool = False
     """Let requests with different API keys share cached prompts. A client can then find out, from the number of cached
     tokens and from the time of an answer, what others have sent."""
@@ -76,7 +86,7 @@ class ServerConfig:
         for name, (low, high) in RANGES.items():
             given = getattr(self, name)
             for value in given if isinstance(given, tuple) else (given,):
-                if not low <= value <= high:
+                if value is not None and not low <= value <= high:
                     raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
         if not self.port:
             raise InvalidConfig("a server needs a port to listen on", param="port")
@@ -89,6 +99,8 @@ MAX_PRIORITY = (1 << 31) - 1
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
+    "max_loaded_models": (1, 1 << 20),
+    "model_memory_gb": (0.001, 1e6),
     "max_body_bytes": (1, 1 << 40),
     "max_prompts": (1, 1 << 20),
     "max_embedding_inputs": (1, 1 << 20),

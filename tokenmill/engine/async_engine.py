@@ -26,6 +26,7 @@ from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor, PreparedRequest
 from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Submit, ToCore
+from tokenmill.engine.model_text import ModelText
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo, require_ready
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.engine.text_workers import TextWorkers, text_size
@@ -75,25 +76,27 @@ class AsyncEngine:
         *,
         in_process: bool = False,
         child: CoreProcess | None = None,
+        frontend: ModelFrontend | None = None,
         **settings: Any,
     ) -> AsyncEngine:
         """Load the model and return once it answers; model and settings are those of `LLM`.
 
         `in_process` keeps the core in a thread of this process. `child` is a core's process that was started
-        beforehand; it imports its libraries while the front reads the tokenizer.
+        beforehand; it imports its libraries while the front reads the tokenizer. `frontend`: what an earlier engine
+        read of the same model.
         """
         config = engine_config(model, settings)
         unused = [] if in_process else [child or own_core_process(config)]
         with contextlib.ExitStack() as undo:
             for one in unused:
                 undo.callback(one.kill)
-            frontend = await asyncio.to_thread(load_frontend, config)
+            read = await asyncio.to_thread(load_frontend, config) if frontend is None else frontend
             undo.pop_all()
 
         def make_client() -> CoreClient:
-            return open_core_client(frontend, in_process=in_process, child=unused.pop() if unused else None)
+            return open_core_client(read, in_process=in_process, child=unused.pop() if unused else None)
 
-        engine = cls(frontend, make_client)
+        engine = cls(read, make_client)
         await engine.open()
         return engine
 
@@ -200,25 +203,26 @@ class AsyncEngine:
 
     def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """The token ids of a text; `parse_special`: control tokens in it are those tokens, not their characters."""
-        tokenizer = self._loaded_input_processor().tokenizer
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        return self._text().tokenize(text, add_special_tokens, parse_special)
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
         """The token ids of a conversation in the model's chat template."""
-        return self._loaded_input_processor().chat_ids(request)
+        return self._text().tokenize_chat(request)
 
     def detokenize(self, ids: list[int]) -> str:
         """The text of token ids, special ones included."""
-        return self._loaded_input_processor().tokenizer.decode(ids, skip_special_tokens=False)
+        return self._text().detokenize(ids)
 
     def chat_text(self, request: ChatRequest) -> str:
         """A conversation in the model's chat template."""
-        return self._loaded_input_processor().chat_text(request)
+        return self._text().chat_text(request)
 
     def token_bytes(self, ids: list[int]) -> list[bytes]:
         """The bytes of each token on its own, with its leading space."""
-        tokenizer = self._loaded_input_processor().tokenizer
-        return [tokenizer.token_bytes(token_id) for token_id in ids]
+        return self._text().token_bytes(ids)
+
+    def _text(self) -> ModelText:
+        return ModelText(self._loaded_input_processor())
 
     def _loaded_input_processor(self) -> InputProcessor:
         if self._input_processor is None:
@@ -234,6 +238,11 @@ class AsyncEngine:
             info = self._frontend.info(self._loaded_input_processor().max_context)
             self._info = replace(info, device=self.core.device, max_running=self.core.max_running)
         return self._info
+
+    @property
+    def frontend(self) -> ModelFrontend:
+        """The model without its core, for the next engine of it."""
+        return self._frontend
 
     @property
     def core(self) -> CoreInfo:

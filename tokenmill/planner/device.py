@@ -83,12 +83,28 @@ def this_machine(
 ) -> PlanDevice:
     """Return this machine: a known GPU with its listed peaks and real memory, otherwise the measured processor."""
     machine = probe_machine()
-    if machine.gpus and use_gpu:
-        gpu = machine.gpus[0]
-        peaks = find_device(gpu.name)
-        if peaks is not None:
-            return _device(peaks, gpu.memory_bytes, mfu, mbu, "listed")
+    if use_gpu and (gpu := _known_gpu(machine)) is not None:
+        return _device(gpu[0], gpu[1], mfu, mbu, "listed")
     return _device(measured_cpu(machine, threads), machine.memory.available_bytes, mfu, mbu, "measured")
+
+
+def unmeasured_machine(*, use_gpu: bool = True) -> PlanDevice:
+    """Return this machine for plans of memory alone: the peaks of its processor are not measured."""
+    machine = probe_machine()
+    if use_gpu and (gpu := _known_gpu(machine)) is not None:
+        return _device(gpu[0], gpu[1], None, None, "listed")
+    peaks = DevicePeaks(machine.cpu.name, _vendor(machine), "cpu", machine.memory.total_bytes, 0.0, {}, 0.0)
+    return _device(peaks, machine.memory.available_bytes, None, None, "listed")
+
+
+def _known_gpu(machine: Machine) -> tuple[DevicePeaks, int] | None:
+    """Return the first GPU's listed peaks and its real memory, if it is listed."""
+    peaks = find_device(machine.gpus[0].name) if machine.gpus else None
+    return None if peaks is None else (peaks, machine.gpus[0].memory_bytes)
+
+
+def _vendor(machine: Machine) -> Vendor:
+    return "arm" if machine.cpu.architecture in ("aarch64", "arm64") else "intel"
 
 
 def measured_cpu(machine: Machine, threads: int | None = None) -> DevicePeaks:
@@ -97,9 +113,8 @@ def measured_cpu(machine: Machine, threads: int | None = None) -> DevicePeaks:
     if found.int8_flops is not None:
         flops["int8"] = found.int8_flops
     name = f"{machine.cpu.name}, {found.threads} core{'' if found.threads == 1 else 's'}"
-    vendor: Vendor = "arm" if machine.cpu.architecture in ("aarch64", "arm64") else "intel"
     memory = machine.memory.total_bytes
-    return DevicePeaks(name, vendor, "cpu", memory, found.bandwidth_bytes_s, flops, 0.0)
+    return DevicePeaks(name, _vendor(machine), "cpu", memory, found.bandwidth_bytes_s, flops, 0.0)
 
 
 def _device(peaks: DevicePeaks, available: int, mfu: float | None, mbu: float | None, source: str) -> PlanDevice:

@@ -84,6 +84,7 @@ class MemoryPlan:
     available: int
     max_concurrency: int  # requests of full context that the pool holds
     mapped: int = 0  # pages of the model's file: counted as resident, given back when memory is short
+    num_states: int = 0  # of recurrent layers
 
     @property
     def resident(self) -> int:
@@ -121,7 +122,7 @@ def plan_memory(
         held = min(held, (pool.num_states - 1) // 2)
     return MemoryPlan(
         weights, activations, runtime, graphs, pool.num_bytes, pool.bytes_per_request, pool.num_blocks,
-        device.available_bytes, held, file_bytes if device.is_cpu else 0,
+        device.available_bytes, held, file_bytes if device.is_cpu else 0, pool.num_states,
     )  # fmt: skip
 
 

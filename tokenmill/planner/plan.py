@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.arch.cost import (
+    WeightParts,
     decode_flops,
     kv_bytes,
     kv_bytes_per_token,
@@ -100,7 +101,18 @@ class Plan:
         return {**_model_facts(self), **_memory_facts(self), **_speed_facts(self), **_price_facts(self)}
 
 
-def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
+@dataclass(frozen=True)
+class Placement:
+    """A model in the memory of a device: the precisions, the weights, and all bytes."""
+
+    weight_dtype: str
+    kv_dtype: str
+    parts: WeightParts
+    memory: MemoryPlan
+
+
+def place(model: PlannedModel, device: PlanDevice, question: Question) -> Placement:
+    """Plan the memory alone, for which the speeds of a device need not be known."""
     question.split.check(model.spec)
     computed = None if device.is_cpu else _compute_dtype(model.spec, question, device)
     weight_dtype = model.dtype(question.weight_dtype, computed)
@@ -116,6 +128,12 @@ def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Pl
         value_bytes=4 if computed == "float32" else 2,
     )
     memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, limits, file_bytes=file_bytes)
+    return Placement(weight_dtype, kv_dtype, parts, memory)
+
+
+def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
+    placed = place(model, device, question)
+    weight_dtype, kv_dtype, parts, memory = placed.weight_dtype, placed.kv_dtype, placed.parts, placed.memory
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)
     roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)
     most = min(memory.max_concurrency, question.max_running)

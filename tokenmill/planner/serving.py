@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.backends import Device
-from tokenmill.planner.device import PlanDevice, this_machine
+from tokenmill.planner.device import PlanDevice, this_machine, unmeasured_machine
+from tokenmill.planner.memory import MemoryPlan
 from tokenmill.planner.model import PlannedModel, model_at
-from tokenmill.planner.plan import Plan, Question, counted, make_plan
+from tokenmill.planner.plan import Plan, Question, counted, make_plan, place
 
 TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
+LARGEST_SHARE = 0.9  # of the memory that weights leave, for the KV pool of one of several models
 UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 
 
@@ -19,9 +22,38 @@ def serving_plan(config: EngineConfig, path: Path, name: str, device: PlanDevice
     """Plan a model as a server with these settings would run it. `device`: this machine, if it was measured already."""
     model = model_at(path, name)
     device = device or this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
+    return make_plan(model, device, _question(config, model, device))
+
+
+def serving_memory(
+    config: EngineConfig, path: Path, name: str, *, available: int | None = None, num_models: int = 1
+) -> tuple[str, MemoryPlan]:
+    """Plan the memory of one of several models of a server; return its device too.
+
+    `available`: bytes that this model may count on; by default all that the device has. Its KV pool takes a
+    `num_models`th of the usual share of what the weights leave. Where that is too little for one request of full
+    length, it takes the usual share, then nine tenths.
+    """
+    model = model_at(path, name)
+    device = unmeasured_machine(use_gpu=config.ops.device != "cpu")
+    if available is not None:
+        device = replace(device, available_bytes=available)
+    question, usual = _question(config, model, device), device.runs_on.memory_fraction
+    shares: tuple[float, ...] = (usual / num_models, usual, max(usual, LARGEST_SHARE))
+    if config.cache.memory_fraction is not None or config.cache.num_blocks is not None:
+        shares = (config.cache.memory_fraction or usual,)
+    for share in shares:
+        memory = place(model, device, replace(question, memory_fraction=share)).memory
+        if memory.fits:
+            break
+    return device.runs_on.name, memory
+
+
+def _question(config: EngineConfig, model: PlannedModel, device: PlanDevice) -> Question:
+    """Ask for what the settings say, under a typical load."""
     context = config.model.max_context or min(model.spec.max_context, MAX_AUTO_CONTEXT)
     rows, tokens = device.runs_on.limits(device.available_bytes)
-    question = Question(
+    return Question(
         input_len=min(TYPICAL_INPUT, max(1, context // 2)),
         output_len=min(TYPICAL_OUTPUT, max(1, context // 4)),
         dtype=config.model.dtype,
@@ -35,7 +67,6 @@ def serving_plan(config: EngineConfig, path: Path, name: str, device: PlanDevice
         num_blocks=config.cache.num_blocks,
         num_states=config.cache.num_states,
     )
-    return make_plan(model, device, question)
 
 
 def _weight_dtype(config: EngineConfig, model: PlannedModel, device: Device) -> str:

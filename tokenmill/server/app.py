@@ -6,7 +6,7 @@ id, record, log line ─► CORS, if asked for ─► key, if there are any ─�
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from starlette.applications import Starlette
@@ -35,7 +35,9 @@ from tokenmill.server.gate import EngineGate, ServedEngine
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
+from tokenmill.server.loader import ModelLoader
 from tokenmill.server.middleware import RequestMiddleware
+from tokenmill.server.model_admin import model_endpoints
 from tokenmill.server.ollama.render import OLLAMA
 from tokenmill.server.ollama.routes import ollama_endpoints
 from tokenmill.server.openai.batches import batch_endpoints
@@ -65,28 +67,31 @@ ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     ollama_endpoints,
     tgi_endpoints,
     token_endpoints,
+    model_endpoints,
 )
 
 
 def create_app(
-    engine: ServedEngine | EngineGate,
+    models: ServedEngine | EngineGate | Sequence[EngineGate],
     config: ServerConfig,
     metrics: Metrics,
     *,
     keys: tuple[bytes, ...] | None = None,
     dialects: Dialects = DIALECTS,
     fits: FitFinder | None = None,
+    loader: ModelLoader | None = None,
 ) -> Starlette:
-    """The server of one model. `engine` may be a gate that opens later, once the model is loaded. `keys`: by default
-    those in `config`. `fits`: says which models fit this machine."""
+    """The server of one engine, or of models behind gates, which open once their models are loaded. `keys`: by default
+    those in `config`. `fits`: says which models fit this machine. `loader`: what loads the models, and unloads them."""
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     config = with_priorities(config, has_keys=bool(known_keys))
-    gate = engine if isinstance(engine, EngineGate) else EngineGate(engine)
-    registry = ModelRegistry(gate, any_name=config.any_model_name)
+    loader = loader or ModelLoader()
+    registry = ModelRegistry(*_gates(models), any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
+    loader.on_unload = accounting.unloaded
     state = ServerState.of(config)
-    live, workers = LiveRequests(), TextWorkers()
-    context = RouteContext(registry, config, dialects, BodyReader(config), workers, live, accounting.finish, state)
+    bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
+    context = RouteContext(registry, config, dialects, bodies, workers, live, accounting.finish, state, loader)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
@@ -124,6 +129,12 @@ def _batch_endpoints(context: RouteContext, endpoints: list[Endpoint]) -> list[E
         *batch_endpoints(context, runner),
         *message_batch_endpoints(context, runner),
     ]
+
+
+def _gates(models: ServedEngine | EngineGate | Sequence[EngineGate]) -> Sequence[EngineGate]:
+    if isinstance(models, Sequence):
+        return models
+    return [models if isinstance(models, EngineGate) else EngineGate(models)]
 
 
 def _layers(

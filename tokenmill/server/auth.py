@@ -14,13 +14,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
-from tokenmill.server.errors import MissingKey, UnknownHost
+from tokenmill.server.errors import MissingKey, ModelsAreFixed, UnknownHost
 from tokenmill.server.ui.pages import PAGE_PATHS
 
 PUBLIC_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/api/version"}
@@ -60,6 +61,20 @@ def require_safe_exposure(config: ServerConfig, keys: tuple[bytes, ...]) -> None
         param="host",
         hint="set --api-key, or --allow-open if that is what you want",
     )
+
+
+def may_manage(request: Request, config: ServerConfig) -> bool:
+    """Return whether a client may change models. Where that rests on the server's address, the request must name this
+    machine too: a web page whose name was made to lead here (DNS rebinding) names its own."""
+    if config.manage_models is not None:
+        return config.manage_models
+    return is_loopback(config.host) and is_loopback(request.url.hostname or "")
+
+
+def require_manager(request: Request, config: ServerConfig) -> None:
+    """Refuse a client that may not change models."""
+    if not may_manage(request, config):
+        raise ModelsAreFixed("clients may not change the models of this server", hint="see --manage-models")
 
 
 def is_loopback(host: str) -> bool:

@@ -97,6 +97,16 @@ class Loading(Overloaded):
     http_status = 503
 
 
+class LoadFailed(Overloaded):
+    """A model could not be loaded. The others go on, and a later request tries again."""
+
+    code = "model_load_failed"
+    http_status = 503
+
+    def __init__(self, name: str, reason: TokenmillError) -> None:
+        super().__init__(f"the model {name} could not be loaded: {reason.message}", retry_after_s=5.0, hint=reason.hint)
+
+
 def error_headers(error: TokenmillError) -> dict[str, str]:
     """The HTTP headers of an error's reply: where the key goes, and whether and when to try again.
 

@@ -67,7 +67,9 @@ class ModelRegistry:
         for problem in await asyncio.gather(*readers, return_exceptions=True):
             if problem is not None and not isinstance(problem, TokenmillError):
                 raise problem
-        self.default.reader  # noqa: B018  # raises why it has none, where nothing reads it
+        self.default.require_open()
+        if self.default.read is None:
+            self.default.reader  # noqa: B018  # raises why there is none
 
     def find(self, name: str | None, *, is_required: bool = True) -> FoundModel:
         """The model that a request names."""

@@ -31,6 +31,7 @@ from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead,
 from tokenmill.server.gate import NotRead
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
 from tokenmill.server.live import LiveRequests
+from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
 from tokenmill.server.tenancy import with_own_salts
@@ -76,6 +77,7 @@ class RouteContext:
     live: LiveRequests
     count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
     state: ServerState
+    loader: ModelLoader
     services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:

@@ -16,26 +16,34 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator, Sequence
 from errno import EADDRNOTAVAIL
+from functools import partial
 
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
 from tokenmill.config import EngineConfig
+from tokenmill.config.by_name import engine_config
+from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
-from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
-from tokenmill.errors import InvalidConfig, TokenmillError
+from tokenmill.errors import InvalidConfig, TokenmillError, UnknownModel
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.auth import load_keys, require_safe_exposure
-from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.body import shown
+from tokenmill.server.engine_source import Announce, EngineSource, PlanMemory, StartedSource, StartEngine
+from tokenmill.server.errors import LoadFailed
+from tokenmill.server.gate import EngineGate
 from tokenmill.server.http_protocol import limited_protocol
+from tokenmill.server.loader import ModelLoader
+from tokenmill.server.registry import require_distinct
 from tokenmill.server.routing import RouteContext
+from tokenmill.store import LocalModel, parse_name, plain_name, resolve_model
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
@@ -46,52 +54,62 @@ EXIT_FORCED = 1
 SWITCH_INTERVAL_S = 0.0005  # the event loop waits so long for the GIL while a thread renders a long chat template
 MAX_DESCRIPTORS = 65_536
 
-StartEngine = Callable[[], Awaitable[ServedEngine]]
-MakePlan = Callable[[], list[str]]  # what the settings will take, in lines
-PLAN_WARNING = "plan: warning: "  # begins those that are warnings
-
 
 def run_server(
-    engine_config: EngineConfig,
-    server_config: ServerConfig,
+    models: Sequence[ServedModelConfig],
+    config: ServerConfig,
+    plan: PlanMemory,
+    *,
     child: CoreProcess | None = None,
-    plan: MakePlan | None = None,
+    announce: Announce | None = None,
+    base: EngineConfig | None = None,
 ) -> int:
-    """Serve a model until told to stop; return the process's exit code. `child`: the core's process, if it was started
-    already. `plan`: says, in lines for the log, what the settings will take."""
-    configure_logging(server_config.log_level)
-    unused = [child] if child else []
+    """Serve models until told to stop; return the process's exit code.
 
-    async def start_engine() -> ServedEngine:
-        planning = asyncio.gather(asyncio.to_thread(plan or list), return_exceptions=True)  # while the model loads
-        engine = await AsyncEngine.start(engine_config, child=unused.pop() if unused else None)
-        log_plan(*await planning)
-        for reason in engine.reasons:
-            log.info("chosen: %s", reason)
-        log.info("weights loaded in %.2f s", engine.core.load_s)
-        return engine
-
-    model = engine_config.model.served_name or engine_config.model.model
+    `plan` says what a model takes of the memory, where there are several. `child`: the first model's core, if its
+    process was started already. `announce`: says, in lines for the log, what the first model's settings will take.
+    `base`: the settings of models that clients add.
+    """
+    configure_logging(config.log_level)
+    first = EngineSource(models[0].engine, plan, child=child, announce=announce)
     try:
-        return serve(start_engine, server_config, Metrics(model=model))
+        loader = loader_of(config)
+        gates = [gate_of_config(model) for model in models]
+        for gate, model in zip(gates, models, strict=True):
+            source = first if gate is gates[0] else EngineSource(model.engine, plan)
+            loader.add(gate, source, waits=len(gates) > 1)
+        if len(gates) > 1:
+            require_distinct(gates)
+        loader.make_model = partial(stored_model, base or models[0].engine, plan)
+        return serve_models(gates, loader, config, Metrics())
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code
     finally:
-        for one in unused:  # the port was busy, or a setting wrong
-            one.kill()
+        first.discard()  # the port was busy, or a setting wrong
 
 
-def log_plan(lines: list[str] | BaseException) -> None:
-    """Log the plan; one that could not be made is only a warning."""
-    if isinstance(lines, BaseException):
-        log.warning("plan: none could be made: %s", lines)
-        return
-    for line in lines:
-        if line.startswith(PLAN_WARNING):
-            log.warning("plan: %s", line.removeprefix(PLAN_WARNING))  # the log names the level itself
-        else:
-            log.info("%s", line)
+def loader_of(config: ServerConfig) -> ModelLoader:
+    num_bytes = None if config.model_memory_gb is None else int(config.model_memory_gb * 1e9)
+    return ModelLoader(max_loaded=config.max_loaded_models, memory_bytes=num_bytes)
+
+
+def gate_of_config(model: ServedModelConfig) -> EngineGate:
+    return EngineGate(
+        name=model.name or model.engine.model.served_name,
+        aliases=model.aliases,
+        is_pinned=model.is_pinned,
+        keep_alive_s=model.keep_alive_s,
+    )
+
+
+def stored_model(base: EngineConfig, plan: PlanMemory, name: str) -> tuple[EngineGate, EngineSource]:
+    """A model of the store that the server was not started with, for a client that may add it: never a path."""
+    if isinstance(parse_name(plain_name(name)), LocalModel):
+        raise UnknownModel(f"no model of the store is called {shown(name)}", param="model")
+    found = resolve_model(plain_name(name), allow_pull=False)
+    engine = engine_config(base, {"model": plain_name(name), "served_name": found.name})
+    return EngineGate(name=found.name), EngineSource(engine, plan)
 
 
 def require_servable(config: ServerConfig) -> None:
@@ -102,19 +120,25 @@ def require_servable(config: ServerConfig) -> None:
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
-    """Answer on the configured address while the engine starts, and from then on until a signal; return the exit
+    """Serve one engine, whatever starts it; return the exit code."""
+    loader, gate = loader_of(config), EngineGate(is_pinned=True)
+    loader.add(gate, StartedSource(start_engine), waits=False)
+    return serve_models([gate], loader, config, metrics)
+
+
+def serve_models(gates: list[EngineGate], loader: ModelLoader, config: ServerConfig, metrics: Metrics) -> int:
+    """Answer on the configured address while the first model loads, and from then on until a signal; return the exit
     code."""
     keys = load_keys(config, os.environ)
     require_safe_exposure(config, keys)
     listeners = bind_all(config)
-    gate = EngineGate()
-    app = create_app(gate, config, metrics, keys=keys)
+    app = create_app(gates, config, metrics, keys=keys, loader=loader)
     http_server = HttpServer(uvicorn_config(app, FLUSH_S))
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        life = ServerLifecycle(http_server, listeners, gate, app.state.context, needs_key=bool(keys))
-        return runner.run(life.run(start_engine))
+        life = ServerLifecycle(http_server, listeners, app.state.context, needs_key=bool(keys))
+        return runner.run(life.run())
 
 
 def allow_many_connections() -> None:
@@ -189,34 +213,27 @@ class HttpServer(uvicorn.Server):
 
 
 class ServerLifecycle:
-    """Loads the engine behind an open port, opens the gate, and drains on a signal."""
+    """Loads the first model behind open ports, and drains all on a signal."""
 
     def __init__(
-        self,
-        http_server: HttpServer,
-        listeners: list[socket.socket],
-        gate: EngineGate,
-        context: RouteContext,
-        *,
-        needs_key: bool,
+        self, http_server: HttpServer, listeners: list[socket.socket], context: RouteContext, *, needs_key: bool
     ) -> None:
         self._http_server = http_server
         self._listeners = listeners
-        self._gate = gate
         self._context = context
         self._needs_key = needs_key
         self._stop = asyncio.Event()
-        self._engine: ServedEngine | None = None
 
-    async def run(self, start_engine: StartEngine) -> int:
+    async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
-            if await self._load(start_engine):
+            if await self._load():
                 for service in self._context.services:
                     await service.start()
-                print(welcome(self._listeners, self._gate.info.name, needs_key=self._needs_key), flush=True)
+                names = self._context.registry.names()
+                print(welcome(self._listeners, names, needs_key=self._needs_key), flush=True)
                 gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
                 with relaxed_gc():
                     await self._stop.wait()
@@ -229,11 +246,11 @@ class ServerLifecycle:
         if self._stop.is_set():
             asyncio.get_running_loop().create_task(self._end_at_once())
         self._stop.set()
-        self._gate.close()
+        self._context.loader.refuse_all()
 
-    async def _load(self, start_engine: StartEngine) -> bool:
-        """Load the model and open the gate; False when told to stop before that was done."""
-        loading = asyncio.ensure_future(start_engine())
+    async def _load(self) -> bool:
+        """Load the first models; False when told to stop before that was done."""
+        loading = asyncio.create_task(self._load_first())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -242,33 +259,43 @@ class ServerLifecycle:
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
             return False
-        self._engine = loading.result()
-        self._gate.open(self._engine)
+        loading.result()
         return not self._stop.is_set()
 
+    async def _load_first(self) -> None:
+        """Load the default model and those that are pinned, and read the files of all. A model that can't be loaded
+        keeps the server from starting only if there is no other."""
+        registry, loader = self._context.registry, self._context.loader
+        wanted = [gate for gate in registry.gates if gate.is_pinned or gate is registry.default]
+        loads = [loader.load(gate) for gate in wanted]
+        reads = [loader.read(gate) for gate in registry.gates if gate not in wanted]
+        for problem in await asyncio.gather(*loads, *reads, return_exceptions=True):
+            if problem is not None and not isinstance(problem, LoadFailed):
+                raise problem
+        failures = [gate.failure for gate in registry.gates if gate.failure is not None]
+        if len(failures) == len(registry.gates):
+            raise failures[0]
+
     async def _drain(self) -> None:
-        assert self._engine is not None
         print("tokenmill: stopping; running requests are being finished", file=sys.stderr, flush=True)
-        if not await self._engine.drain(self._context.config.drain_timeout_s):
+        if not await self._context.loader.drain(self._context.config.drain_timeout_s):
             print("tokenmill: some requests did not finish in time and are ended", file=sys.stderr, flush=True)
 
     async def _end(self, answering: asyncio.Task[None]) -> None:
-        """Close the engine, then the server: requests that still run end with an error that their clients can read."""
+        """Close the engines, then the server: requests that still run end with an error that their clients can read."""
         for service in self._context.services:
             await service.close()
-        if self._engine is not None:
-            await self._engine.close()
+        await self._context.loader.close()
         self._http_server.should_exit = True
         await answering
         await self._context.state.close()
 
     async def _end_at_once(self) -> None:
-        engine = self._engine
-        if engine is not None:
-            pid = engine.stats().engine_pid
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.close(), FORCED_CLOSE_S)
-            kill_child(pid)
+        stats = [gate.stats() for gate in self._context.registry.gates]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._context.loader.close(), FORCED_CLOSE_S)
+        for one in stats:
+            kill_child(one.engine_pid if one is not None else 0)
         os._exit(EXIT_FORCED)
 
 
@@ -282,14 +309,15 @@ def kill_child(pid: int) -> None:
             os.waitpid(pid, 0)
 
 
-def welcome(listeners: list[socket.socket], model: str, *, needs_key: bool) -> str:
+def welcome(listeners: list[socket.socket], models: list[str], *, needs_key: bool) -> str:
     url, *others = [_url(listener) for listener in listeners]
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     question = '[{"role": "user", "content": "What is the capital of France?"}]'
-    body = f'{{"model": "{model}", "temperature": 0, "messages": {question}}}'  # at 1 small models talk nonsense
+    body = f'{{"model": "{models[0]}", "temperature": 0, "messages": {question}}}'  # at 1 small models talk nonsense
+    ready = f"{models[0]} is ready" if len(models) == 1 else f"{', '.join(models)} are ready"
     also = "".join(f" and {other}" for other in others)
     return (
-        f"{model} is ready on {url}{also} (documentation: {url}/docs). Try:\n\n"
+        f"{ready} on {url}{also} (documentation: {url}/docs). Try:\n\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
     )
 

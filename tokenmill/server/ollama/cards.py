@@ -7,6 +7,7 @@ null, and always has the architecture with its context and embedding length: cli
 from __future__ import annotations
 
 import hashlib
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.spec import Gqa
 from tokenmill.engine.status import ModelInfo
+from tokenmill.server.gate import EngineGate
+from tokenmill.server.loader import ModelMemory
+from tokenmill.server.model_admin import expires_in_s
 from tokenmill.server.ollama.render import timestamp
 from tokenmill.store.created import LATEST
 from tokenmill.store.layout import Customization
@@ -42,14 +46,15 @@ def tag_card(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def running_card(info: ModelInfo) -> dict[str, Any]:
-    """One model of /api/ps."""
+def running_card(gate: EngineGate, memory: ModelMemory | None) -> dict[str, Any]:
+    """One model of /api/ps: until when it stays, and what it takes, where that was planned."""
+    info, left_s = gate.info, expires_in_s(gate)
     card = tag_card(info)
     del card["modified_at"]
-    size = card["size"]
+    size = card["size"] = card["size"] if memory is None else memory.total_bytes
     return {
         **card,
-        "expires_at": timestamp((info.created + FOREVER_S) * 1_000_000_000),
+        "expires_at": timestamp(time.time_ns() + int((FOREVER_S if left_s is None else left_s) * 1_000_000_000)),
         "size_vram": 0 if info.device.startswith("cpu") or not info.device else size,
         "context_length": info.max_context,
     }

@@ -18,9 +18,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest, UnknownModel
-from tokenmill.server.auth import is_loopback
+from tokenmill.server.auth import require_manager
 from tokenmill.server.body import BROWSER_HEADERS, BodyFields, shown
 from tokenmill.server.dialect import NDJSON_HEADERS, ndjson_line
 from tokenmill.server.errors import BodyTooSlow, ModelsAreFixed, RoutingError
@@ -78,14 +77,6 @@ def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endp
     ]
 
 
-def may_manage(request: Request, config: ServerConfig) -> bool:
-    """Return whether a client may change models. Where that rests on the server's address, the request must name this
-    machine too: a web page whose name was made to lead here (DNS rebinding) names its own."""
-    if config.manage_models is not None:
-        return config.manage_models
-    return is_loopback(config.host) and is_loopback(request.url.hostname or "")
-
-
 class Library:
     """The handlers of these endpoints."""
 
@@ -101,8 +92,11 @@ class Library:
         return json_response({"models": [tag_card(info) for info in self._context.registry.listed()]})
 
     async def ps(self, request: Request) -> Response:
-        infos = [gate.info for gate in self._context.registry.gates if gate.loaded is not None]
-        return json_response({"models": [running_card(info) for info in infos]})
+        gates = [gate for gate in self._context.registry.gates if gate.loaded is not None]
+        if not gates:
+            self._context.registry.default.require_open()
+        memory_of = self._context.loader.memory_of
+        return json_response({"models": [running_card(gate, memory_of(gate)) for gate in gates]})
 
     async def show(self, request: Request) -> Response:
         def parse(body: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +106,8 @@ class Library:
 
     # ── changing ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _require_permission(self, request: Request) -> None:
-        """Refuse a client that may not change models."""
-        if not may_manage(request, self._context.config):
-            raise ModelsAreFixed("clients may not change the models of this server", hint="see --manage-models")
-
     async def pull(self, request: Request) -> Response:
-        self._require_permission(request)
+        require_manager(request, self._context.config)
 
         def parse(body: dict[str, Any]) -> tuple[str, bool]:
             fields = BodyFields(body)
@@ -129,7 +118,7 @@ class Library:
         return await self._progress(lambda work: pull_named(name, work), is_stream, self._pulls)
 
     async def create(self, request: Request) -> Response:
-        self._require_permission(request)
+        require_manager(request, self._context.config)
         wanted = await self._context.parsed(request, parse_create)
         base = await self._context.when_read(lambda: self._base(wanted.base)) if wanted.base else None
         return await self._progress(lambda work: create_named(wanted, base, work), wanted.is_stream, self._pulls)
@@ -148,7 +137,7 @@ class Library:
         return Manifest(name=info.name, source="local", files=[], weights=str(info.path.resolve() if info.path else ""))
 
     async def copy(self, request: Request) -> Response:
-        self._require_permission(request)
+        require_manager(request, self._context.config)
 
         def parse(body: dict[str, Any]) -> tuple[str, str]:
             fields = BodyFields(body)
@@ -163,7 +152,7 @@ class Library:
         return Response(status_code=200)
 
     async def delete(self, request: Request) -> Response:
-        self._require_permission(request)
+        require_manager(request, self._context.config)
         name = await self._context.parsed(request, asked_model)
         self._refuse_served(name, "deleted")
         manifest = find_created(name, Store()) or find_stored(name)
@@ -177,13 +166,13 @@ class Library:
             raise InvalidRequest(f"{shown(name)} is being served and can't be {what}", param="model")
 
     async def push(self, request: Request) -> Response:
-        self._require_permission(request)
+        require_manager(request, self._context.config)
         raise RoutingError(501, "models can't be pushed from here")
 
     # ── uploaded content ───────────────────────────────────────────────────────────────────────────────
 
     async def has_blob(self, request: Request) -> Response:
-        self._require_permission(request)
+        require_manager(request, self._context.config)
         sha256 = asked_digest(request)
         if not Store().has_blob(sha256):
             raise UnknownModel(f'blob "sha256:{sha256}" not found')
@@ -191,7 +180,7 @@ class Library:
 
     async def add_blob(self, request: Request) -> Response:
         """Receive a file. Its type may be anything, so a browser is turned away here by its own headers."""
-        self._require_permission(request)
+        require_manager(request, self._context.config)
         if any(name in request.headers for name in BROWSER_HEADERS):
             raise ModelsAreFixed("files can't be uploaded by web pages")
         sha256 = asked_digest(request)

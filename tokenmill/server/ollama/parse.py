@@ -1,7 +1,7 @@
 """Bodies of /api/chat, /api/generate and /api/embed into requests.
 
-Ollama streams unless told not to. A request without a prompt only asks for the model to be there. `keep_alive` is
-checked, and true by itself: this server keeps its model for as long as it runs, so it refuses to unload it.
+Ollama streams unless told not to. A request without a prompt only asks for the model to be there, or with a
+`keep_alive` of zero not to be there.
 
 A tool's result names the tool (`tool_name`), a call (`tool_call_id`), or nothing: results go to the call with that id,
 else to the first call of that name that has none, else to the first call that has none.
@@ -9,13 +9,13 @@ else to the first call of that name that has none, else to the first call that h
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 import msgspec
 import orjson
 
+from tokenmill.config.durations import keep_alive_of, seconds_of
 from tokenmill.engine.input_processor import prompt_limit, require_plausible_length
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
@@ -41,7 +41,6 @@ MAX_TOOL_CALLS = 128
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "user", "assistant", "tool")
 Level = Literal["low", "medium", "high", "max"]
-_DURATION = re.compile(r"[+-]?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+|[+-]?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ def parse_chat(body: dict[str, Any], name: str, engine: ServedEngine) -> OllamaC
     """The conversation to go on with; None: the request has no messages and only asks for the model to be there."""
     fields, info = BodyFields(body), engine.info
     is_empty = not fields.items("messages", MAX_MESSAGES)
-    require_keeping(fields, info, unloads=is_empty)
     if is_empty:
         return None
     tools = parse_tools(fields)
@@ -214,7 +212,6 @@ def parse_generate(body: dict[str, Any], name: str, engine: ServedEngine) -> Gen
     require_token_ids(before, "context", info.vocab_size)
     refuse_images(fields)
     fields.refuse_any(("width", "height", "steps"), hint="this model writes text")
-    require_keeping(fields, info, unloads=not prompt)
     if is_raw and (template or system or before):
         raise InvalidRequest("raw mode does not support template, system, or context")
     suffix = fields.text("suffix") or None
@@ -285,20 +282,22 @@ def parse_format(fields: BodyFields) -> Guided | None:
     return Guided.schema(wanted)
 
 
-def require_keeping(fields: BodyFields, info: ModelInfo, *, unloads: bool) -> None:
-    """Check how long the model is to stay in memory; `unloads`: without a prompt, zero asks for it to go now."""
+@dataclass(frozen=True)
+class Keeping:
+    """How long a request wants its model to stay in memory after it."""
+
+    seconds: float | None  # None: for ever
+
+
+def parse_keeping(fields: BodyFields) -> Keeping | None:
+    """The `keep_alive` of a request: a duration such as "5m", or seconds; below zero for ever."""
     given = fields.get("keep_alive")
     if given is None:
-        return
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
+        return None
+    seconds = seconds_of(given)
+    if seconds is None:
         refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(given)}")
-    if isinstance(given, str) and not _DURATION.fullmatch(given):
-        refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(given)}")
-    is_zero = not re.search("[1-9]", given) if isinstance(given, str) else given == 0
-    if is_zero and unloads:
-        raise InvalidRequest(
-            f"{info.name} can't be unloaded: this server runs it for as long as it runs itself", param="keep_alive"
-        )
+    return Keeping(keep_alive_of(seconds))
 
 
 def refuse_images(fields: BodyFields) -> None:
@@ -342,7 +341,6 @@ def _require_plausible(request: ChatRequest, info: ModelInfo) -> None:
 
 def parse_embed(body: dict[str, Any], engine: ServedEngine, max_inputs: int) -> EmbedCall:
     fields, info = BodyFields(body), engine.info
-    require_keeping(fields, info, unloads=False)
     parse_params(fields, info)  # options are checked; none of them changes an embedding
     given = fields.get("input")
     inputs = [given] if isinstance(given, str) and given else given or []
@@ -359,7 +357,6 @@ def parse_embed(body: dict[str, Any], engine: ServedEngine, max_inputs: int) -> 
 
 def parse_legacy_embedding(body: dict[str, Any], engine: ServedEngine) -> EmbedCall:
     fields = BodyFields(body)
-    require_keeping(fields, engine.info, unloads=False)
     parse_params(fields, engine.info)
     prompt = fields.text("prompt")
     pooling = Pooling(normalize=False)

@@ -202,9 +202,9 @@ class GenerateReply(OllamaRendering):
         return {**last, "context": [*facts.prompt_token_ids, *self._token_ids]} if self._has_context else last
 
 
-def loaded_reply(model: str, content: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request without a prompt, which only asks for the model to be there."""
-    return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": "load"}
+def loaded_reply(model: str, content: dict[str, Any], reason: str) -> dict[str, Any]:
+    """The answer to a request without a prompt, which only asks for the model to be there, or to leave."""
+    return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": reason}
 
 
 def done_reason(finish_reason: str) -> str:

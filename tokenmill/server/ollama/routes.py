@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 import tokenmill
-from tokenmill.errors import UnknownModel
+from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.server.body import BodyFields
 from tokenmill.server.dialect import RequestHead
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.ollama import schemas
@@ -18,12 +21,13 @@ from tokenmill.server.ollama.parse import (
     parse_chat,
     parse_embed,
     parse_generate,
+    parse_keeping,
     parse_legacy_embedding,
 )
 from tokenmill.server.ollama.render import ChatReply, EmbedReply, GenerateReply, embed_reply, loaded_reply
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import READING, TEXT, Endpoint, RouteContext, json_response
-from tokenmill.server.variants import FoundModel
+from tokenmill.server.variants import FoundModel, gate_of
 from tokenmill.store import find_entry, plain_name
 
 VERSION = "0.33.0"  # of Ollama: the newest whose routes are here; clients compare it
@@ -112,29 +116,40 @@ def find_model(name: str, registry: ModelRegistry) -> FoundModel:
 # ── generations ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def keep_as_asked(model: FoundModel, body: dict[str, Any]) -> None:
+    """Let a model stay after a request for as long as the request says."""
+    keeping = parse_keeping(BodyFields(body))
+    if keeping is not None:
+        model.keep(keeping.seconds)
+
+
 def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = asked_model(body)
-    engine = find_model(name, context.registry).engine
-    call = parse_chat(body, name, engine)
+    model = find_model(name, context.registry)
+    call = parse_chat(body, name, model.engine)
+    keep_as_asked(model, body)
     if call is None:
-        return json_response(loaded_reply(name, {"message": {"role": "assistant", "content": ""}}))
-    return GenerationJob(engine, [call.request], ChatReply(name), call.is_stream)
+        return presence_reply(body, model, context, name, {"message": {"role": "assistant", "content": ""}})
+    return GenerationJob(model.engine, [call.request], ChatReply(name), call.is_stream)
 
 
 def generate_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = asked_model(body)
-    engine = find_model(name, context.registry).engine
-    call = parse_generate(body, name, engine)
+    model = find_model(name, context.registry)
+    call = parse_generate(body, name, model.engine)
+    keep_as_asked(model, body)
     if call is None:
-        return json_response(loaded_reply(name, {"response": ""}))
+        return presence_reply(body, model, context, name, {"response": ""})
     rendering = GenerateReply(name, has_context=call.has_context)
-    return GenerationJob(engine, [call.request], rendering, call.is_stream, prompt_param="prompt")
+    return GenerationJob(model.engine, [call.request], rendering, call.is_stream, prompt_param="prompt")
 
 
 def embed_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = asked_model(body)
-    engine = find_model(name, context.registry).engine
+    model = find_model(name, context.registry)
+    engine = model.engine
     call = parse_embed(body, engine, context.config.max_embedding_inputs)
+    keep_as_asked(model, body)
     if not call.requests:
         return json_response(embed_reply(name, [], {}))
     rendering = EmbedReply(name, dimensions=call.dimensions, is_legacy=False)
@@ -143,9 +158,41 @@ def embed_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Re
 
 def legacy_embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = asked_model(body)
-    engine = find_model(name, context.registry).engine
+    model = find_model(name, context.registry)
+    engine = model.engine
     call = parse_legacy_embedding(body, engine)
+    keep_as_asked(model, body)
     if not call.requests:
         return json_response({"embedding": []})
     rendering = EmbedReply(name, dimensions=None, is_legacy=True)
     return GenerationJob(engine, call.requests, rendering, prompt_param="prompt")
+
+
+# ── models without a prompt ────────────────────────────────────────────────────────────────────────────
+
+
+def presence_reply(
+    body: dict[str, Any], model: FoundModel, context: RouteContext, name: str, content: dict[str, Any]
+) -> Response:
+    """A request without a prompt asks for the model to be in memory, or with a `keep_alive` of zero not to be."""
+    keeping, gate = parse_keeping(BodyFields(body)), gate_of(model)
+    if keeping is None or keeping.seconds != 0:
+        return PresenceReply(gate.enter, lambda: loaded_reply(name, content, "load"))
+    if gate.is_pinned or gate.load is None:
+        raise InvalidRequest(
+            f"{gate.name} can't be unloaded: this server runs it for as long as it runs itself", param="keep_alive"
+        )
+    return PresenceReply(lambda: context.loader.unload(gate), lambda: loaded_reply(name, content, "unload"))
+
+
+class PresenceReply(Response):
+    """A reply that is sent once a model is in memory, or out of it."""
+
+    def __init__(self, change: Callable[[], Awaitable[object]], content: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._change = change
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._change()
+        await json_response(self._content())(scope, receive, send)

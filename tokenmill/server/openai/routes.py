@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill.engine.status import ModelInfo
 from tokenmill.server.body import BodyFields
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.generation import GenerationJob
+from tokenmill.server.model_admin import model_row, model_rows
 from tokenmill.server.openai import schemas
 from tokenmill.server.openai.parse import (
     CompletionCall,
@@ -45,12 +45,11 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: embedding_job(body, context))
 
     async def models(request: Request) -> Response:
-        await context.registry.read_all()
-        return json_response({"object": "list", "data": [model_card(info) for info in context.registry.listed()]})
+        return json_response({"object": "list", "data": await model_rows(context)})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model_id"]
-        return json_response(await context.when_read(lambda: model_card(context.registry.find(name).info)))
+        return json_response(await context.when_read(lambda: model_row(context.registry.find(name), context)))
 
     return [
         Endpoint(
@@ -139,16 +138,3 @@ def embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
     return GenerationJob(
         model.engine, call.requests, rendering, prompt_param="input", max_in_flight=EMBEDDINGS_IN_FLIGHT
     )
-
-
-# ── models ──────────────────────────────────────────────────────────────────────────────────
-
-
-def model_card(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "id": info.name,
-        "object": "model",
-        "created": info.created,
-        "owned_by": "tokenmill",
-        "max_model_len": info.max_context,
-    }

@@ -158,7 +158,14 @@ EMBEDDING_REPLY = object_of(
     model=TEXT,
     usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
 )
-MODEL_REPLY = object_of(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
+MODEL_REPLY = object_of(
+    id=TEXT,
+    object={"const": "model"},
+    created=COUNT,
+    owned_by=TEXT,
+    max_model_len={**COUNT, "type": ["integer", "null"]},
+    status=object_of(value=TEXT),
+)
 MODELS_REPLY = object_of(object={"const": "list"}, data=list_of(MODEL_REPLY))
 PIECE: Schema = {"anyOf": [TEXT, list_of(COUNT)]}
 TOKENIZE_REPLY: Schema = {

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill.server.ollama.library import may_manage
+from tokenmill.server.auth import may_manage
 from tokenmill.server.routing import COUNT, TEXT, Endpoint, RouteContext, json_response, list_of, object_of
 from tokenmill.server.ui.feed import TAG, require_own_page
 from tokenmill.store import Manifest, Store, load_catalog

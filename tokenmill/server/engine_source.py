@@ -1,0 +1,153 @@
+"""Models of this machine as the loader sees them: read from their files, planned, started as engines.
+
+Tokenizer and chat template stay in the front when a model leaves the memory: they are small, and with them a parked
+model can still be listed, described and asked to tokenise. Its weights and its KV cache live in its engine's process,
+which ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenmill.config import EngineConfig
+from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.frontend import ModelFrontend, load_frontend
+from tokenmill.engine.model_text import ModelText
+from tokenmill.engine.status import ModelInfo
+from tokenmill.errors import InvalidConfig
+from tokenmill.observe.log import get_log
+from tokenmill.server.gate import ModelReader, ServedEngine
+from tokenmill.server.loader import ModelMemory
+
+log = get_log("server")
+
+
+class PlanRequest(NamedTuple):
+    """What a plan of a model's memory is made from."""
+
+    config: EngineConfig
+    path: Path
+    name: str
+    available_bytes: int | None
+    num_models: int
+
+
+Announce = Callable[[], list[str]]  # what the settings of a model will take, in lines
+PLAN_WARNING = "plan: warning: "  # begins those that are warnings
+StartEngine = Callable[[], Awaitable[ServedEngine]]
+PlanMemory = Callable[[PlanRequest], ModelMemory]
+
+
+class EngineSource:
+    """A model by its settings. What was read of it is kept over loads."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: PlanMemory,
+        *,
+        child: CoreProcess | None = None,
+        announce: Announce | None = None,
+    ) -> None:
+        """`child`: the process of a core that was started already, for the first load. `announce` is called beside the
+        first load, and says what to log before its choices."""
+        self._config = config
+        self._plan = plan
+        self._child = child
+        self._announce = announce
+        self._frontend: ModelFrontend | None = None
+        self._engine: AsyncEngine | None = None
+
+    async def read(self) -> ModelReader:
+        return FrontendReader(await asyncio.to_thread(self._read))
+
+    def _read(self) -> ModelFrontend:
+        if self._frontend is None:
+            self._frontend = load_frontend(self._config)
+        return self._frontend
+
+    def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
+        frontend = self._read()
+        return self._plan(PlanRequest(self._config, frontend.model_path, frontend.name, available_bytes, num_models))
+
+    def held(self) -> ModelMemory:
+        assert self._engine is not None
+        cache = replace(self._config.cache, num_blocks=self._engine.core.num_blocks)
+        frontend, config = self._read(), replace(self._config, cache=cache)
+        return self._plan(PlanRequest(config, frontend.model_path, frontend.name, None, 1))
+
+    async def start(self, memory: ModelMemory | None) -> ServedEngine:
+        child, self._child = self._child, None
+        config = self._config if memory is None else within(memory, self._config)
+        frontend = None if self._frontend is None else replace(self._frontend, config=config)
+        announce, self._announce = self._announce, None
+        planning = asyncio.gather(asyncio.to_thread(announce or list), return_exceptions=True)  # while the model loads
+        self._engine = engine = await AsyncEngine.start(config, child=child, frontend=frontend)
+        self._frontend = self._frontend or engine.frontend
+        log_plan(*await planning)
+        whose = "" if memory is None else f" for {engine.info.name}"
+        for reason in engine.reasons:
+            log.info("chosen%s: %s", whose, reason)
+        log.info("weights%s loaded in %.2f s", whose, engine.core.load_s)
+        return engine
+
+    def discard(self) -> None:
+        """End the process that was started for the first load, if there was none."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+
+def within(memory: ModelMemory, config: EngineConfig) -> EngineConfig:
+    """Settings with the KV pool that was planned."""
+    if memory.num_blocks is None:
+        return config
+    states = memory.num_states or config.cache.num_states
+    return replace(config, cache=replace(config.cache, num_blocks=memory.num_blocks, num_states=states))
+
+
+def log_plan(lines: list[str] | BaseException) -> None:
+    """Log the plan; one that could not be made is only a warning."""
+    if isinstance(lines, BaseException):
+        log.warning("plan: none could be made: %s", lines)
+        return
+    for line in lines:
+        if line.startswith(PLAN_WARNING):
+            log.warning("plan: %s", line.removeprefix(PLAN_WARNING))  # the log names the level itself
+        else:
+            log.info("%s", line)
+
+
+class StartedSource:
+    """An engine that somebody starts in his own way, for a server of it alone."""
+
+    def __init__(self, start_engine: StartEngine) -> None:
+        self._start_engine = start_engine
+
+    async def read(self) -> ModelReader:
+        return await self._start_engine()
+
+    def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
+        raise InvalidConfig("no other model can be served beside this one")
+
+    def held(self) -> ModelMemory:
+        return self.plan(None, 1)
+
+    async def start(self, memory: ModelMemory | None) -> ServedEngine:
+        return await self._start_engine()
+
+
+class FrontendReader(ModelText):
+    """A model without its core: its context is what its settings ask for, which its KV pool may cut later."""
+
+    def __init__(self, frontend: ModelFrontend) -> None:
+        wanted = frontend.config.model.max_context or MAX_AUTO_CONTEXT
+        processor = frontend.input_processor(min(wanted, frontend.spec.max_context))
+        super().__init__(processor)
+        self.info: ModelInfo = frontend.info(processor.max_context)

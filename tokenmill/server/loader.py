@@ -1,0 +1,361 @@
+"""The loader decides which models are in memory: it loads what is asked for and unloads idle models to make room.
+
+    room for two, C is asked for      A idle, B busy    A is unloaded, C is loaded
+                                      both busy         C waits for one to become idle; after a while the one that was
+                                                        loaded first takes no more requests, finishes those that it
+                                                        has, and is unloaded: its new requests wait in turn
+
+Nothing that runs is ever unloaded. All requests that wait for a model share one load, and loads that need room are
+served in the order in which they came. How much room there is, and what a model takes of it, is the planner's
+arithmetic, which is also what its engine allocates: the size of its KV pool is planned here and given to it. A server
+of one model plans nothing; its engine sizes itself.
+
+A model that was idle for longer than its keep-alive leaves too, by a clock that nobody can set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from tokenmill.engine.status import EngineStats
+from tokenmill.errors import EngineDead, InvalidConfig, InvalidRequest, TokenmillError
+from tokenmill.hardware.memory import probe_memory
+from tokenmill.observe.log import get_log
+from tokenmill.server.errors import LoadFailed
+from tokenmill.server.gate import EngineGate, ModelReader, ServedEngine
+
+log = get_log("server")
+POLL_S = 0.02  # between two looks whether a model has become idle, while somebody waits for that
+SWEEP_S = 0.25  # between two looks for models that were idle for long enough
+PATIENCE_S = 1.0  # how long a load waits for an idle model, before one is told to finish
+RETRY_S = 5.0  # after a failed load, in which the same is said again without another attempt
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What a model takes on its device."""
+
+    device: str
+    device_bytes: int  # that it has for models
+    fixed_bytes: int  # all but the KV pool
+    total_bytes: int
+    num_blocks: int | None = None  # of the KV pool; None: the engine decides
+    num_states: int | None = None
+    problem: str | None = None  # why it can't be loaded into the memory it was offered
+
+
+class ModelSource(Protocol):
+    """Where a model comes from."""
+
+    async def read(self) -> ModelReader:
+        """Read the model's files, without its weights."""
+
+    def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
+        """Plan the model into so much memory, as one of several; None: all that its device has."""
+
+    def held(self) -> ModelMemory:
+        """What the engine holds that was started without a plan."""
+
+    async def start(self, memory: ModelMemory | None) -> ServedEngine: ...
+
+
+MakeModel = Callable[[str], tuple[EngineGate, ModelSource]]
+
+
+@dataclass
+class Seat:
+    """One model's place in the loader."""
+
+    source: ModelSource
+    footprint: ModelMemory | None = None  # alone on its device
+    memory: ModelMemory | None = None  # reserved or in use
+    reading: asyncio.Task[None] | None = None
+    loading: asyncio.Task[None] | None = None
+    unloading: asyncio.Task[None] | None = None
+    load_s: float = 0.0
+    failed_at_s: float = field(default=float("-inf"))
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether the model is in memory, or about to be, or about to leave."""
+        return self.memory is not None
+
+
+class ModelLoader:
+    """All models of a server and their memory. Everything happens on the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        max_loaded: int | None = None,
+        memory_bytes: int | None = None,
+        on_unload: Callable[[str, EngineStats], None] = lambda name, stats: None,
+    ) -> None:
+        """`max_loaded`: models in memory at most, those that are about to leave included. `memory_bytes`: for all of
+        them together on a device; by default what is free now. `on_unload` is told the last numbers of an engine."""
+        self.on_unload = on_unload
+        self.make_model: MakeModel | None = None  # for models that the server was not started with
+        self._max_loaded = max_loaded
+        self._memory_bytes = memory_bytes
+        self._cpu_bytes = probe_memory().available_bytes
+        self._seats: dict[EngineGate, Seat] = {}
+        self._room = asyncio.Lock()  # waiters take it in turn
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def add(self, gate: EngineGate, source: ModelSource, *, waits: bool = True) -> None:
+        """Let a gate load its model from here. `waits`: requests wait for the first load too, instead of being told to
+        try again later."""
+        self._seats[gate] = Seat(source)
+        if waits:
+            self._attach(gate)
+
+    def _attach(self, gate: EngineGate) -> None:
+        gate.load = partial(self.load, gate)
+        gate.read = partial(self.read, gate)
+
+    def memory_of(self, gate: EngineGate) -> ModelMemory | None:
+        """What a model takes, while it is in memory and known."""
+        seat = self._seats.get(gate)
+        return None if seat is None else seat.memory
+
+    def memory(self) -> dict[str, tuple[int, int]]:
+        """Total and used bytes of each device that models were planned for."""
+        taken = {seat.memory.device: seat.memory for seat in self._seats.values() if seat.memory is not None}
+        return {device: (self._total(one), self._used(device)) for device, one in sorted(taken.items())}
+
+    # ── reading ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def read(self, gate: EngineGate) -> None:
+        """Read the model's files, once for all who ask."""
+        seat = self._seats[gate]
+        if gate.known is None:
+            self._refuse_for_now(gate, seat)
+            seat.reading = seat.reading or asyncio.create_task(self._read(gate, seat))
+            await self._finished(seat.reading)
+            _raise_failure(gate)
+
+    async def _read(self, gate: EngineGate, seat: Seat) -> None:
+        try:
+            gate.describe(await seat.source.read())
+        except (TokenmillError, OSError) as problem:
+            self._fail(gate, seat, problem)
+        finally:
+            seat.reading = None
+
+    # ── loading ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def load(self, gate: EngineGate) -> None:
+        """Return once the model is in memory, or raise why it can't be. A caller that leaves ends nothing."""
+        loading = self.begin(gate)
+        if loading is not None:
+            await self._finished(loading)
+            _raise_failure(gate)
+
+    def begin(self, gate: EngineGate) -> asyncio.Task[None] | None:
+        """Begin to load a model; None: it is in memory already. The gate's state tells how it went."""
+        seat = self._seats.get(gate)
+        if seat is None or gate.state == "loaded":
+            return None
+        if seat.loading is None:
+            self._refuse_for_now(gate, seat)
+            gate.state = "unloading" if seat.unloading is not None else "loading"
+            seat.loading = asyncio.create_task(self._load(gate, seat, seat.unloading))
+        return seat.loading
+
+    async def _finished(self, task: asyncio.Task[None]) -> None:
+        await asyncio.wait({task})
+        if not task.cancelled():  # otherwise the server stops, which the gate tells
+            task.result()
+
+    def _refuse_for_now(self, gate: EngineGate, seat: Seat) -> None:
+        if time.monotonic() - seat.failed_at_s < RETRY_S:
+            _raise_failure(gate)
+
+    def _fail(self, gate: EngineGate, seat: Seat, problem: TokenmillError | OSError) -> None:
+        if isinstance(problem, OSError):
+            problem = EngineDead(f"the engine could not be started: {problem.strerror or problem}")
+        if gate.load is not None:  # otherwise it was the first load, and the process ends with the reason
+            log.error("%s could not be loaded: %s", gate.label, problem)
+        seat.failed_at_s = time.monotonic()
+        gate.shut("failed", problem)
+
+    async def _load(self, gate: EngineGate, seat: Seat, leaving: asyncio.Task[None] | None) -> None:
+        if leaving is not None:
+            await asyncio.wait({leaving})
+        gate.shut("loading")
+        try:
+            async with self._room:
+                seat.memory = await self._room_for(gate, seat)
+            began_s = time.monotonic()
+            engine = await seat.source.start(seat.memory)
+            seat.load_s = time.monotonic() - began_s
+            gate.open(engine)
+            self._attach(gate)
+            self._start_sweeping()
+        except (TokenmillError, OSError) as problem:
+            self._fail(gate, seat, problem)
+        finally:
+            seat.loading = None
+            if gate.loaded is None:
+                seat.memory = None
+                if gate.state == "loading":  # cancelled
+                    gate.shut()
+
+    # ── room ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _room_for(self, gate: EngineGate, seat: Seat) -> ModelMemory | None:
+        """Wait until there is room for a model, and unload idle ones for it."""
+        if len(self._seats) == 1:
+            return None
+        memory = await asyncio.to_thread(self._planned, gate, seat)
+        if memory.problem is not None:
+            raise InvalidConfig(memory.problem, hint="use a smaller model, more quantised weights or fewer KV blocks")
+        num_pinned = sum(other.is_pinned for other in self._seats if other is not gate)
+        if self._max_loaded is not None and num_pinned >= self._max_loaded:
+            raise InvalidConfig(f"{num_pinned} models are pinned, and {self._max_loaded} may be in memory")
+        since_s = time.monotonic()
+        while not self._has_room(memory):
+            victim = self._idle_victim() or self._busy_victim(time.monotonic() - since_s)
+            if victim is None:
+                await asyncio.sleep(POLL_S)
+            else:
+                await self.unload(victim)
+                since_s = time.monotonic()
+        return memory
+
+    def _planned(self, gate: EngineGate, seat: Seat) -> ModelMemory:
+        """Plan a model beside all others if all can be in memory together, or else beside those that are pinned."""
+        own = seat.footprint = seat.footprint or seat.source.plan(None, 1)
+        total = self._total(own)
+        others = [(one, other) for one, other in self._seats.items() if other is not seat and _is_on(one, other, own)]
+        fixed = sum(other.footprint.fixed_bytes for _, other in others if other.footprint is not None)
+        memory = seat.source.plan(total - fixed, 1 + len(others))
+        if memory.problem is None:
+            return memory
+        pinned = sum(_largest_bytes(other) for one, other in others if one.is_pinned)
+        return seat.source.plan(total - pinned, 1 + len(others))
+
+    def _total(self, memory: ModelMemory) -> int:
+        if self._memory_bytes is not None:
+            return self._memory_bytes
+        return self._cpu_bytes if memory.device == "cpu" else memory.device_bytes
+
+    def _used(self, device: str) -> int:
+        taken = (seat.memory for seat in self._seats.values() if seat.memory is not None)
+        return sum(memory.total_bytes for memory in taken if memory.device == device)
+
+    def _has_room(self, memory: ModelMemory) -> bool:
+        num_taken = sum(seat.is_taken for seat in self._seats.values())
+        if self._max_loaded is not None and num_taken >= self._max_loaded:
+            return False
+        return self._used(memory.device) + memory.total_bytes <= self._total(memory)
+
+    def _loaded(self) -> Iterator[EngineGate]:
+        """Models that could be unloaded."""
+        return (gate for gate in self._seats if gate.state == "loaded" and not gate.is_pinned)
+
+    def _idle_victim(self) -> EngineGate | None:
+        idle = [gate for gate in self._loaded() if gate.is_idle]
+        return min(idle, key=lambda gate: gate.last_used_s, default=None)
+
+    def _busy_victim(self, waited_s: float) -> EngineGate | None:
+        """The model that was loaded first. It may work for as long as it took to load, and a moment at least, so that
+        loads never take more than half of the time."""
+        oldest = min(self._loaded(), key=lambda gate: gate.loaded_at_s, default=None)
+        if oldest is None or waited_s < PATIENCE_S:
+            return None
+        return oldest if time.monotonic() - oldest.loaded_at_s >= self._seats[oldest].load_s else None
+
+    # ── unloading ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def unload(self, gate: EngineGate) -> None:
+        """Take a model out of memory once its running requests are finished; new ones wait, and load it again."""
+        seat = self._seats.get(gate)
+        if seat is None:
+            raise InvalidRequest(f"{gate.name} can't be unloaded: nothing here could load it again", param="model")
+        if seat.unloading is None:
+            seat.unloading = asyncio.create_task(self._unload(gate, seat, seat.loading))
+        await self._finished(seat.unloading)
+
+    async def _unload(self, gate: EngineGate, seat: Seat, coming: asyncio.Task[None] | None) -> None:
+        try:
+            if coming is not None:
+                await asyncio.wait({coming})
+            engine = gate.loaded
+            if engine is None:
+                return
+            gate.state = "unloading"
+            while not engine.is_idle():
+                await asyncio.sleep(POLL_S)
+            self.on_unload(gate.label, engine.stats())
+            await engine.close()
+            gate.shut()
+            seat.memory = None
+            log.info("%s left the memory", gate.label)
+        finally:
+            seat.unloading = None
+
+    def _start_sweeping(self) -> None:
+        if self._sweeping is None and not all(gate.is_pinned for gate in self._seats):
+            self._sweeping = asyncio.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for gate in list(self._loaded()):
+                now_s = time.monotonic()
+                if not gate.is_idle:
+                    gate.last_used_s = now_s
+                elif gate.keep_alive_s is not None and now_s - gate.last_used_s >= gate.keep_alive_s:
+                    await self.unload(gate)
+
+    # ── the end ────────────────────────────────────────────────────────────────────────────────────────
+
+    def refuse_all(self) -> None:
+        """Refuse every new request from now on, and end the loads that are under way."""
+        for gate, seat in self._seats.items():
+            gate.close()
+            if seat.loading is not None:
+                seat.loading.cancel()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait for the running requests of all models; False when some were still running at the end."""
+        engines = [gate.loaded for gate in self._seats if gate.loaded is not None]
+        return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in engines)))
+
+    async def close(self) -> None:
+        """End all engines; running requests fail."""
+        seats = list(self._seats.values())
+        tasks = [task for seat in seats for task in (seat.reading, seat.loading, seat.unloading) if task is not None]
+        tasks += [self._sweeping] if self._sweeping is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engines = [gate.loaded for gate in self._seats if gate.loaded is not None]
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+def _is_on(gate: EngineGate, seat: Seat, memory: ModelMemory) -> bool:
+    """Return whether a model runs on the same device. One whose files can't be read does not: its own load tells."""
+    try:
+        seat.footprint = seat.footprint or seat.source.plan(None, 1)
+    except TokenmillError:
+        return False
+    if gate.loaded is not None and seat.memory is None:  # loaded while it was the only one
+        seat.memory = seat.source.held()
+    return seat.footprint.device == memory.device
+
+
+def _largest_bytes(seat: Seat) -> int:
+    known = (seat.memory.total_bytes if seat.memory else 0, seat.footprint.fixed_bytes if seat.footprint else 0)
+    return max(known)
+
+
+def _raise_failure(gate: EngineGate) -> None:
+    if gate.failure is not None:
+        raise LoadFailed(gate.label, gate.failure)

@@ -1,0 +1,189 @@
+"""The models of a server with their states, and the routes by which they are loaded and unloaded.
+
+Paths and names are llama.cpp's: GET /models lists, POST /models/load and /models/unload change. A pull, with its
+progress, is Ollama's /api/pull. Loading a model of the store that the server was not started with adds it to the list.
+Whoever may pull models may load them: see --manage-models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenmill.engine.status import EngineStats
+from tokenmill.errors import UnknownModel
+from tokenmill.server.auth import require_manager
+from tokenmill.server.body import BodyFields
+from tokenmill.server.gate import EngineGate
+from tokenmill.server.routing import (
+    COUNT,
+    READING,
+    TEXT,
+    Endpoint,
+    RouteContext,
+    Schema,
+    json_response,
+    list_of,
+    object_of,
+)
+from tokenmill.server.variants import FoundModel, Variant, gate_of
+
+TAG = "Models"
+FLAG: Schema = {"type": "boolean"}
+STATUS: Schema = {"enum": ["unloaded", "loading", "loaded", "unloading", "failed"]}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+ROW: Schema = object_of(
+    id=TEXT,
+    object={"const": "model"},
+    created=COUNT,
+    owned_by=TEXT,
+    max_model_len=_or_null(COUNT),
+    aliases=list_of(TEXT),
+    parent=_or_null(TEXT),
+    is_default=FLAG,
+    is_pinned=FLAG,
+    status=object_of(value=STATUS, reason=_or_null(TEXT)),
+    num_running=COUNT,
+    num_waiting=COUNT,
+    device=_or_null(TEXT),
+    memory_bytes=_or_null(COUNT),
+    keep_alive_s=_or_null({"type": "number"}),
+    expires_in_s=_or_null({"type": "number"}),
+)
+CHANGED: Schema = object_of(success=FLAG, model=TEXT, status=STATUS)
+LOAD_BODY: Schema = {
+    "type": "object",
+    "required": ["model"],
+    "properties": {"model": TEXT, "wait": FLAG},
+    "example": {"model": "smollm2:135m", "wait": True},
+}
+UNLOAD_BODY: Schema = {"type": "object", "required": ["model"], "properties": {"model": TEXT}}
+
+
+def model_endpoints(context: RouteContext) -> list[Endpoint]:
+    async def list_models(request: Request) -> Response:
+        memory = {
+            device: {"total_bytes": total, "used_bytes": used}
+            for device, (total, used) in context.loader.memory().items()
+        }
+        return json_response({"object": "list", "data": await model_rows(context), "memory": memory})
+
+    async def load_model(request: Request) -> Response:
+        require_manager(request, context.config)
+        name, waits = await context.parsed(request, _asked_load)
+        model = await context.when_read(lambda: _found(name, context)) or await _added(name, context)
+        gate = gate_of(model)
+        if waits:
+            await gate.enter()
+        else:
+            context.loader.begin(gate)
+        return json_response({"success": True, "model": model.name, "status": gate.state})
+
+    async def unload_model(request: Request) -> Response:
+        require_manager(request, context.config)
+        name = await context.parsed(request, lambda body: BodyFields(body).required_text("model"))
+        gate = gate_of(await context.when_read(lambda: context.registry.find(name)))
+        await context.loader.unload(gate)
+        return json_response({"success": True, "model": gate.name, "status": gate.state})
+
+    changing = (*READING, 403)
+    return [
+        Endpoint("GET", "/models", list_models, TAG, object_of(object=TEXT, data=list_of(ROW)), (503,)),
+        Endpoint(
+            "POST",
+            "/models/load",
+            load_model,
+            TAG,
+            CHANGED,
+            changing,
+            LOAD_BODY,
+            description="Bring a model into memory. Replies at once, or with `wait` when it is there.",
+        ),
+        Endpoint(
+            "POST",
+            "/models/unload",
+            unload_model,
+            TAG,
+            CHANGED,
+            changing,
+            UNLOAD_BODY,
+            description="Take a model out of memory, after its running requests. The next request loads it again.",
+        ),
+    ]
+
+
+async def model_rows(context: RouteContext) -> list[dict[str, Any]]:
+    """All models with their states; those that were created from them too."""
+    await context.registry.read_all()
+    unread = [gate for gate in context.registry.gates if gate.known is None]
+    return [model_row(model, context) for model in (*context.registry.known(), *unread)]
+
+
+def model_row(model: FoundModel, context: RouteContext) -> dict[str, Any]:
+    gate, known = gate_of(model), model.info if isinstance(model, Variant) else model.known
+    stats, memory = gate.stats() or EngineStats(), context.loader.memory_of(gate)
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0 if known is None else known.created,
+        "owned_by": "tokenmill",
+        "max_model_len": None if known is None else known.max_context,
+        "aliases": [] if isinstance(model, Variant) else list(gate.aliases),
+        "parent": gate.name if isinstance(model, Variant) else None,
+        "is_default": model is context.registry.default,
+        "is_pinned": gate.is_pinned,
+        "status": {"value": gate.state, "reason": None if gate.failure is None else str(gate.failure)},
+        "num_running": stats.running + stats.waiting,
+        "num_waiting": gate.num_waiting,
+        "device": None if known is None or not known.device else known.device,
+        "memory_bytes": None if memory is None else memory.total_bytes,
+        "keep_alive_s": gate.keep_alive_s,
+        "expires_in_s": expires_in_s(gate),
+    }
+
+
+def expires_in_s(gate: EngineGate) -> float | None:
+    """How long a model will stay if nobody asks for it; None: it is not in memory, or has no end."""
+    if gate.state != "loaded" or gate.is_pinned or gate.keep_alive_s is None:
+        return None
+    idle_s = time.monotonic() - gate.last_used_s if gate.is_idle else 0.0
+    return round(max(0.0, gate.keep_alive_s - idle_s), 1)
+
+
+# ── changing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _asked_load(body: dict[str, Any]) -> tuple[str, bool]:
+    fields = BodyFields(body)
+    return fields.required_text("model"), fields.boolean("wait")
+
+
+def _found(name: str, context: RouteContext) -> FoundModel | None:
+    """A model that is served under this name; `--any-model-name` is for those who ask, not for those who load."""
+    try:
+        found = context.registry.find(name)
+    except UnknownModel:
+        return None
+    is_caught = found is context.registry.default and name not in (found.name, *found.aliases)
+    return None if is_caught else found
+
+
+async def _added(name: str, context: RouteContext) -> EngineGate:
+    """A model of the store, served from now on."""
+    if context.loader.make_model is None:
+        raise UnknownModel(f"the model {name[:200]!r} does not exist", param="model")
+    gate, source = await asyncio.to_thread(context.loader.make_model, name)
+    if gate.name in context.registry.names():  # another word for a model that is served already
+        return context.registry.gates[context.registry.names().index(gate.name)]
+    context.registry.add(gate)
+    context.loader.add(gate, source)
+    return gate

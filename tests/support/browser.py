@@ -25,11 +25,17 @@ TALK = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded",
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 
 
-def require_chromium() -> str:
-    """The path of a Chromium that works here; the test is skipped where there is none."""
+def find_chromium() -> str:
+    """The path of a Chromium; the test is skipped where there is none."""
     found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
+    return found
+
+
+def require_chromium() -> str:
+    """The path of a Chromium that works here; the test is skipped where there is none."""
+    found = find_chromium()
     if not shows_a_page(found):
         pytest.skip(f"{found} does not start here")
     return found

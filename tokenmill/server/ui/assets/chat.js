@@ -11,6 +11,7 @@ import { readLogprobs } from "./tokens.js";
 
 const LAST_SETTINGS = "tokenmill-settings";
 const MAX_PICTURE_BYTES = 5e6;
+const RETRY_MS = 3000;
 const SAVE_EVERY_MS = 1000; // while an answer streams
 
 export class ChatView {
@@ -152,7 +153,8 @@ export class ChatView {
       this.models = (await getJson("/v1/models")).data.map((one) => one.id);
     } catch (error) {
       this.models = [];
-      toast(error.message, "error");
+      if (error.status === 503) setTimeout(() => this.loadModels(), RETRY_MS); // still loading
+      toast(error.message, error.status === 503 ? "note" : "error");
     }
     const wanted = this.current?.model;
     replace(this.modelChoice, this.models.map((name) => h("option", { value: name }, name)));

@@ -26,20 +26,23 @@ function fields(schema) {
 }
 
 function operation(method, path, one) {
-  const body = one.requestBody?.content["application/json"].schema;
+  const bodies = Object.entries(one.requestBody?.content || {});
   const ok = one.responses["200"];
   const failures = Object.entries(one.responses).filter(([status]) => status !== "200");
   const answers = Object.entries(ok.content || {}).map(([kind, { schema }]) => [h("h4", {}, "Answers ", h("code", {}, kind)), schema ? fields(schema) : null]);
   const details = h("details", { class: "operation", id: `${method}-${path}` },
     h("summary", {}, h("span", { class: `method ${method}` }, method.toUpperCase()), h("code", {}, path), h("span", { class: "muted" }, one.summary)));
   const content = () => h("div", { class: "operation-body" }, one.description ? h("p", {}, one.description) : null,
-    body ? [h("h4", {}, "Takes"), fields(body)] : null, answers, ok.description && ok.description !== "Done." ? h("p", { class: "muted" }, ok.description) : null,
-    h("h4", {}, "Fails with"), h("ul", {}, failures.map(([status, { description }]) => h("li", {}, h("code", {}, status), " ", description))), tryForm(method, path, body));
+    bodies.map(([kind, { schema }]) => [h("h4", {}, "Takes ", h("code", {}, kind)), schema ? fields(schema) : null]), answers, ok.description && ok.description !== "Done." ? h("p", { class: "muted" }, ok.description) : null,
+    h("h4", {}, "Fails with"), h("ul", {}, failures.map(([status, { description }]) => h("li", {}, h("code", {}, status), " ", description))), tryForm(method, path, bodies));
   details.addEventListener("toggle", () => details.open && details.children.length === 1 && details.append(content()));
   return details;
 }
 
-function tryForm(method, path, body) {
+/** A form for requests without a body or with one in JSON; files are for other clients. */
+function tryForm(method, path, bodies) {
+  const body = bodies.find(([kind]) => kind === "application/json")?.[1].schema;
+  if (bodies.length && !body) return null;
   const example = body?.examples?.[0] ?? body?.example ?? {};
   const address = h("input", { type: "text", value: path, "aria-label": "Path" });
   const text = body ? h("textarea", { rows: 6, class: "code", "aria-label": "Body", value: JSON.stringify(example, null, 2) }) : null;

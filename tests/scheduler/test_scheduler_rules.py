@@ -186,3 +186,24 @@ def test_a_plan_counts_its_rows_once(num_rows: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RunningSet, "num_sequences", property(lambda running: asked.append(running) or count(running)))
     bench.scheduler.plan()
     assert len(asked) == 1
+
+
+def test_a_request_for_many_samples_keeps_no_rows_idle() -> None:
+    """Eight rows of requests that end one after another; eight samples come, then short requests."""
+    bench = Bench(max_running=8, num_blocks=400)
+    long = [ask(f"long {number}", max_tokens=20 + 10 * number) for number in range(8)]
+    many, short = ask("many", n=8, max_tokens=30), [ask(f"short {number}", max_tokens=3) for number in range(20)]
+    for request in (*long, many, *short):
+        bench.scheduler.add(request)
+    outputs, num_idle = [], 0
+    while bench.scheduler.has_work:
+        outputs += bench.step()
+        if ("short 19", 0, "length") in endings(outputs):
+            break
+        num_idle += 8 - len(bench.scheduler.running)
+    assert num_idle < 40, f"{num_idle} rows were idle in steps while requests waited"
+    outputs += bench.drain()
+    for request in (*long, *short):
+        assert tokens_of(outputs, request.request_id) == expected_tokens(request, 0)
+    for index in range(8):
+        assert tokens_of(outputs, "many", index) == expected_tokens(many, index)

@@ -1,7 +1,8 @@
 """Admission: which waiting groups start to run, and which running ones are preempted for them.
 
 Waiting groups are admitted by priority, then in the order of their arrival, while there is room (`budget.py`): rows for
-all their sequences, and blocks for all that their leader wants plus one for each sequence that runs. A group of higher
+all their sequences, and blocks for all that their leader wants plus one for each sequence that runs. Samples that find
+no row wait on their own, so that a request for many of them does not keep rows idle. A group of higher
 priority displaces running ones of lower, from the end of the order, if that is enough for it; a preempted group waits
 again and keeps its place.
 
@@ -187,7 +188,10 @@ class Admission:
         underway = self._hashes_in_flight() if len(self._waiting) else set()
         while builder.budget.spare > 0:
             group = self._waiting.peek()
-            if group is None or (match := self._match_with_room(group)) is None:
+            if group is None:
+                return
+            self._part(group)
+            if (match := self._match_with_room(group)) is None:
                 return
             if underway and self._next_hash(group, match) in underway:
                 return
@@ -197,6 +201,20 @@ class Admission:
             copies = self._cache.reserve(leader.held_table, leader.computed, leader.computed + granted)
             assert copies is not None, "room for the whole sequence was checked"
             builder.add(leader, granted, copies)
+
+    def _part(self, group: SequenceGroup) -> None:
+        """Let the samples of a group for which there are no rows now come later, each on its own: they find the prompt
+        in the prefix cache."""
+        num_free = self._running.row_allocator.num_free
+        is_parted = 0 < num_free < group.num_rows and bool(group.pending_forks)
+        if not is_parted or not self._cache.prefix_caching or not group.state.may_reuse_prefix:
+            return
+        if group.state.request.params.beam is not None:
+            return
+        early, late = group.pending_forks[: num_free - 1], group.pending_forks[num_free - 1 :]
+        group.pending_forks, group.num_rows = early, num_free
+        for sequence in late:
+            self._waiting.push(SequenceGroup(group.state, [sequence], [], num_rows=1))
 
     def _enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
         self._running.enter(group, match)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -14,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import SCRIPT, one_line, real, scripted
+from tests.support.cli_process import SCRIPT, in_terminal, one_line, real, scripted
 from tests.support.timing import SOON_S
 from tokenmill.cli import doctor
 from tokenmill.ops.cpu import is_available
@@ -140,7 +137,7 @@ def test_run_reads_a_pipe(environment: dict[str, str]) -> None:
 
 def test_stats_go_to_stderr(environment: dict[str, str]) -> None:
     done = scripted(environment, "run", "--stats", "hi")
-    assert "3 tokens in, 5 out" in done.stderr and "tokens in" not in done.stdout
+    assert "prompt 3 tokens (" in done.stderr and "answer 5 tokens (" in done.stderr and "tokens (" not in done.stdout
 
 
 def test_a_failed_answer_is_exit_1_and_debug_shows_the_traceback(environment: dict[str, str]) -> None:
@@ -245,50 +242,20 @@ def test_chat_survives_wrong_commands_and_failed_answers(environment: dict[str, 
 
 
 def test_ctrl_c_in_a_terminal_stops_the_answer_not_the_program(environment: dict[str, str]) -> None:
-    child, terminal = pty.fork()
-    if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background of a script inherit its deafness
-        os.execve(sys.executable, [sys.executable, str(SCRIPT), "chat"], {**environment, "TERM": "dumb"})
-    screen = Screen(terminal)
-    try:
+    with in_terminal({**environment, "TERM": "dumb"}, "chat") as screen:
         screen.expect(b">>> ")
-        os.write(terminal, b"forever\n")
+        screen.type(b"forever\n")
         screen.expect(b".....")
-        os.write(terminal, b"\x03")
+        screen.type(b"\x03")
         screen.expect(b"(stopped)")
         screen.expect(b">>> ")
         time.sleep(0.5)  # a signal between the prompt and Python's wait for input is noticed only with the next key
-        os.write(terminal, b"\x03")
+        screen.type(b"\x03")
         screen.expect(b"(Ctrl-D or /exit leaves)")
-        os.write(terminal, b"hello\n")
+        screen.type(b"hello\n")
         screen.expect(b'"content": "hello"')
-        os.write(terminal, b"/exit\n")
+        screen.type(b"/exit\n")
         screen.expect(b"model closed")
-        _, status = os.waitpid(child, 0)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    finally:
-        os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0
-    history = Path(environment["TOKENMILL_HOME"]) / "chat_history"
-    assert not history.exists() or history.stat().st_mode & 0o077 == 0
-
-
-class Screen:
-    """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits."""
-
-    def __init__(self, terminal: int) -> None:
-        self.terminal, self.unseen = terminal, b""
-
-    def expect(self, wanted: bytes, timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while wanted not in self.unseen:
-            assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
-            if select.select([self.terminal], [], [], 0.2)[0]:
-                self.unseen += os.read(self.terminal, 4096)
-        self.unseen = self.unseen.partition(wanted)[2]
 
 
 # ── store verbs ────────────────────────────────────────────────────────────────────────────────────────

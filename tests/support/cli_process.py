@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +64,41 @@ def started_with(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
+
+
+class Screen:
+    """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal, self.unseen = terminal, b""
+
+    def expect(self, wanted: bytes, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while wanted not in self.unseen:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
+            if select.select([self.terminal], [], [], 0.2)[0]:
+                self.unseen += os.read(self.terminal, 4096)
+        self.unseen = self.unseen.partition(wanted)[2]
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.terminal, keys)
+
+
+@contextmanager
+def in_terminal(environment: dict[str, str], *arguments: str, columns: int = 100) -> Iterator[Screen]:
+    """The scripted command line in a terminal of so many columns; it must have ended well at the end."""
+    child, terminal = pty.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background of a script inherit its deafness
+        os.execve(sys.executable, [sys.executable, str(SCRIPT), *arguments], environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    try:
+        yield Screen(terminal)
+        _, status = os.waitpid(child, 0)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    finally:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,127 +1,45 @@
-r'''`tokenmill chat`: a conversation in the terminal.
+"""`tokenmill chat`: a conversation in the terminal (`prompt_input.py` says how turns are typed).
 
-    a line                    is a turn
-    a line that ends with \   goes on in the next line
-    """ ... """               a block of lines is one turn
-    /command                  changes the conversation or its settings; /help lists them
-
-On a terminal, lines can be edited and recalled (readline; the history is kept in the store's directory, readable by its
-owner only), and Ctrl-C at the prompt drops the turn being typed. From a pipe, lines are read as they are. Ctrl-C during
-an answer stops it and keeps what was written; Ctrl-D or /exit leaves.
-'''
+A turn that begins with / changes the conversation or its settings; /help lists what there is. Ctrl-C during an answer
+stops it and keeps what was written; Ctrl-D or /exit leaves.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, TextIO, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import msgspec
 
 from tokenmill.cli import flags, session
+from tokenmill.cli.prompt_input import PromptInput
+from tokenmill.cli.remote import RemoteModel
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill.store.layout import store_root
-
-BLOCK = '"""'
-MAX_HISTORY_LINES = 1000
-
-
-# ── reading turns ────────────────────────────────────────────────────────────────────────────────────
-
-
-class PromptInput:
-    def __init__(self, source: TextIO) -> None:
-        self._source = source
-        self.is_terminal = source.isatty()
-        self._readline: ModuleType | None = None
-
-    def __enter__(self) -> PromptInput:
-        if self.is_terminal:
-            with contextlib.suppress(ImportError):  # some Pythons are built without it
-                import readline
-
-                self._readline = readline
-                readline.set_history_length(MAX_HISTORY_LINES)
-                with contextlib.suppress(OSError):
-                    readline.read_history_file(_history_file())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._readline is not None:
-            with contextlib.suppress(OSError):
-                _history_file().parent.mkdir(parents=True, exist_ok=True)
-                os.close(os.open(_history_file(), os.O_CREAT | os.O_WRONLY, 0o600))
-                self._readline.write_history_file(_history_file())
-
-    def __iter__(self) -> Iterator[str]:
-        while True:
-            try:
-                turn = self._turn()
-            except KeyboardInterrupt:
-                if not self.is_terminal:
-                    raise
-                print("\n(Ctrl-D or /exit leaves)")
-                continue
-            if turn is None:
-                return
-            yield turn
-
-    def _turn(self) -> str | None:
-        line = self._line(">>> ")
-        if line is None:
-            return None
-        if line.lstrip().startswith(BLOCK):
-            return self._block(line.lstrip().removeprefix(BLOCK))
-        lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(self._line("... ") or "")
-        return "\n".join(lines)
-
-    def _block(self, line: str) -> str:
-        lines: list[str] = []
-        following: str | None = line
-        while following is not None and not following.rstrip().endswith(BLOCK):
-            lines.append(following)
-            following = self._line("... ")
-        if following is not None:
-            lines.append(following.rstrip().removesuffix(BLOCK))
-        return "\n".join(lines).strip("\n")
-
-    def _line(self, prompt: str) -> str | None:
-        if self.is_terminal:
-            try:
-                return input(prompt)
-            except EOFError:
-                print()
-                return None
-        line = self._source.readline()
-        return line.rstrip("\r\n") if line else None
-
-
-def _history_file() -> Path:
-    return store_root() / "chat_history"
-
 
 HELP = '''\
 /clear            forget the conversation
+/undo             forget the last turn and its answer
+/retry            answer the last turn once more
 /system TEXT      how the model should behave; without TEXT, show it
 /set              show how answers are drawn
 /set NAME VALUE   change it, for example /set temperature 0.2
+/read FILE        put a text file before the next turn
+/save FILE        write the conversation as JSON
+/load FILE        go on with one that was saved
+/model NAME       go on with another model
+/stats            tokens and speed of the last answer, and how full the context is
 /help             this list
 /exit             leave (also Ctrl-D)
 
-A line that ends with \\ goes on in the next one; """ opens a block of lines and """ closes it.
-Ctrl-C stops an answer.'''
+Alt-Enter breaks a line, and so does \\ at its end; """ opens a block of lines and """ closes it. A pasted
+text is one turn. Ctrl-R searches earlier turns. Ctrl-C stops an answer.'''
+COMMANDS = tuple(dict.fromkeys(line.split()[0][1:] for line in HELP.splitlines() if line.startswith("/")))
+MAX_FILE_BYTES = 4 << 20
 
 
 # ── the conversation ─────────────────────────────────────────────────────────────────────────────────
@@ -131,6 +49,7 @@ def command(
     model: flags.ModelName = None,
     /,
     *,
+    url: str | None = None,
     system: str | None = None,
     sampling: flags.SamplingFlags = flags.SAMPLING,
     engine: flags.EngineFlags = flags.ENGINE,
@@ -139,28 +58,47 @@ def command(
 
     Parameters
     ----------
+    url
+        Talk with a running server instead: http://127.0.0.1:8000. MODEL is then a name that it serves.
     system
         How the model should behave, in words.
     """
     sampling.params()  # wrong values are refused before a model is loaded
-    config = engine.config(model)
-    llm = session.open_model(config)
-    try:
-        with PromptInput(sys.stdin) as turns:
-            if turns.is_terminal:
-                print(f"{config.model.model}; /help for help, /exit to leave")
-            Conversation(llm, sampling, system).hold(turns)
-    finally:
-        llm.close()
+
+    def open_model(name: str | None) -> tuple[session.ChatModel, str]:
+        if url is not None:
+            remote = RemoteModel(url, name)
+            return remote, f"{remote.name} at {url}"
+        config = engine.config(name)
+        return session.open_model(config), config.model.model
+
+    with Conversation(open_model, model, sampling, system) as conversation:
+        turns = PromptInput(sys.stdin)
+        if turns.is_terminal:
+            print(f"{conversation.name}; /help for help, /exit to leave")
+        conversation.hold(turns)
     return 0
 
 
-class Conversation:
-    """A conversation so far, and the sampling settings of the next answer."""
+OpenModel = Callable[[str | None], tuple[session.ChatModel, str]]
 
-    def __init__(self, llm: session.ChatModel, sampling: SamplingConfig, system: str | None) -> None:
-        self.llm, self.sampling, self.system = llm, sampling, system
+
+class Conversation:
+    """A conversation so far, the model it is held with, and the sampling settings of the next answer."""
+
+    def __init__(self, open_model: OpenModel, model: str | None, sampling: SamplingConfig, system: str | None) -> None:
+        self._open_model = open_model
+        self.llm, self.name = open_model(model)
+        self.sampling, self.system = sampling, system
         self.messages: list[dict[str, Any]] = []
+        self._read = ""  # files before the next turn
+        self._last: session.Answer | None = None
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.llm.close()
 
     def hold(self, turns: PromptInput) -> None:
         for text in turns:
@@ -168,7 +106,8 @@ class Conversation:
                 continue
             try:
                 if not text.startswith("/"):
-                    self.answer(text)
+                    self.answer(self._read + text)
+                    self._read = ""
                 elif not self.run_command(text):
                     return
             except TokenmillError as problem:  # too long, wrong value: the conversation goes on
@@ -179,11 +118,11 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         answer = session.write_answer(self.llm.stream_chat([*first, *asked], self.sampling.params()))
-        if answer.was_stopped:
-            print("(stopped)", file=sys.stderr)
-            if not answer.text:
-                return
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self._last = answer
+        if answer.ending:
+            print(answer.ending, file=sys.stderr)
+        if answer.text or not answer.was_stopped:
+            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def run_command(self, line: str) -> bool:
         """Run a /command; False when it is the one that leaves."""
@@ -196,15 +135,70 @@ class Conversation:
             case "clear":
                 self.messages = []
                 print("(the conversation is forgotten)")
+            case "undo":
+                self._forget_turn()
+                print(f"({len(self.messages) // 2} turns are left)")
+            case "retry":
+                self.answer(self._forget_turn())
             case "system":
                 self._set_system(rest.strip())
             case "set":
                 self._set(rest.split(maxsplit=1))
+            case "read":
+                self._read_file(rest.strip())
+            case "save":
+                self._save(rest.strip())
+            case "load":
+                self._load(rest.strip())
+            case "model":
+                self._change_model(rest.strip())
+            case "stats":
+                print(f"({self._last.stats()})" if self._last else "(nothing was answered yet)")
             case _:
-                commands = ("clear", "system", "set", "help", "exit")
-                near = difflib.get_close_matches(name, commands, n=1, cutoff=0.4)
+                near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
                 raise InvalidRequest(f"there is no /{name}; {f'did you mean /{near[0]}?' if near else 'see /help'}")
         return True
+
+    def _forget_turn(self) -> str:
+        """Take back the last turn with its answer; its text."""
+        if not self.messages:
+            raise InvalidRequest("there is no turn yet")
+        asked = str(self.messages[-2]["content"])
+        self.messages = self.messages[:-2]
+        return asked
+
+    def _read_file(self, name: str) -> None:
+        text = _text_of(name)
+        self._read += f"{Path(name).name}:\n\n{text.rstrip()}\n\n"
+        print(f"({len(text):,} characters of {name} go before the next turn)")
+
+    def _save(self, name: str) -> None:
+        path = Path(_required(name)).expanduser()
+        saved = {"model": self.name, "system": self.system, "messages": self.messages}
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(saved)))
+        except OSError as problem:
+            raise InvalidRequest(f"{path} can't be written: {problem.strerror}") from problem
+        print(f"({len(self.messages) // 2} turns in {path})")
+
+    def _load(self, name: str) -> None:
+        try:
+            found = msgspec.json.decode(_text_of(name), type=SavedConversation)
+        except msgspec.DecodeError as problem:
+            raise InvalidRequest(f"{name} is no saved conversation: {problem}") from problem
+        self.messages = [msgspec.to_builtins(message) for message in found.messages]
+        self.system = found.system
+        print(f"({len(self.messages) // 2} turns)")
+
+    def _change_model(self, name: str) -> None:
+        """The conversation goes on with another model; with the old one, where the other can't be opened."""
+        if not name:
+            print(f"({self.name})")
+            return
+        other = self._open_model(name)
+        self.llm.close()
+        self.llm, self.name = other
+        print(f"({self.name})")
 
     def _set_system(self, text: str) -> None:
         self.system = text or self.system
@@ -218,6 +212,34 @@ class Conversation:
             with_setting(self.sampling, words[0], "")
         for name in shown:
             print(f"({name} = {getattr(self.sampling, name)})")
+
+
+class SavedTurn(msgspec.Struct):
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class SavedConversation(msgspec.Struct):
+    """A conversation in a file."""
+
+    messages: list[SavedTurn]
+    system: str | None = None
+
+
+def _required(name: str) -> str:
+    if not name:
+        raise InvalidRequest("name a file")
+    return name
+
+
+def _text_of(name: str) -> str:
+    path = Path(_required(name)).expanduser()
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidRequest(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InvalidRequest(f"{path} can't be read as text: {problem}") from problem
 
 
 def with_setting(sampling: SamplingConfig, name: str, value: str) -> SamplingConfig:

@@ -12,19 +12,18 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 
-from tokenmill.cli import flags, session
+from tokenmill.cli import chat, flags, session
 from tokenmill.cli.exit_codes import INTERRUPTED
+from tokenmill.cli.remote import RemoteModel
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 from tokenmill.store import Store, find_created, is_model_name
-from tokenmill.types import Event
 
 MAX_STDIN_BYTES = 16 << 20
 
@@ -34,6 +33,7 @@ def command(
     prompt: str | None = None,
     /,
     *,
+    url: str | None = None,
     system: str | None = None,
     schema: Path | None = None,
     raw: Annotated[bool, Parameter(negative="")] = False,
@@ -41,7 +41,8 @@ def command(
     sampling: flags.SamplingFlags = flags.SAMPLING,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """Answer one prompt on stdout, streamed. Text piped in is the prompt, or follows it.
+    """Answer one prompt on stdout, streamed. Text piped in is the prompt, or follows it. Without either, on a terminal,
+    it is `tokenmill chat`.
 
     Parameters
     ----------
@@ -49,6 +50,8 @@ def command(
         Short name, GGUF file, model directory or Hugging Face id. A lone argument that is none of these is the PROMPT.
     prompt
         What to answer.
+    url
+        Ask a running server instead: http://127.0.0.1:8000. MODEL is then a name that it serves.
     system
         How the model should behave, in words.
     schema
@@ -58,22 +61,25 @@ def command(
     stats
         Tell on stderr how many tokens and how fast.
     """
-    model, prompt = tell_apart(model, prompt)
+    model, prompt = tell_apart(model, prompt) if url is None or prompt is not None else (None, model)
     text = _with_stdin(prompt)
+    if raw and system:
+        raise InvalidRequest("--system needs the chat template, which --raw leaves out")
+    if not text and not raw and schema is None and sys.stdin.isatty() and sys.stdout.isatty():
+        return chat.command(model, url=url, system=system, sampling=sampling, engine=engine)
     if not text:
         raise InvalidRequest("nothing to answer", hint='tokenmill run "your question", or pipe text in')
     params = following(schema, sampling.params())  # wrong values are refused before a model is loaded
-    if raw and system:
-        raise InvalidRequest("--system needs the chat template, which --raw leaves out")
-    llm = session.open_model(engine.config(model))
-    started = time.monotonic()
+    llm = RemoteModel(url, model) if url else session.open_model(engine.config(model))
     try:
         events = llm.stream(text, params) if raw else llm.stream_chat(conversation(system, text), params)
         answer = session.write_answer(events)
     finally:
         llm.close()
+    if answer.ending and sys.stderr.isatty():
+        print(answer.ending, file=sys.stderr)
     if stats:
-        _tell_stats(answer.last, time.monotonic() - started)
+        print(answer.stats(), file=sys.stderr)
     return INTERRUPTED if answer.was_stopped else 0
 
 
@@ -122,11 +128,3 @@ def _piped_text() -> str:
     if len(data) > MAX_STDIN_BYTES:
         raise InvalidRequest(f"more than {MAX_STDIN_BYTES >> 20} MB were piped in")
     return data.decode("utf-8", errors="replace")
-
-
-def _tell_stats(last: Event | None, elapsed_s: float) -> None:
-    usage = last.usage if last else None
-    if usage:
-        rate = usage.completion_tokens / elapsed_s if elapsed_s else 0.0
-        line = f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out, {rate:.1f} tokens/s, {elapsed_s:.2f} s"
-        print(line, file=sys.stderr)

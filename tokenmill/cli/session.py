@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +14,7 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
+from tokenmill.cli.answer_screen import DIM, PLAIN, AnswerScreen, has_colours
 from tokenmill.cli.output import PullScreen
 from tokenmill.config import EngineConfig
 from tokenmill.config.sampling import SamplingConfig
@@ -23,9 +26,14 @@ from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
 from tokenmill.params import SamplingParams
 from tokenmill.store import Customization, ResolvedModel, resolve_model
-from tokenmill.types import ChatRequest, Event, Message, PromptRequest
+from tokenmill.types import ChatRequest, Event, Message, PromptRequest, Usage
 
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+try:
+    import termios
+except ImportError:  # Windows
+    termios = None  # type: ignore[assignment]
+
+LOADING_AFTER_S = 0.7
 
 
 class Events(Protocol):
@@ -51,7 +59,35 @@ class ChatModel(Protocol):
 def open_model(config: EngineConfig) -> ChatModel:
     """Fetch the model if need be, with a progress bar, and load it."""
     found = fetch(config.model.model)
-    return ServedModel(config, take_core(fast_start=bool(config.ops.fast_start)), found.custom)
+    with loading_sign(found.name):
+        return ServedModel(config, take_core(fast_start=bool(config.ops.fast_start)), found.custom)
+
+
+@contextmanager
+def loading_sign(name: str, out: TextIO = sys.stderr) -> Generator[None, None, None]:
+    """On a terminal, say what is waited for, if it takes a while; the line is gone afterwards."""
+    if not has_colours(out):
+        yield
+        return
+    is_done = threading.Event()
+
+    def show() -> None:
+        began, is_shown = time.monotonic(), False
+        while not is_done.wait(0.1 if is_shown else LOADING_AFTER_S):
+            is_shown = True
+            out.write(f"\r{DIM}loading {name} … {time.monotonic() - began:.0f} s{PLAIN}")
+            out.flush()
+        if is_shown:
+            out.write("\r\x1b[K")
+            out.flush()
+
+    sign = threading.Thread(target=show, daemon=True)
+    sign.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        sign.join()
 
 
 def fetch(name: str) -> ResolvedModel:
@@ -149,12 +185,43 @@ def stoppable(events: Events) -> Generator[Stop, None, None]:
 
 
 class Answer:
-    """The text of an answer so far, and how it ended."""
+    """The text of an answer so far, how long it took, and how it ended."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.last: Event | None = None
+        self.usage: Usage | None = None
+        self.finish_reason: str | None = None
         self.was_stopped = False
+        self._began = time.monotonic()
+        self.first_s: float | None = None  # until the first token
+        self.total_s = 0.0
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        self.usage = event.usage or self.usage
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.total_s = time.monotonic() - self._began
+        if self.first_s is None and (event.text or event.parts or event.token_ids):
+            self.first_s = self.total_s
+
+    @property
+    def ending(self) -> str:
+        """What to tell about the end of the answer; nothing where the model ended it."""
+        if self.was_stopped:
+            return "(stopped)"
+        return "(cut off: the answer reached its longest length)" if self.finish_reason == "length" else ""
+
+    def stats(self) -> str:
+        """One line: tokens and speed of the prompt and of the answer."""
+        if self.usage is None or self.first_s is None:
+            return f"no tokens, {self.total_s:.2f} s"
+        usage, answer_s = self.usage, self.total_s - self.first_s
+        computed = usage.prompt_tokens - usage.cached_tokens
+        cached = f", {usage.cached_tokens:,} of them cached" if usage.cached_tokens else ""
+        speed_in = f"{computed / self.first_s:,.0f} tokens/s" if self.first_s else ""
+        rate = f", {(usage.completion_tokens - 1) / answer_s:,.1f} tokens/s" if answer_s > 0 else ""
+        prompt = f"prompt {usage.prompt_tokens:,} tokens{cached} ({self.first_s:.2f} s, {speed_in})"
+        return f"{prompt}; answer {usage.completion_tokens:,} tokens ({answer_s:.2f} s{rate})"
 
 
 def write_answer(events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sys.stderr) -> Answer:
@@ -164,25 +231,41 @@ def write_answer(events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sy
     the answer.
     """
     answer = Answer()
-    screen = ThoughtScreen(thoughts)
+    thinking, screen = ThoughtScreen(thoughts), AnswerScreen(out)
     try:
-        with stoppable(events) as stop:
+        with stoppable(events) as stop, without_echo():
             for event in events:
-                screen.show(event)
-                answer.text += event.text
-                answer.last = event
-                out.write(event.text)
+                thinking.show(event)
+                answer.add(event)
+                screen.write(event.text)
                 out.flush()
                 if stop.asked:
                     break
             answer.was_stopped = stop.asked
     finally:
+        thinking.close()
         screen.close()
         events.close()
     if not answer.text.endswith("\n"):
         out.write("\n")
-        out.flush()
+    out.flush()
     return answer
+
+
+@contextmanager
+def without_echo() -> Generator[None, None, None]:
+    """Inside, keys that are pressed are not shown in the middle of the answer; they are there for the next prompt."""
+    if termios is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] = before[3] & ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 class ThoughtScreen:
@@ -191,6 +274,7 @@ class ThoughtScreen:
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._is_shown = out.isatty()
+        self._styles = has_colours(out)
         self._is_dim = False
 
     def show(self, event: Event) -> None:
@@ -198,7 +282,7 @@ class ThoughtScreen:
             return
         thought = reasoning_of(event)
         if thought:
-            self._out.write(thought if self._is_dim else DIM + thought)
+            self._out.write(thought if self._is_dim or not self._styles else DIM + thought)
             self._is_dim = True
             self._out.flush()
         if event.text:
@@ -207,6 +291,6 @@ class ThoughtScreen:
     def close(self) -> None:
         """End the thoughts, before the answer or at the end."""
         if self._is_dim:
-            self._out.write(f"{PLAIN}\n\n")
+            self._out.write(f"{PLAIN}\n\n" if self._styles else "\n\n")
             self._out.flush()
         self._is_dim = False

@@ -1,0 +1,177 @@
+"""An answer on a terminal while it comes: words that stay whole at the right edge, and markdown as it is meant.
+
+    **bold**, `code`, # headings, - lists, > quotes      by weight and colour instead of their marks
+    ``` blocks of code                                   as they are, never wrapped
+
+A word is written once it is whole, so nothing that was written has to be taken back. Where colours are not wanted
+(NO_COLOR, a dumb terminal) marks stay as they are; where the output is no terminal, so does everything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import unicodedata
+from typing import TextIO
+
+BOLD, DIM, CYAN, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
+FENCE = "```"
+NARROWEST = 20  # below this nothing is wrapped
+MAX_WORD = 4096  # characters that are held back at most
+_HEADING = re.compile(r"#{1,6}")
+_NUMBER = re.compile(r"\d{1,3}[.)]")
+_MARKS = re.compile(r"(\*\*|`)")
+
+
+def has_colours(out: TextIO) -> bool:
+    """Return whether text may be coloured there (https://no-color.org)."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def width_of(text: str) -> int:
+    """The columns that a text takes: none for marks that stand above others, two for wide characters."""
+    if text.isascii():
+        return len(text)
+    wide = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return wide - sum(unicodedata.combining(c) != 0 or c in "\u200d\ufe0f" for c in text)
+
+
+class AnswerScreen:
+    """Writes one answer."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._wraps = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._styles = has_colours(out)
+        self._word = ""  # held back until it is whole
+        self._gap = ""  # spaces before it, which the end of a line swallows
+        self._column = 0
+        self._indent = 0  # of the lines that follow in the same paragraph
+        self._is_line_start = True
+        self._is_code = False  # inside a block
+        self._is_heading = self._is_bold = self._is_literal = self._is_quote = False
+
+    def write(self, text: str) -> None:
+        if not self._wraps:
+            self._out.write(text)
+            return
+        for character in text:
+            if character == "\n":
+                self._end_word()
+                self._end_line()
+            elif self._is_code:
+                self._code(character)
+            elif character in " \t":
+                self._end_word()
+                self._space()
+            else:
+                self._word += character
+                if len(self._word) > MAX_WORD:
+                    self._end_word()
+
+    def close(self) -> None:
+        """Write what is held back, and end all styles."""
+        if self._wraps:
+            self._end_word()
+            if self._styles and (self._is_bold or self._is_literal or self._is_heading or self._is_code):
+                self._out.write(PLAIN)
+
+    # ── blocks of code ─────────────────────────────────────────────────────────────────────────────────
+
+    def _code(self, character: str) -> None:
+        """A block's text goes out at once, but the beginning of a line may be the end of the block."""
+        if self._is_line_start and FENCE.startswith((self._word + character).lstrip()):
+            self._word += character
+            return
+        self._is_line_start = False
+        self._out.write(self._word + character)
+        self._word = ""
+
+    # ── lines and words ────────────────────────────────────────────────────────────────────────────────
+
+    def _end_line(self) -> None:
+        if self._styles and (self._is_heading or self._is_quote):
+            self._out.write(PLAIN)
+        self._out.write("\n")
+        self._gap = ""
+        self._column = self._indent = 0
+        self._is_line_start = True
+        self._is_heading = self._is_quote = False
+        self._is_bold = self._is_literal = False  # marks that nobody closed end with their line
+        if self._styles:
+            self._out.write(PLAIN + (CYAN if self._is_code else ""))
+
+    def _space(self) -> None:
+        if self._is_line_start:
+            self._indent += 1
+        self._gap += " "
+
+    def _end_word(self) -> None:
+        word, self._word = self._word, ""
+        if not word:
+            return
+        reaches = self._column + len(self._gap) + width_of(_MARKS.sub("", word))
+        if not self._is_line_start and reaches > self._width() and self._column > self._indent:
+            self._out.write("\n" + " " * self._indent)
+            self._column = self._indent
+        else:
+            self._out.write(self._gap)
+            self._column += len(self._gap)
+        self._gap = ""
+        is_first, self._is_line_start = self._is_line_start, False
+        if not (is_first and self._began_line(word)):
+            self._styled(word)
+
+    def _began_line(self, word: str) -> bool:
+        """Return whether the first word of a line is a mark that says what the line is; it is dealt with then."""
+        if word.lstrip().startswith(FENCE):
+            self._is_code = not self._is_code
+            self._put(word, DIM)
+            return True
+        if self._is_code:
+            self._out.write(word)
+            return True
+        if word in ("-", "*", "+") or _NUMBER.fullmatch(word):
+            self._indent += len(word) + 1
+            self._put("•" if self._styles and word in "-*+" else word, "")
+            return True
+        if self._styles and _HEADING.fullmatch(word):
+            self._is_heading = True
+            self._put(word, BOLD, stays=True)
+            return True
+        if self._styles and word == ">":
+            self._is_quote = True
+            self._indent += 2
+            self._put("│", DIM, stays=True)
+            return True
+        return False
+
+    def _styled(self, word: str) -> None:
+        if not self._styles:
+            self._put(word, "")
+            return
+        for piece in _MARKS.split(word):
+            if piece == "**" and not self._is_literal:
+                self._is_bold = not self._is_bold
+                self._style()
+            elif piece == "`":
+                self._is_literal = not self._is_literal
+                self._style()
+            elif piece:
+                self._put(piece, "")
+
+    def _style(self) -> None:
+        bold = BOLD if self._is_bold or self._is_heading else ""
+        self._out.write(PLAIN + bold + (CYAN if self._is_literal else "") + (DIM if self._is_quote else ""))
+
+    def _put(self, text: str, style: str, *, stays: bool = False) -> None:
+        self._column += width_of(text)
+        if not self._styles or not style:
+            self._out.write(text)
+        else:
+            self._out.write(style + text + ("" if stays else PLAIN))
+
+    def _width(self) -> int:
+        width = shutil.get_terminal_size((100, 24)).columns
+        return width if width >= NARROWEST else 10**9

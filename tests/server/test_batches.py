@@ -91,10 +91,13 @@ def test_a_batch_from_its_file_to_its_results(client: openai.OpenAI, server: Run
         ("/v1/completions", {"model": "fake/tiny", "prompt": "Hi"}, "choices"),
         ("/v1/embeddings", {"model": "fake/tiny", "input": ["Hi"]}, "data"),
         ("/v1/messages", {**BODY, "max_tokens": 9}, "content"),
+        ("/v1/responses", {"model": "fake/tiny", "input": "Hi", "store": False}, "output"),
     ],
 )
 def test_other_endpoints(client: openai.OpenAI, endpoint: str, body: Any, where: str) -> None:
-    wrong = line("wrong", {**body, "model": "fake/tiny", "prompt": 7, "input": 7, "max_tokens": -1}, endpoint)
+    wrong = line(
+        "wrong", {**body, "model": "fake/tiny", "prompt": 7, "input": 7, "max_tokens": -1, "background": True}, endpoint
+    )
     batch = ended(client, batch_of(client, [line("one", body, endpoint), wrong], endpoint).id)
     assert results(client, batch.output_file_id)["one"]["response"]["body"][where]
     error = results(client, batch.error_file_id)["wrong"]["response"]["body"]

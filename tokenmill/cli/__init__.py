@@ -16,6 +16,7 @@ VERBS = {
     "run": "Answer one prompt on stdout, streamed; reads stdin when piped",
     "chat": "Talk with a model in the terminal",
     "serve": "Serve a model over HTTP",
+    "batch": "Answer every row of a file into another one; resumable",
     "pull": "Fetch a model into the store",
     "list": "List the models in the store",
     "show": "Describe a model, and what of it fits here",

@@ -42,7 +42,7 @@ ENTRY_POINTS = {
     "list": ("store_verbs", "list_models"),
     "rm": ("store_verbs", "remove_models"),
 }
-CONFIGURED = ("run", "chat", "serve")
+CONFIGURED = ("run", "chat", "serve", "batch")
 EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
 
 

@@ -46,7 +46,7 @@ from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.responses.routes import response_endpoints
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import ModelRegistry
-from tokenmill.server.routing import Endpoint, RouteContext, routes_of
+from tokenmill.server.routing import Endpoint, MakeJob, RouteContext, routes_of
 from tokenmill.server.state.files import StoredFiles
 from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
@@ -95,7 +95,8 @@ def create_app(
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
-    endpoints += _batch_endpoints(context, endpoints)
+    jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
+    endpoints += _batch_endpoints(context, jobs)
     app = Starlette(
         routes=[*routes_of(endpoints, dialects), *page_routes()],
         middleware=_layers(config, known_keys, accounting, dialects),
@@ -108,6 +109,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.dialects = dialects
     app.state.context = context
+    app.state.batch_jobs = jobs
     return app
 
 
@@ -118,11 +120,10 @@ def with_priorities(config: ServerConfig, *, has_keys: bool) -> ServerConfig:
     return config
 
 
-def _batch_endpoints(context: RouteContext, endpoints: list[Endpoint]) -> list[Endpoint]:
-    """Files and batches. A line of a batch may ask what these endpoints have a job for."""
+def _batch_endpoints(context: RouteContext, jobs: dict[str, MakeJob]) -> list[Endpoint]:
+    """Files and batches; `jobs`: what a line of a batch may ask, by path."""
     files = StoredFiles(context.state, context.config.max_files_bytes)
-    runner = BatchRunner(context, files, context.config.max_state_bytes)
-    runner.jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
+    runner = BatchRunner(context, files, jobs, context.config.max_state_bytes)
     context.services.append(runner)
     return [
         *file_endpoints(context, files),

@@ -38,7 +38,7 @@ from tokenmill.server.tenancy import with_own_salts
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
-MakeJob = Callable[[dict[str, Any]], GenerationJob]
+MakeJob = Callable[[bytes, str], Awaitable[GenerationJob]]  # the JSON of a body, and whose it is
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -93,6 +93,14 @@ class RouteContext:
                 return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
             except NotRead as unread:
                 await unread.read()
+
+    def job_maker(self, make_job: Callable[[dict[str, Any]], GenerationJob]) -> MakeJob:
+        """How the body of a line of a batch becomes a job, where a parser makes it of the body alone."""
+
+        async def make(data: bytes, owner: str) -> GenerationJob:
+            return await self.made_of(data, make_job)
+
+        return make
 
     async def when_read(self, ask: Callable[[], Result]) -> Result:
         """The answer to a question about a model, after its files were read if they were not."""

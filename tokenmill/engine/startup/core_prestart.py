@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 from tokenmill.engine.core_process import CoreProcess
 
-VERBS = frozenset({"run", "chat", "serve"})
+VERBS = frozenset({"run", "chat", "serve", "batch"})
 HELP = frozenset({"-h", "--help"})
 NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 

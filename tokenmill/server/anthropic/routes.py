@@ -53,7 +53,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.MESSAGES_BODY,
             stream=schemas.MESSAGES_STREAM,
-            job=lambda body: messages_job(body, context, signer),
+            job=context.job_maker(lambda body: messages_job(body, context, signer)),
         ),
         Endpoint(
             "POST",

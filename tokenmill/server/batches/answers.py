@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -36,13 +38,19 @@ class LineAnswer:
         return self.status >= 400
 
 
-async def answer_line(line: BatchLine, owner: str, make_job: MakeJob, context: RouteContext) -> LineAnswer:
-    """Answer a line. One that finds the engine full or starting again waits; one that fails is an answer too."""
+async def answer_line(
+    line: BatchLine, owner: str, make_job: MakeJob, context: RouteContext, *, patience_s: float = math.inf
+) -> LineAnswer:
+    """Answer a line. One that finds the engine full or starting again waits; one that fails is an answer too.
+    `patience_s`: how long a dead engine is waited for; then that is raised."""
+    until = time.monotonic() + patience_s
     while True:
         request_id = new_id("req-")
         try:
             return await _answer(line, request_id, owner, make_job, context)
         except (Overloaded, EngineDead) as busy:
+            if isinstance(busy, EngineDead) and time.monotonic() > until:
+                raise
             await asyncio.sleep(busy.retry_after_s if isinstance(busy, Overloaded) else RETRY_AFTER_S)
         except TokenmillError as error:
             return failed_line(line, request_id, error, context)
@@ -58,7 +66,7 @@ def failed_line(line: BatchLine, request_id: str, error: TokenmillError, context
 
 
 async def _answer(line: BatchLine, request_id: str, owner: str, make_job: MakeJob, context: RouteContext) -> LineAnswer:
-    job = behind_others(await context.made_of(line.body, make_job))
+    job = behind_others(await make_job(line.body, owner))
     model = job.engine.info.name
     record = RequestRecord(request_id, "POST", line.url, key_id=owner, is_generation=True, model=model)
     run = context.start_run(job, record)

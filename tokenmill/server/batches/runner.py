@@ -74,9 +74,10 @@ class LineWriter:
 class BatchRunner:
     """All batches that this server works on."""
 
-    def __init__(self, context: RouteContext, files: StoredFiles, max_bytes: int) -> None:
+    def __init__(self, context: RouteContext, files: StoredFiles, jobs: Mapping[str, MakeJob], max_bytes: int) -> None:
+        """`jobs`: by path, how the body of a line becomes a job."""
         self.files = files
-        self.jobs: Mapping[str, MakeJob] = {}  # by path: how the body of a line becomes a job
+        self.jobs = jobs
         self.dialects: dict[str, BatchDialect] = {}
         self._context = context
         self.database = context.state.database

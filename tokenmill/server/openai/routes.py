@@ -61,7 +61,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.CHAT_BODY,
             stream=schemas.CHAT_STREAM,
-            job=lambda body: chat_job(body, context),
+            job=context.job_maker(lambda body: chat_job(body, context)),
         ),
         Endpoint(
             "POST",
@@ -72,7 +72,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.COMPLETION_BODY,
             stream=schemas.COMPLETION_STREAM,
-            job=lambda body: completion_job(body, context),
+            job=context.job_maker(lambda body: completion_job(body, context)),
         ),
         Endpoint(
             "POST",
@@ -82,7 +82,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             schemas.EMBEDDING_REPLY,
             READING,
             schemas.EMBEDDING_BODY,
-            job=lambda body: embedding_job(body, context),
+            job=context.job_maker(lambda body: embedding_job(body, context)),
         ),
         Endpoint("GET", "/v1/models", models, "OpenAI", schemas.MODELS_REPLY, (503,)),
         Endpoint("GET", "/v1/models/{model_id:path}", model, "OpenAI", schemas.MODEL_REPLY, (404, 503)),

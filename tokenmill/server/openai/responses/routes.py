@@ -11,9 +11,9 @@ from starlette.responses import Response, StreamingResponse
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.accounting import RequestRecord
-from tokenmill.server.body import refuse
+from tokenmill.server.body import parse_object, refuse
 from tokenmill.server.dialect import STREAM_HEADERS
-from tokenmill.server.generation import GenerationResponse
+from tokenmill.server.generation import GenerationJob, GenerationResponse
 from tokenmill.server.openai.responses import schemas
 from tokenmill.server.openai.responses.background import BackgroundResponse, BackgroundResponses, lifecycle_frames
 from tokenmill.server.openai.responses.conversations import conversation_endpoints
@@ -81,6 +81,12 @@ def response_endpoints(context: RouteContext) -> list[Endpoint]:
     def follow(running: BackgroundResponse, after: int) -> Response:
         return events_response(running.follow(after, context.config.keep_alive_s))
 
+    async def response_job(data: bytes, owner: str) -> GenerationJob:
+        made = await generator.make(parse_object(data), owner)
+        if made.call.references.is_background:
+            refuse("background", "is not possible in a batch, which is in the background itself")
+        return generator.job(made)
+
     one, missing = f"{PATH}/{{response_id}}", (404,)
     reply = schemas.RESPONSE_REPLY
     return [
@@ -93,6 +99,7 @@ def response_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.RESPONSE_BODY,
             stream=schemas.RESPONSE_STREAM,
+            job=response_job,
         ),
         Endpoint(
             "POST",

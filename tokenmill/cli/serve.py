@@ -16,6 +16,7 @@ from tokenmill.store import ResolvedModel, is_scripted
 if TYPE_CHECKING:
     from tokenmill.server.engine_source import PlanRequest
     from tokenmill.server.loader import ModelMemory
+    from tokenmill.server.ui.shelf import FitFinder
 
 MODELS_HELP = (
     "Short names, GGUF files, model directories, Hugging Face ids or scripted:FILE; the default model without them. "
@@ -44,6 +45,11 @@ def command(
 
         return serving_lines(first, found[0].path, found[0].name)
 
+    def fits() -> FitFinder:
+        from tokenmill.planner.fits import FitHere
+
+        return FitHere(base)
+
     is_planned = len(named) == 1 and not is_scripted(first.model.model)
     return run_server(
         named,
@@ -52,6 +58,7 @@ def command(
         child=take_core(fast_start=bool(first.ops.fast_start)),
         announce=announce if is_planned else None,
         base=base,
+        fits=fits,
     )
 
 

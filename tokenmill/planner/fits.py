@@ -1,7 +1,7 @@
 """What a model needs on this machine: planned exactly where its files are here, by a rule of thumb where they are not.
 
 The rule of thumb reads the number of parameters and the type of the weights from the catalog's description ("1.5B
-Instruct, Q4_K_M") and adds a fifth for the KV cache and all else, as everyone does before a download.
+Instruct, Q4_K_M"), adds a fifth for the KV cache, as everyone does before a download, and what any process takes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.errors import TokenmillError
+from tokenmill.hardware.memory import probe_memory
 from tokenmill.planner.device import PlanDevice, this_machine
-from tokenmill.planner.memory import rule_of_thumb_bytes
+from tokenmill.planner.memory import CPU_RUNTIME_BYTES, GPU_CONTEXT_BYTES, rule_of_thumb_bytes
 from tokenmill.planner.serving import serving_plan
 from tokenmill.store import find_entry
 
@@ -27,9 +28,8 @@ MIXED_BITS = {"Q4_K_M": 4.85, "Q4_K_S": 4.6, "Q5_K_M": 5.7, "Q6_K": 6.6, "BF16":
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model needs here. `is_planned`: from its files, not by the rule of thumb."""
+    """The memory a model needs here. `is_planned`: from its files, not by the rule of thumb."""
 
-    fits: bool
     needs_bytes: int
     is_planned: bool
     tokens_s: float | None = None  # of one answer alone
@@ -42,8 +42,9 @@ class FitHere:
         self._config = config
 
     def device(self) -> tuple[str, int]:
-        """Name of the device, and its bytes for models."""
-        return self._machine.name, self._machine.available_bytes
+        """Name of the device, and its bytes for models at this moment."""
+        machine = self._machine
+        return machine.name, probe_memory().available_bytes if machine.is_cpu else machine.available_bytes
 
     @cached_property
     def _machine(self) -> PlanDevice:
@@ -55,8 +56,9 @@ class FitHere:
             plan = serving_plan(self._config, path, name, self._machine)
         except (TokenmillError, OSError):
             return None
-        speed = 1 / plan.tpot_s if plan.tpot_s else None
-        return asdict(Fit(plan.memory.fits, plan.memory.total, True, speed))
+        memory = plan.memory
+        needs = memory.total - memory.kv_pool + memory.kv_per_request  # room for one request of full length
+        return asdict(Fit(needs, True, 1 / plan.tpot_s if plan.tpot_s else None))
 
     def of_catalog(self, name: str) -> dict[str, Any] | None:
         """The rule of thumb for a model of the catalog; None if its description says too little."""
@@ -66,8 +68,8 @@ class FitHere:
         if found is None or kind is None:
             return None
         num_parameters = float(found[1]) * SCALE[found[2]]
-        needs = int(rule_of_thumb_bytes(num_parameters, bits_of(kind[1])))
-        return asdict(Fit(needs <= self._machine.available_bytes, needs, False))
+        runtime = CPU_RUNTIME_BYTES if self._machine.is_cpu else GPU_CONTEXT_BYTES
+        return asdict(Fit(runtime + int(rule_of_thumb_bytes(num_parameters, bits_of(kind[1]))), False))
 
 
 def bits_of(kind: str) -> float:

@@ -54,7 +54,7 @@ from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
 from tokenmill.server.ui.feed import feed_endpoints
 from tokenmill.server.ui.pages import page_endpoints, page_routes
-from tokenmill.server.ui.shelf import FitFinder, shelf_endpoints
+from tokenmill.server.ui.shelf import MakeFinder, shelf_endpoints
 
 EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
@@ -78,11 +78,11 @@ def create_app(
     *,
     keys: tuple[bytes, ...] | None = None,
     dialects: Dialects = DIALECTS,
-    fits: FitFinder | None = None,
+    fits: MakeFinder | None = None,
     loader: ModelLoader | None = None,
 ) -> Starlette:
     """The server of one engine, or of models behind gates, which open once their models are loaded. `keys`: by default
-    those in `config`. `fits`: says which models fit this machine. `loader`: what loads the models, and unloads them."""
+    those in `config`. `fits`: makes what knows which models fit here. `loader`: what loads and unloads the models."""
     known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
     config = with_priorities(config, has_keys=bool(known_keys))
     loader = loader or ModelLoader()

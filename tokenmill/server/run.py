@@ -43,6 +43,7 @@ from tokenmill.server.http_protocol import limited_protocol
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import require_distinct
 from tokenmill.server.routing import RouteContext
+from tokenmill.server.ui.shelf import MakeFinder
 from tokenmill.store import LocalModel, parse_name, plain_name, resolve_model
 
 log = get_log("server")
@@ -63,12 +64,13 @@ def run_server(
     child: CoreProcess | None = None,
     announce: Announce | None = None,
     base: EngineConfig | None = None,
+    fits: MakeFinder | None = None,
 ) -> int:
     """Serve models until told to stop; return the process's exit code.
 
     `plan` says what a model takes of the memory, where there are several. `child`: the first model's core, if its
     process was started already. `announce`: says, in lines for the log, what the first model's settings will take.
-    `base`: the settings of models that clients add.
+    `base`: the settings of models that clients add. `fits`: makes what knows which models fit this machine.
     """
     configure_logging(config.log_level)
     first = EngineSource(models[0].engine, plan, child=child, announce=announce)
@@ -81,7 +83,7 @@ def run_server(
         if len(gates) > 1:
             require_distinct(gates)
         loader.make_model = partial(stored_model, base or models[0].engine, plan)
-        return serve_models(gates, loader, config, Metrics())
+        return serve_models(gates, loader, config, Metrics(), fits)
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code
@@ -126,13 +128,19 @@ def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> 
     return serve_models([gate], loader, config, metrics)
 
 
-def serve_models(gates: list[EngineGate], loader: ModelLoader, config: ServerConfig, metrics: Metrics) -> int:
+def serve_models(
+    gates: list[EngineGate],
+    loader: ModelLoader,
+    config: ServerConfig,
+    metrics: Metrics,
+    fits: MakeFinder | None = None,
+) -> int:
     """Answer on the configured address while the first model loads, and from then on until a signal; return the exit
     code."""
     keys = load_keys(config, os.environ)
     require_safe_exposure(config, keys)
     listeners = bind_all(config)
-    app = create_app(gates, config, metrics, keys=keys, loader=loader)
+    app = create_app(gates, config, metrics, keys=keys, loader=loader, fits=fits)
     http_server = HttpServer(uvicorn_config(app, FLUSH_S))
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)

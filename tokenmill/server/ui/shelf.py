@@ -1,4 +1,4 @@
-"""Models that could answer here: those in the store and those of the catalog, and whether they fit this machine.
+"""Models that answer here or could: those that are served, in the store, in the catalog, and whether they fit.
 
 What fits is the planner's knowledge. The server does not import the planner, so whoever starts it hands that in
 (`FitFinder`); without it the page shows sizes alone. A plan takes milliseconds and the first measures the machine, so
@@ -8,6 +8,7 @@ they are made in a thread, once a model.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill.server.auth import may_manage
-from tokenmill.server.routing import COUNT, TEXT, Endpoint, RouteContext, json_response, list_of, object_of
+from tokenmill.server.model_admin import FLAG, ROW, model_rows
+from tokenmill.server.routing import TEXT, Endpoint, RouteContext, json_response, list_of, object_of
 from tokenmill.server.ui.feed import TAG, require_own_page
 from tokenmill.store import Manifest, Store, load_catalog
 
@@ -23,29 +25,37 @@ JsonFit = dict[str, Any]
 
 
 class FitFinder(Protocol):
-    """Says what models need here: {fits, needs_bytes, is_planned, tokens_s}; None where nothing can be said."""
+    """Says what models need here: {needs_bytes, is_planned, tokens_s}; None where nothing can be said."""
 
-    def device(self) -> tuple[str, int]: ...  # its name, and bytes for models
+    def device(self) -> tuple[str, int]: ...  # its name, and bytes that it has for models now
     def of_files(self, name: str, path: Path) -> JsonFit | None: ...
     def of_catalog(self, name: str) -> JsonFit | None: ...
+
+
+MakeFinder = Callable[[], FitFinder]  # called when somebody looks for the first time
 
 
 class Shelf:
     """The lists of stored and of catalogued models."""
 
-    def __init__(self, finder: FitFinder | None) -> None:
-        self._finder = finder
+    def __init__(self, make_finder: MakeFinder | None) -> None:
+        self._make_finder = make_finder
+        self._finder: FitFinder | None = None
+        self._available = 0
         self._fits: dict[tuple[str, Path | None], JsonFit | None] = {}
 
     def listed(self) -> dict[str, Any]:
         """Read the store and plan what is new; this may take a second."""
         store = Store()
         manifests = store.manifests()
-        here = {manifest.name for manifest in manifests}
-        device, available = self._finder.device() if self._finder is not None else ("", 0)
+        here = {manifest.name: store.path_of(manifest) for manifest in manifests}
+        device = ""
+        if self._make_finder is not None:
+            self._finder = self._finder or self._make_finder()
+            device, self._available = self._finder.device()
         return {
             "device": device,
-            "available_bytes": available,
+            "available_bytes": self._available,
             "stored": [self._stored(manifest, store) for manifest in manifests],
             "catalog": [
                 {
@@ -54,7 +64,7 @@ class Shelf:
                     "license": entry.license,
                     "size_bytes": entry.size_bytes,
                     "is_stored": entry.name in here,
-                    "fit": self._fit(entry.name, None),
+                    "fit": self._fit(entry.name, here.get(entry.name)),
                 }
                 for entry in load_catalog().values()
             ],
@@ -78,18 +88,20 @@ class Shelf:
             return None
         if key not in self._fits:
             self._fits[key] = finder.of_catalog(name) if path is None else finder.of_files(name, path)
-        return self._fits[key]
+        fit = self._fits[key]
+        return None if fit is None else {**fit, "fits": fit["needs_bytes"] <= self._available}
 
 
-def shelf_endpoints(context: RouteContext, finder: FitFinder | None) -> list[Endpoint]:
-    shelf = Shelf(finder)
+def shelf_endpoints(context: RouteContext, make_finder: MakeFinder | None) -> list[Endpoint]:
+    shelf = Shelf(make_finder)
     turn = asyncio.Lock()
 
     async def models_to_choose_from(request: Request) -> Response:
         require_own_page(request)
         async with turn:
             listed = await asyncio.to_thread(shelf.listed)
-        return json_response({"can_manage": may_manage(request, context.config), **listed})
+        can_manage, served = may_manage(request, context.config), await model_rows(context)
+        return json_response({"can_manage": can_manage, "served": served, **listed})
 
     row = object_of(name=TEXT, about=TEXT)
     return [
@@ -98,8 +110,8 @@ def shelf_endpoints(context: RouteContext, finder: FitFinder | None) -> list[End
             "/ui/models",
             models_to_choose_from,
             TAG,
-            object_of(can_manage={"type": "boolean"}, stored=list_of(row), catalog=list_of(row), available_bytes=COUNT),
+            object_of(can_manage=FLAG, served=list_of(ROW), stored=list_of(row), catalog=list_of(row)),
             (403,),
-            description="Models in the store and in the catalog, and whether they fit this machine.",
+            description="Models that are served, in the store and in the catalog, and whether they fit this machine.",
         )
     ]

@@ -114,6 +114,7 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "?" && !isTyping) showShortcuts();
 });
 
+document.addEventListener("visibilitychange", () => (document.hidden ? views[shown]?.hide?.() : views[shown]?.show?.()));
 links[0].addEventListener("click", (event) => { event.preventDefault(); goTo("chat"); openMenu(false); });
 applyTheme(currentTheme());
 document.getElementById("app").append(sidebar, veil, main);

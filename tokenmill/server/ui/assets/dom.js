@@ -7,7 +7,7 @@ const ICONS = {
   load: "M3 17l5-6 4 3 6-8 3 3",
   plus: "M12 5v14M5 12h14",
   send: "M12 19V6M6 11l6-6 6 6",
-  stop: "M7 7h10v10H7z",
+  stop: "M6.5 6.5h11v11h-11z",
   copy: "M9 9h10v11H9zM5 15V4h10",
   edit: "M5 19l1-4L16 5l3 3L9 18zM14 7l3 3",
   again: "M19 12a7 7 0 1 1-2-5l2 2M19 4v5h-5",
@@ -42,8 +42,12 @@ export function h(tag, props, ...children) {
     else if (name === "checked") element.checked = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...present(children));
   return element;
+}
+
+function present(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
 }
 
 export function icon(name) {
@@ -62,7 +66,7 @@ export function iconButton(name, label, onclick, extra = {}) {
 }
 
 export function replace(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...present(children));
 }
 
 export function newId() {

@@ -4,6 +4,7 @@ import { call, events } from "./api.js";
 import { confirmed, duration, h, iconButton, percent, replace, shortNumber, toast } from "./dom.js";
 
 const KEPT = 120; // readings, one a second
+const LEAST_SHOWN = 30; // the time axis grows from so many readings to all that are kept
 const RETRY_MS = 3000;
 const P = "tokenmill_";
 const CARDS = [
@@ -30,7 +31,7 @@ export class LoadView {
     this.element = h("section", { class: "page load", "aria-label": "Load" },
       h("header", { class: "page-head" }, h("h1", {}, "Load"), this.state),
       h("div", { class: "cards" }, this.cards.map((card) => card.element)), this.count,
-      h("div", { class: "table-box" }, h("table", { class: "requests" }, h("thead", {}, h("tr", {}, heads.map((text) => h("th", {}, text)))), this.table)));
+      h("div", { class: "table-box" }, h("table", { class: "requests" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 2 ? "right" : "" }, text)))), this.table)));
   }
 
   /** Look until `hide`: the server computes nothing for this page while nobody looks. */
@@ -161,7 +162,8 @@ function draw(canvas, values, fixedTop) {
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
   const top = fixedTop || Math.max(...values.filter((one) => !Number.isNaN(one)), 1e-9) * 1.1;
-  const x = (at) => width - ((values.length - 1 - at) * width) / (KEPT - 1);
+  const shown = Math.max(LEAST_SHOWN, values.length);
+  const x = (at) => width - ((values.length - 1 - at) * width) / (shown - 1);
   const y = (value) => height - 2 - (value / top) * (height - 4);
   const points = values.map((value, at) => [x(at), value]).filter(([, value]) => !Number.isNaN(value)).map(([at, value]) => [at, y(value)]);
   if (!points.length) return;

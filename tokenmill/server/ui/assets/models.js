@@ -3,7 +3,7 @@
 import { call, getJson, objects } from "./api.js";
 import { bytes, confirmed, duration, h, icon, replace, shortNumber, toast } from "./dom.js";
 
-const REFRESH_MS = 2000; // while the view is open
+const REFRESH_MS = 3000; // while the view is open
 const pulls = new Map(); // by name: downloads outlive the view
 
 export class ModelsView {
@@ -33,7 +33,7 @@ export class ModelsView {
 
   async refresh(isComplaining) {
     try {
-      [this.rows, this.shelf] = await Promise.all([getJson("/v1/models").then((found) => found.data), getJson("/ui/models")]);
+      this.shelf = await getJson("/ui/models");
     } catch (error) {
       if (isComplaining) toast(error.message, "error");
       return;
@@ -42,13 +42,13 @@ export class ModelsView {
   }
 
   draw() {
-    if (!this.rows || !this.shelf) return;
     const { shelf } = this;
-    const names = new Set(this.rows.map((row) => row.id));
+    if (!shelf) return;
+    const names = new Set(shelf.served.map((row) => row.id));
     this.notice.hidden = shelf.can_manage;
     this.form.hidden = !shelf.can_manage;
     this.machine.textContent = shelf.device ? `${shelf.device}: ${bytes(shelf.available_bytes)} for models` : "";
-    keepFocus(this.served, this.rows.map((row) => this.servedRow(row)));
+    keepFocus(this.served, shelf.served.map((row) => this.servedRow(row)));
     const others = shelf.stored.filter((one) => !names.has(one.name));
     keepFocus(this.stored, others.length ? others.map((one) => this.storedRow(one)) : [h("p", { class: "muted" }, "Nothing else is stored.")]);
     const catalogued = new Set(shelf.catalog.map((one) => one.name));
@@ -57,18 +57,18 @@ export class ModelsView {
   }
 
   servedRow(row) {
-    const state = row.status?.value || "loaded";
+    const state = row.status.value;
     const facts = [row.max_model_len && `context ${row.max_model_len.toLocaleString("en")}`, row.memory_bytes && bytes(row.memory_bytes), row.device,
       row.num_running && `${row.num_running} running`, row.num_waiting && `${row.num_waiting} waiting`, row.parent && `made from ${row.parent}`,
       row.aliases?.length && `also ${row.aliases.join(", ")}`, row.expires_in_s != null && `unloads in ${duration(Math.ceil(row.expires_in_s))}`];
-    const action = !row.status || !this.shelf.can_manage || row.parent ? null
+    const action = !this.shelf.can_manage || row.parent || row.is_pinned ? null
       : state === "loaded" ? button("Unload", () => this.order("/models/unload", row.id)) : ["unloaded", "failed"].includes(state) ? button("Load", () => this.order("/models/load", row.id)) : null;
-    return line(row.id, row.status?.reason || "", facts, [badge(state, stateKind(state)), action]);
+    return line(row.id, row.status.reason || "", facts, [badge(state, stateKind(state)), action]);
   }
 
   storedRow(one) {
     const remove = this.shelf.can_manage ? button("Delete", () => this.remove(one), "danger quiet") : null;
-    const load = this.shelf.can_manage && this.rows.some((row) => row.status) ? button("Load", () => this.order("/models/load", one.name)) : null;
+    const load = this.shelf.can_manage ? button("Load", () => this.order("/models/load", one.name)) : null;
     return line(one.name, one.about, [bytes(one.size_bytes), one.source, fitText(one.fit)], [fitBadge(one.fit), load, remove]);
   }
 

@@ -21,7 +21,10 @@ import pytest
 
 from tests.support.terminal import ROOT, Terminal, free_port, require_shown
 
-EXECUTED = ("command-line", "server", "clients", "ollama", "python", "configuration", "planning", "troubleshooting")
+EXECUTED = (
+    "command-line", "server", "several-models", "clients", "ollama", "python", "configuration", "planning",
+    "troubleshooting",
+)  # fmt: skip
 PAGES = [ROOT / "README.md", *[ROOT / "docs" / f"{name}.md" for name in EXECUTED]]
 FENCE = re.compile(r"(?:`(?P<file>[\w.-]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SAME_AS = {"make serve": "tokenmill serve"}  # once installed; the slow test below runs the real thing

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PORTS = ("8000", "8001")
+PORTS = ("8000", "8001", "8002")
 
 
 def free_port() -> str:
@@ -55,7 +55,8 @@ class Terminal:
 
     def serve(self, command: str) -> str:
         """What a server printed until it was ready; one that runs on this port already is not started twice."""
-        port = self.ports["8001" if "--config" in command else "8000"]
+        named = {"tokenmill.toml": "8001", "models.toml": "8002"}  # the port that each settings file has
+        port = self.ports[next((one for file, one in named.items() if file in command), "8000")]
         environment = {**self.environment, "TOKENMILL_PORT": port} if "--config" not in command else self.environment
         log = self.folder / f"server-{port}.log"
         if port not in self.servers:
@@ -96,7 +97,7 @@ def wait_until_ready(url: str, server: subprocess.Popen[str], log: Path) -> None
         assert server.poll() is None, log.read_text()
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
-                if "is ready on" in log.read_text():
+                if " ready on " in log.read_text():
                     return
         except (urllib.error.URLError, OSError):
             pass

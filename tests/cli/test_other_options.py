@@ -39,7 +39,7 @@ def known() -> list[str]:
         ),
         ("-hf o/m -ngl 0 -fa on --jinja --metrics", "--model o/m --device cpu"),
         ("m --flash-attn --port 1", "m --port 1"),
-        ("m --ctx-size 512 --alias a -ctk q8_0", "m --max-context 512 --served-name a --kv-dtype int8"),
+        ("m --ctx-size 512 -ctk q8_0", "m --max-context 512 --kv-dtype int8"),
         # ours
         ("m --max-context 5 --threads 2 -- --max-model-len", "m --max-context 5 --threads 2 -- --max-model-len"),
     ],

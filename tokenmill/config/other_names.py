@@ -87,7 +87,6 @@ OTHER_NAMES: dict[str, OtherName] = {
     "parallel": OtherName(LLAMA_CPP, "max_running"),
     "batch_size": OtherName(LLAMA_CPP, "token_budget"),
     "ubatch_size": OtherName(LLAMA_CPP, instead="--token-budget is the one size of a step"),
-    "alias": OtherName(LLAMA_CPP, "served_name"),
     "hf_repo": OtherName(LLAMA_CPP, "model"),
     "n_predict": OtherName(LLAMA_CPP, "max_tokens"),
     "predict": OtherName(LLAMA_CPP, "max_tokens"),
@@ -121,7 +120,7 @@ OTHER_NAMES: dict[str, OtherName] = {
 SHORT = {  # llama.cpp's
     "-m": "model", "-hf": "hf_repo", "-c": "ctx_size", "-np": "parallel", "-b": "batch_size", "-ub": "ubatch_size",
     "-t": "threads", "-ngl": "gpu_layers", "-n": "n_predict", "-fa": "flash_attn", "-ctk": "cache_type_k",
-    "-ctv": "cache_type_v", "-a": "alias", "-md": "model_draft", "-cb": "cont_batching",
+    "-ctv": "cache_type_v", "-md": "model_draft", "-cb": "cont_batching",
 }  # fmt: skip
 OUR_VALUES: dict[str, Mapping[str, str]] = {"dtype": DTYPES}  # values of settings that have the same name
 LEFT_TO_THE_FILES = {"quantization": ("none", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -33,8 +34,13 @@ class Decoder:
         self.embedding = load.embedding("embed")
         self.layers = self._load_layers(load)
         self.final_norm = load.norm("final_norm", spec.norm_eps, spec.norm)
-        self.head = self.embedding if spec.tied_head else load.projection(Matrices(("head",), spec.has_head_bias))
+        self.head = (
+            load.tied_head(self.embedding)
+            if spec.tied_head
+            else load.projection(Matrices(("head",), spec.has_head_bias))
+        )
         self.layer_inputs = LayerInputs(spec, load) if spec.input_width else None
+        self.adapter_slots = load.slots
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
     def _load_layers(self, load: Loader) -> list[Layer]:
@@ -56,10 +62,11 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
         step = plan_forward(self.ops, self.positions, self.classes, batch, storage)
-        ends = self.layers[0].regions[step.batch_class]
-        embedded = self._embed(batch.token_ids)
+        ends = self.layers[0].regions[step.batch_class] if step.adapted is None else step.adapted.regions
+        embedded = self._embed(batch.token_ids, step.adapters)
         if self.layer_inputs is not None:
-            step = replace(step, layer_inputs=self.layer_inputs(batch.token_ids, embedded, batch.mode))
+            inputs = self.layer_inputs(batch.token_ids, embedded, batch.mode, step.adapters)
+            step = replace(step, layer_inputs=inputs)
         stream = ends.begin(embedded)
         for layer in self.layers[:-1]:
             stream = layer(stream, step)
@@ -69,28 +76,30 @@ class Decoder:
         return ends.finish(stream, self.final_norm)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
-        return self._logits(hidden, mode).float()
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
+        return self._logits(hidden, mode, adapters).float()
 
     @property
     def best_logits(self) -> BestLogits | None:
         return None if self.ops.argmax is None else self._best_logits
 
     @torch.inference_mode()
-    def _best_logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> tuple[torch.Tensor, torch.Tensor]:
+    def _best_logits(
+        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.ops.argmax is not None, "see `best_logits`"
-        return self.ops.argmax(self._logits(hidden, mode))
+        return self.ops.argmax(self._logits(hidden, mode, adapters))
 
-    def _logits(self, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, mode: Mode, adapters: torch.Tensor | None) -> torch.Tensor:
         """In the head's own precision, unless there is more to compute"""
-        logits = self.head(hidden, mode)
+        logits = self.head(hidden, mode, None if adapters is None else self.ops.low_rank.plan(adapters))
         if self.spec.logit_scale != 1.0:
             logits = logits.float() * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits.float(), cap)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        embedded = self.embedding.rows(token_ids)
+    def _embed(self, token_ids: torch.Tensor, adapters: Any) -> torch.Tensor:
+        embedded = self.embedding.rows(token_ids, adapters)
         return embedded if self.spec.embedding_scale == 1.0 else embedded * self.spec.embedding_scale
 
 
@@ -107,12 +116,14 @@ class LayerInputs:
         self._project = load.projection(Matrices(("layer_inputs.project",)))
         self._norm = load.norm("layer_inputs.norm", spec.norm_eps)
 
-    def __call__(self, token_ids: torch.Tensor, embedded: torch.Tensor, mode: Mode) -> torch.Tensor:
+    def __call__(
+        self, token_ids: torch.Tensor, embedded: torch.Tensor, mode: Mode, adapters: Any = None
+    ) -> torch.Tensor:
         """→ [T, layers, width]"""
         shape = (len(token_ids), self._num_layers, self._width)
-        projected = (self._project(embedded, mode) * self._hidden**-0.5).view(shape)
+        projected = (self._project(embedded, mode, adapters) * self._hidden**-0.5).view(shape)
         normed = self._ops.rms_norm(projected, self._norm.weight, self._norm.eps)
-        rows = (self._table.rows(token_ids) * self._width**0.5).view(shape)
+        rows = (self._table.rows(token_ids, adapters) * self._width**0.5).view(shape)
         inputs: torch.Tensor = (normed + rows) * 2**-0.5
         return inputs
 

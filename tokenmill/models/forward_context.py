@@ -13,7 +13,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.rope import RopeTable, make_rope_table, query_growth
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.compose import BatchClasses
-from tokenmill.ops.interface import BatchClass, Ops
+from tokenmill.ops.interface import BatchClass, Ops, Regions
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,15 @@ class PositionTables:
 
 
 @dataclass(frozen=True)
+class AdaptedStep:
+    """How layers compute a step in which some tokens use adapters"""
+
+    plan: Any  # see `LowRankOps.plan`
+    regions: Regions
+    gathered_regions: Regions  # of the layer that goes on with `batch.logit_rows`, behind its mixer
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     batch: ForwardBatch
     storage: KVStorage
@@ -43,7 +52,13 @@ class ForwardContext:
     mixer_plans: tuple[Any, ...]  # one per cache group, as its layers' mixer reads it
     batch_class: BatchClass  # of layers that compute all tokens
     gathering: tuple[BatchClass, BatchClass]  # of one that goes on with `batch.logit_rows`: before and behind its mixer
+    adapted: AdaptedStep | None = None
     layer_inputs: torch.Tensor | None = None  # [T, layers, width], where layers have embeddings of their own
+
+    @property
+    def adapters(self) -> Any:
+        """Which tokens use which, for products with all of them; None: none does"""
+        return None if self.adapted is None else self.adapted.plan
 
     def layer_inputs_of(self, layer: int, rows: torch.Tensor | None) -> torch.Tensor:
         """[T, width], or of some of the tokens"""
@@ -67,7 +82,17 @@ def plan_forward(
         ),
         batch_class=classes.of(num_tokens, mode),
         gathering=(classes.of(num_tokens, mode, gathers=True), classes.of(num_outputs, mode, gathers=True)),
+        adapted=None if batch.adapters is None else _adapted(ops, batch, batch.adapters),
     )
+
+
+def _adapted(ops: Ops, batch: ForwardBatch, slots: torch.Tensor) -> AdaptedStep:
+    plan = ops.low_rank.plan(slots)
+    regions = ops.adapted_regions(ops, batch.mode, plan)
+    if len(batch.logit_rows) == len(slots):
+        return AdaptedStep(plan, regions, regions)
+    gathered = ops.low_rank.plan(slots[batch.logit_rows])
+    return AdaptedStep(plan, regions, ops.adapted_regions(ops, batch.mode, gathered))
 
 
 def _plan(ops: Ops, batch: ForwardBatch, number: int, groups: tuple[CacheGroup, ...], chunked: frozenset[int]) -> Any:

@@ -39,7 +39,8 @@ class LatentAttention:
         spec, group = self.spec, step.storage.group(self._layer)
         queries, entries = projected[:, : -spec.entry_size], projected[:, -spec.entry_size :]
         if self._q_norm is not None and self._q_up is not None:
-            queries = self._q_up(self._ops.rms_norm(queries.contiguous(), *self._q_norm[:2]), step.batch.mode)
+            normed = self._ops.rms_norm(queries.contiguous(), *self._q_norm[:2])
+            queries = self._q_up(normed, step.batch.mode, step.adapters)
         inputs = LatentInputs(
             queries,
             entries,

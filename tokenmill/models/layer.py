@@ -66,12 +66,12 @@ class Layer:
         """`output_rows` [L]: the tokens whose results are wanted; behind the mixer the stream has only those."""
         weights = self.weights
         before, after = (step.batch_class,) * 2 if output_rows is None else step.gathering
-        regions = self.regions[before]
+        regions = self.regions[before] if step.adapted is None else step.adapted.regions
         projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
         mixed = self.mixer.attend(projected, step, regions)
         if output_rows is not None:
             mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
-            regions = self.regions[after]
+            regions = self.regions[after] if step.adapted is None else step.adapted.gathered_regions
         if weights.is_parallel and weights.feed is not None:
             stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
         else:
@@ -173,6 +173,7 @@ class LayerLoader:
             self._router_norm(feed),
             None if feed.latent is None else (load.projection(feed.latent[0]), load.projection(feed.latent[1])),
             feed.scale,
+            load.expert_adapters(names, feed.spec.num_experts),
         )
 
     def _bias(self, name: str) -> torch.Tensor:

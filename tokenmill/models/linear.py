@@ -2,14 +2,15 @@
 
 A projection is a product [T, columns] → [T, rows]. How its matrix is packed (plain, fp8, 4 bits) is the backend's
 choice at load; which kernel multiplies is the backend's choice for each number of rows and mode. What else may belong
-to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has.
+to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has, and what
+the adapters in the model's slots add (`ops/low_rank.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.blocks import FORMATS
 from tokenmill.ops.interface import LinearWeight, Norm, Ops
+from tokenmill.ops.low_rank import HeldExperts, HeldLowRank, LowRank
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.upload import to_gpu
@@ -47,14 +49,21 @@ class Projection:
     ops: Ops
     weight: LinearWeight
     shard: Shard = WHOLE
+    adapters: HeldLowRank | None = None  # None: none can be loaded
 
-    def __call__(self, x: torch.Tensor, mode: Mode) -> torch.Tensor:
-        """x [T, columns] → [T, rows]"""
-        return self.ops.linear(x, self.weight, mode)
+    def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
+        """x [T, columns] → [T, rows]; `adapters`: which of the tokens use which (`LowRankOps.plan`)"""
+        out = self.ops.linear(x, self.weight, mode)
+        if adapters is None or self.adapters is None:
+            return out
+        return self.adapters.add(x, out, self.weight.bias, adapters)
 
-    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+    def rows(self, numbers: torch.Tensor, adapters: Any = None) -> torch.Tensor:
         """Rows of the matrix itself, as an embedding has them: [T] → [T, columns]"""
-        return self.ops.embed(numbers, self.weight)
+        out = self.ops.embed(numbers, self.weight)
+        if adapters is None or self.adapters is None:
+            return out
+        return self.adapters.add_rows(numbers, out, adapters)
 
     @property
     def is_self_contained(self) -> bool:
@@ -69,6 +78,7 @@ class Loader:
     ops: Ops
     dtype: torch.dtype
     device: torch.device
+    slots: AdapterSlots = field(default_factory=lambda: AdapterSlots(0))
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
         """Plain values in the compute dtype, on the device."""
@@ -96,11 +106,71 @@ class Loader:
         names = matrices.names
         bias = torch.cat([self.vector(f"{name}.bias") for name in names]).to(self.dtype) if matrices.has_bias else None
         raws = [self.source.get(f"{name}.weight") for name in names]
-        return Projection(self.ops, self.ops.pack_linear(raws, bias, self.dense))
+        weight = self.ops.pack_linear(raws, bias, self.dense)
+        return Projection(
+            self.ops, weight, adapters=self._adapters(names, [raw.shape[0] for raw in raws], weight.columns)
+        )
 
     def embedding(self, name: str) -> Projection:
         """A matrix whose rows are looked up; tied models multiply by it too."""
-        return Projection(self.ops, self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense))
+        weight = self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense)
+        # What adapters add to the rows that are looked up has as many numbers as those have.
+        return Projection(self.ops, weight, adapters=self._adapters((name,), [weight.columns], weight.rows))
+
+    def tied_head(self, embedding: Projection) -> Projection:
+        """A product with the embedding's matrix, to which adapters add by themselves."""
+        return replace(embedding, adapters=self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns))
+
+    def _adapters(self, names: tuple[str, ...], sizes: list[int], columns: int) -> HeldLowRank | None:
+        if not self.slots.number:
+            return None
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        held = self.ops.low_rank.hold(tuple(sizes), columns, self.slots.number, like)
+        self.slots.held.append((names, held))
+        return held
+
+    def expert_adapters(self, names: tuple[str | None, str, str], num_experts: int) -> HeldExperts | None:
+        """Slots for adapters of experts' gates, ups and downs."""
+        if not self.slots.number:
+            return None
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        held = self.ops.low_rank.hold_experts(num_experts, self.slots.number, like)
+        if held is not None:
+            self.slots.held_experts.append((names, num_experts, held))
+        return held
+
+
+@dataclass
+class AdapterSlots:
+    """The slots of a model's adapters, over all its matrices."""
+
+    number: int  # 0: no adapter can be loaded
+    held: list[tuple[tuple[str, ...], HeldLowRank]] = field(default_factory=list)
+    held_experts: list[tuple[tuple[str | None, str, str], int, HeldExperts]] = field(default_factory=list)
+
+    def names(self) -> set[str]:
+        """The matrices that adapters may change."""
+        found = {name for names, _ in self.held for name in names}
+        for names, count, _ in self.held_experts:
+            found |= {f"{name}.{expert}" for name in names if name for expert in range(count)}
+        return found
+
+    def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
+        """Let a slot (from 1 on) hold an adapter, in place of the one that it holds."""
+        for names, held in self.held:
+            held.put(slot, [matrices.get(name) for name in names])
+        for (gate, up, down), count, experts in self.held_experts:
+            experts.put(
+                slot,
+                [
+                    (
+                        matrices.get(f"{gate}.{expert}"),
+                        matrices.get(f"{up}.{expert}"),
+                        matrices.get(f"{down}.{expert}"),
+                    )
+                    for expert in range(count)
+                ],
+            )
 
 
 def form_of(weights: Any) -> Hashable:
@@ -112,6 +182,7 @@ def form_of(weights: Any) -> Hashable:
     if isinstance(weights, Projection):
         return form_of(weights.weight), weights.shard
     if is_dataclass(weights):
-        return type(weights), *(form_of(getattr(weights, field.name)) for field in fields(weights))
+        names = (one.name for one in fields(weights) if one.name != "adapters")  # which add launches of their own
+        return type(weights), *(form_of(getattr(weights, name)) for name in names)
     form: Hashable = weights
     return form

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, Mode
+from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.raw import RawTensor
 
 
 class BestLogits(Protocol):
-    def __call__(self, hidden: torch.Tensor, mode: Mode = "eager") -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """[L, H] → the token with the highest logit, the lowest id among equals, int64 [L]; that logit, float32 [L],
-        NaN where any logit of the row is."""
+        NaN where any logit of the row is. `adapters`: see `Model.logits`."""
         ...
 
 
@@ -42,8 +46,8 @@ class Model(Protocol):
         """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`."""
         ...
 
-    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
-        """[L, H] → float32 [L, vocab]"""
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """[L, H] → float32 [L, vocab]; `adapters` int32 [L]: the slot of each state's adapter, 0 for none"""
         ...
 
     @property
@@ -54,6 +58,23 @@ class Model(Protocol):
     @property
     def direct(self) -> DirectModel | None:
         """None: the model takes tensors only."""
+        ...
+
+
+class Slots(Protocol):
+    """Where a model holds its adapters."""
+
+    @property
+    def number(self) -> int:
+        """Slots are numbered from 1 to this; 0: it can hold none."""
+        ...
+
+    def names(self) -> set[str]:
+        """The matrices that adapters may change."""
+        ...
+
+    def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
+        """Let a slot hold an adapter, in place of the one that it holds."""
         ...
 
 

@@ -43,6 +43,7 @@ class ForwardBatch:
     num_single: int = 0  # rows [0, num_single) have one query each; the others may
     lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
     mode: Mode = "eager"  # "captured" also where kernels of a graph are compiled or tried out
+    adapters: torch.Tensor | None = None  # int32 [T]: the slot of each token's adapter, 0 for none; None: all have none
 
 
 class DrawingRows(NamedTuple):
@@ -54,6 +55,7 @@ class DrawingRows(NamedTuple):
     num_wanted: list[int]  # how many of their last tokens go through the head
     tables: NDArray[np.int32]  # of all rows there are: [groups, max_rows, max_blocks]
     block_size: int
+    adapters: list[int] = []  # the slot of each row's adapter, 0 for none; empty: all have none
 
 
 class DrawParams(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -54,10 +54,12 @@ class PlainStream(NamedTuple):
 class ComposedRegions:
     """The regions for one mode; `gated_linear` in the place of a product and the activation behind it."""
 
-    def __init__(self, ops: Ops, mode: Mode, gated_linear: GatedLinear | None = None) -> None:
+    def __init__(self, ops: Ops, mode: Mode, gated_linear: GatedLinear | None = None, adapters: Any = None) -> None:
+        """`adapters`: which tokens of one step use which (`LowRankOps.plan`)."""
         self.ops = ops
         self.mode = mode
         self.gated_linear = gated_linear or self._gated_linear
+        self.adapters = adapters
 
     def table(self) -> Regions:
         return Regions(
@@ -79,7 +81,10 @@ class ComposedRegions:
         self, stream: PlainStream, norm: Norm | None, projection: ProjectionWeights
     ) -> tuple[torch.Tensor, PlainStream]:
         normed, stream = self.normed(stream, norm)
-        return self.ops.linear(normed, projection.weight, self.mode), stream
+        return self.linear(normed, projection), stream
+
+    def linear(self, x: torch.Tensor, projection: ProjectionWeights) -> torch.Tensor:
+        return projection(x, self.mode, self.adapters)
 
     def attend(self, inputs: AttendInputs) -> torch.Tensor:
         if inputs.spec is not None:
@@ -103,7 +108,7 @@ class ComposedRegions:
         post_norm: Norm | None,
         scale: float = 1.0,
     ) -> PlainStream:
-        return self.added(self.ops.linear(x, projection.weight, self.mode), stream, post_norm, scale)
+        return self.added(self.linear(x, projection), stream, post_norm, scale)
 
     def gated_mlp(self, stream: PlainStream, mlp: GatedMlpWeights) -> PlainStream:
         normed, stream = self.normed(stream, mlp.norm)
@@ -124,7 +129,7 @@ class ComposedRegions:
         self, x: torch.Tensor, projection: ProjectionWeights, stream: PlainStream, feed: FeedWeights, scale: float = 1.0
     ) -> PlainStream:
         assert stream.delta is None and not isinstance(feed, SideBySideWeights)
-        mixed = self.after(self.ops.linear(x, projection.weight, self.mode), None, scale)
+        mixed = self.after(self.linear(x, projection), None, scale)
         normed, stream = self.normed(stream, feed.norm)
         if isinstance(feed, GatedMlpWeights):
             fed = self._mlp(normed, feed)
@@ -134,7 +139,7 @@ class ComposedRegions:
 
     def add_input(self, stream: PlainStream, embedded: torch.Tensor, weights: InputWeights) -> PlainStream:
         total = self.whole(stream)
-        gate = self.ops.linear(total, weights.gate.weight, self.mode)
+        gate = self.linear(total, weights.gate)
         inner = self.ops.act_mul(torch.cat((gate, embedded), dim=-1), weights.activation)
         return self.project_add(inner, weights.up, PlainStream(total), weights.norm)
 
@@ -177,22 +182,28 @@ class ComposedRegions:
 
     def _mlp(self, normed: torch.Tensor, mlp: GatedMlpWeights | SharedExpert) -> torch.Tensor:
         """[T, H] → [T, H]"""
-        if mlp.is_gated:
+        if not mlp.is_gated:
+            inner = self.ops.activate(self.linear(normed, mlp.gate_up), mlp.activation)
+        elif self.adapters is None:
             inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
         else:
-            inner = self.ops.activate(self.ops.linear(normed, mlp.gate_up.weight, self.mode), mlp.activation)
-        return self.ops.linear(inner, mlp.down.weight, self.mode)
+            inner = self.ops.act_mul(self.linear(normed, mlp.gate_up), mlp.activation)
+        return self.linear(inner, mlp.down)
 
     def _experts(self, normed: torch.Tensor, residual: torch.Tensor, moe: MoeWeights) -> torch.Tensor:
         """[T, H] → [T, H]; `residual` is the stream before its norm"""
         seen = normed if moe.router_norm is None else self.norm(residual, moe.router_norm)
-        weights, ids = self.ops.route(self.ops.linear(seen, moe.router.weight, self.mode), moe.routing)
-        inputs = normed if moe.latent is None else self.ops.linear(normed, moe.latent[0].weight, self.mode)
+        weights, ids = self.ops.route(self.linear(seen, moe.router), moe.routing)
+        inputs = normed if moe.latent is None else self.linear(normed, moe.latent[0])
         if moe.routing.spec.weights_input:
             inputs, weights = (inputs * weights).to(inputs.dtype), torch.ones_like(weights)
-        result = self.ops.experts(inputs, weights, ids, moe.experts, moe.spec.expert.activation)
+        activation = moe.spec.expert.activation
+        if self.adapters is None or moe.adapters is None:
+            result = self.ops.experts(inputs, weights, ids, moe.experts, activation)
+        else:
+            result = moe.adapters.run(inputs, weights, ids, moe.experts, activation, self.adapters)
         if moe.latent is not None:
-            result = self.ops.linear(result, moe.latent[1].weight, self.mode)
+            result = self.linear(result, moe.latent[1])
         return result if moe.shared is None else result + self.shared_expert(normed, moe.shared)
 
     def _gated_linear(
@@ -261,6 +272,11 @@ def gather(stream: PlainStream, rows: torch.Tensor) -> PlainStream:
 def composed(ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
     """The choice of a backend without fused regions"""
     return [ComposedRegions(ops, batch.mode).table()] * len(layers)
+
+
+def adapted_regions(ops: Ops, mode: Mode, adapters: Any) -> Regions:
+    """Regions of a batch in which some tokens use adapters, out of small ops"""
+    return ComposedRegions(ops, mode, adapters=adapters).table()
 
 
 class BatchClasses:

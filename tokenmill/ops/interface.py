@@ -20,6 +20,7 @@ import torch
 
 from tokenmill.arch.spec import Activation, Gqa, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
+from tokenmill.ops.low_rank import HeldExperts, LowRankOps
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 
@@ -102,6 +103,10 @@ class ProjectionWeights(Protocol):
         to it. Fused regions take only such projections."""
         ...
 
+    def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
+        """x [T, columns] → [T, rows], with what the tokens' adapters add; `adapters`: see `LowRankOps.plan`."""
+        ...
+
 
 @dataclass(frozen=True)
 class GatedMlpWeights:
@@ -142,6 +147,7 @@ class MoeWeights:
     router_norm: Norm | None = None  # the router's own norm of the stream
     latent: tuple[ProjectionWeights, ProjectionWeights] | None = None  # to what experts work on, and back
     scale: float = 1.0
+    adapters: HeldExperts | None = None  # of the experts; None: none can be loaded
 
     @cached_property
     def routing(self) -> Routing:
@@ -375,6 +381,9 @@ class Ops:
     """cap * tanh(x / cap)"""
     # ── layers, once at load ──
     choose_regions: ChooseRegions
+    adapted_regions: Callable[[Ops, Mode, Any], Regions]
+    """How every layer computes a batch in which some tokens use adapters; the last: `LowRankOps.plan` of them"""
+    low_rank: LowRankOps
     row_borders: Callable[[torch.device], tuple[int, ...]] = no_row_borders
     """Numbers of rows from which on regions may be chosen otherwise on a device, ascending"""
     # ── where a backend has it ──

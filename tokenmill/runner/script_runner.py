@@ -52,7 +52,9 @@ class ScriptModel:
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
         raise NotImplementedError("a script is said row by row, by ScriptRunner")
 
-    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
+    ) -> torch.Tensor:
         logits = self._otherwise.repeat(len(hidden), 1)
         for line, wish in enumerate(hidden[:, 0].tolist()):
             if wish == FAIL:

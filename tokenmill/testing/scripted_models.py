@@ -54,7 +54,9 @@ class ScriptedModel:
             time.sleep(self._step_s)
         return torch.stack((batch.positions, batch.token_ids), dim=1)[batch.logit_rows].double()
 
-    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = [self._row_logits(int(position), int(token)) for position, token in hidden.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
@@ -85,7 +87,9 @@ class ContextModel:
         ]
         return torch.tensor(states, dtype=torch.float64).view(-1, 2)
 
-    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = [self._row_logits(int(state), bool(is_nan)) for state, is_nan in hidden.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 

@@ -82,7 +82,11 @@ def _with_prefix(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Rules
     """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones."""
     found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
     prefix = next(found, "model.")
-    rules = {**family.hf_rules, **_variant(family.hf_variant, prefix, shapes)}
+    return prefixed_rules({**family.hf_rules, **_variant(family.hf_variant, prefix, shapes)}, prefix)
+
+
+def prefixed_rules(rules: Rules, prefix: str) -> Rules:
+    """Rules for a checkpoint that has `prefix` in the place of "model."."""
     return {ours: replace(rule, pattern=_prefixed(rule.pattern, prefix)) for ours, rule in rules.items()}
 
 

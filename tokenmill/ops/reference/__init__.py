@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tokenmill.ops.compose import composed
+from tokenmill.ops.compose import adapted_regions, composed
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
 from tokenmill.ops.reference.elementwise import act_mul, activate, add_rms_norm, layer_norm, rms_norm, rotate, softcap
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.latent_attention import latent_attend
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
+from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.reference.recurrent import plan_recurrent, recurrent
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
 
@@ -38,4 +39,6 @@ REFERENCE_OPS = Ops(
     experts=experts,
     softcap=softcap,
     choose_regions=composed,
+    adapted_regions=adapted_regions,
+    low_rank=ReferenceLowRankOps(),
 )

@@ -4,6 +4,8 @@ is read once a step; a token's contributions are added in the order of expert id
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -12,6 +14,10 @@ from tokenmill.ops.interface import Dense, ExpertsWeight, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference.elementwise import act_mul, activate
 from tokenmill.ops.reference.linear import multiply
+
+Adapt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, its product with a matrix) → the adapted matrix's product; may change the product"""
+AdaptExpert = Callable[[int, torch.Tensor], tuple[Adapt, Adapt] | None]
 
 
 def pack_experts(gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
@@ -53,8 +59,14 @@ def _kept(wanted: torch.Tensor, spec: RoutingSpec) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: ExpertsWeight, activation: Activation
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    packed: ExpertsWeight,
+    activation: Activation,
+    adapting: AdaptExpert | None = None,
 ) -> torch.Tensor:
+    """`adapting`: for an expert and its tokens, what adapters add to both of its products"""
     gate_up, down = packed.packed
     order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
     tokens = order // ids.shape[1]
@@ -65,9 +77,12 @@ def experts(
     for expert, count in enumerate(counts):
         if count:
             mine = tokens[start : start + count]
+            added = None if adapting is None else adapting(expert, mine)
             inner = multiply(x[mine], gate_up[expert], _of(packed.gate_up_bias, expert))
+            inner = inner if added is None else added[0](x[mine], inner)
             inner = act_mul(inner, activation) if packed.is_gated else activate(inner, activation)
             result = multiply(inner, down[expert], _of(packed.down_bias, expert))
+            result = result if added is None else added[1](inner, result)
             out.index_add_(0, mine, result * shares[start : start + count])
             start += count
     return out

@@ -1,0 +1,1 @@
+"""Adapters: low-rank additions to a model's matrices (LoRA, rsLoRA, DoRA), read from PEFT folders and GGUF files."""

@@ -1,0 +1,149 @@
+"""Which of our matrices a module of an adapter's file means, and which of its rows.
+
+An adapter's module is named as the checkpoint's tensor: the rules that read a model's weights (`arch/tensors.py`) read
+its adapters too. A module may hold several of ours (Phi-3's qkv_proj), whose rows are then taken from `b`, while all of
+them have the same `a`. Newer transformers keep a layer's experts as two parameters of three dimensions, whatever the
+checkpoint does: gate and up, and down. An adapter of such a parameter has factors of each expert:
+
+    a [experts * rank, columns]                 expert by expert
+    b [rows, rank * experts]                    rank by rank, an expert's column in each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenmill.arch.families import BY_NAME
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import Rules, TensorSource, sources_of, tensors_of
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.source import prefixed_rules, transformed
+
+EXPERTS = ".experts."
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of our matrices, or one for each expert, as a module of an adapter has it."""
+
+    name: str  # ours, without ".weight"
+    source: TensorSource
+    rows: int  # of the module, in which ours are found
+    columns: int
+    expert: int | None = None
+
+    def own_rows(self, b: torch.Tensor) -> torch.Tensor:
+        """Of `b` [rows of the module, rank] those of our matrix, in our order."""
+        source = replace(self.source, transposed=False, unit_axis=None)
+        return transformed(RawTensor(self.name, tuple(b.shape), b), source).data.contiguous()
+
+
+@dataclass(frozen=True)
+class ExpertsTarget:
+    """A parameter that holds matrices of all experts of a layer: gate and up, or down."""
+
+    parameter: str  # its whole name
+    parts: tuple[Target, ...]
+    num_experts: int
+
+    @property
+    def rows(self) -> int:
+        return self.parts[0].rows
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+
+@dataclass(frozen=True)
+class Targets:
+    """All that an adapter may change of a model, by the names that its file has."""
+
+    modules: Mapping[str, tuple[Target, ...]]
+    experts: Mapping[str, tuple[ExpertsTarget, ...]]  # by the module that has them
+
+
+def peft_targets(spec: ModelSpec) -> Targets:
+    """By the names of transformers' modules, with every prefix that a family's checkpoints have."""
+    family = BY_NAME[spec.family]
+    modules: dict[str, tuple[Target, ...]] = {}
+    experts: dict[str, tuple[ExpertsTarget, ...]] = {}
+    for prefix in family.hf_prefixes:
+        for rules in (family.hf_rules, {**family.hf_rules, **family.hf_variant}):
+            found = targets_by(spec, prefixed_rules(rules, prefix))
+            modules |= found.modules
+            experts |= found.experts
+    return Targets(modules, experts)
+
+
+def gguf_targets(spec: ModelSpec) -> Targets:
+    return targets_by(spec, BY_NAME[spec.family].gguf_traits.rules)
+
+
+def targets_by(spec: ModelSpec, rules: Rules) -> Targets:
+    shapes = {tensor.name: tensor.shape for tensor in tensors_of(spec).values()}
+    modules: dict[str, list[Target]] = {}
+    experts: dict[tuple[str, str], list[Target]] = {}
+    for name, source in _matrices(spec, rules).items():
+        if EXPERTS not in name:
+            rows, columns = source.shape
+            modules.setdefault(_module(source.names[0]), []).append(Target(name, source, rows, columns))
+            continue
+        rows, columns = source.shape[-2:]
+        for number, theirs in enumerate(source.names):  # one tensor of each expert, or one of all
+            expert = number if len(source.names) > 1 else None
+            modules.setdefault(_module(theirs), []).append(Target(name, source, rows, columns, expert))
+        is_gated = f"{name.rpartition('.')[0]}.gate.weight" in shapes
+        parameter, target = _stacked(name, shapes[f"{name}.weight"], source, is_gated=is_gated)
+        for module in _experts_modules(source.names[0]):
+            experts.setdefault((module, parameter), []).append(target)
+    by_module: dict[str, list[ExpertsTarget]] = {}
+    for (module, parameter), parts in experts.items():
+        count = shapes[f"{parts[0].name}.weight"][0]
+        by_module.setdefault(module, []).append(ExpertsTarget(f"{module}.{parameter}", tuple(parts), count))
+    return Targets(
+        {module: tuple(found) for module, found in modules.items()},
+        {module: tuple(found) for module, found in by_module.items()},
+    )
+
+
+def _matrices(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
+    """The sources of all our matrices, named without ".weight"; of a head even where the model has none of its own."""
+    kinds = tensors_of(spec)
+    sources = {
+        name.removesuffix(".weight"): source
+        for name, source in sources_of(spec, rules).items()
+        if kinds[name].kind in ("linear", "embedding")
+    }
+    if spec.tied_head and "head.weight" in rules:
+        sources["head"] = TensorSource((rules["head.weight"].pattern,), (spec.vocab_size, spec.hidden_size))
+    return sources
+
+
+def _module(theirs: str) -> str:
+    return theirs.removesuffix(".weight")
+
+
+def _experts_modules(theirs: str) -> tuple[str, ...]:
+    """The module that has a layer's experts, from the name of one of their tensors; transformers has renamed some."""
+    before, _, _ = theirs.partition(EXPERTS)
+    module = before + EXPERTS.removesuffix(".")
+    return tuple(dict.fromkeys((module, module.replace(".block_sparse_moe.", ".mlp."))))
+
+
+def _stacked(name: str, shape: tuple[int, ...], source: TensorSource, *, is_gated: bool) -> tuple[str, Target]:
+    """One of our tensors of all experts [experts, rows, columns] as a part of the parameter that transformers has."""
+    _, rows, columns = shape
+    own = name.rpartition(".")[2]
+    parameter = f"{own}_proj" if own == "down" or not is_gated else "gate_up_proj"
+    if source.rows is not None or source.woven is not None:  # the checkpoint has that parameter itself
+        whole = source.shape[-1 if source.transposed else -2]
+        return parameter, Target(name, source, whole, columns)
+    if parameter != "gate_up_proj":
+        return parameter, Target(name, TensorSource(source.names, (rows, columns)), rows, columns)
+    start = 0 if own == "gate" else rows
+    half = TensorSource(source.names, (2 * rows, columns), rows=(start, start + rows))
+    return parameter, Target(name, half, 2 * rows, columns)

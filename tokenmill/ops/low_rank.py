@@ -1,0 +1,84 @@
+"""What an adapter adds to one matrix, and how backends hold the adapters of a model.
+
+    y = (1 + gain) * (W x) + b (a x) + bias        a [rank, columns], b [rows, rank]
+
+`b` has the adapter's scale in it. `gain` is DoRA's: how much longer the adapted matrix's rows are than the matrix's own.
+
+Adapters lie in slots, numbered from 1; 0 is no adapter. A step says which slot each of its tokens uses, and `plan` works
+out once what all its products need of that. A projection whose matrices are stacked has a part for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tokenmill.arch.spec import Activation
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a matrix [rows, columns]."""
+
+    a: torch.Tensor  # [rank, columns]
+    b: torch.Tensor  # [rows, rank]
+    gain: torch.Tensor | None = None  # float32 [rows]
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        gain = 0 if self.gain is None else self.gain.numel() * self.gain.element_size()
+        return gain + sum(one.numel() * one.element_size() for one in (self.a, self.b))
+
+
+class HeldLowRank(Protocol):
+    """The adapters of one projection, in all slots."""
+
+    def put(self, slot: int, parts: Sequence[LowRank | None]) -> None:
+        """Let a slot hold what an adapter adds to each of the stacked matrices; None: nothing."""
+        ...
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any) -> torch.Tensor:
+        """x [T, columns], out [T, rows] with the bias in it → out with what each token's adapter adds; may change
+        `out`."""
+        ...
+
+    def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: Any) -> torch.Tensor:
+        """The same for rows of an embedding [T, columns]: there `a` is [rank, number of rows] and `b` [columns, rank]."""
+        ...
+
+
+class HeldExperts(Protocol):
+    """The adapters of a layer's experts, in all slots."""
+
+    def put(self, slot: int, experts: Sequence[tuple[LowRank | None, LowRank | None, LowRank | None]]) -> None:
+        """Let a slot hold what an adapter adds to each expert's gate, up and down."""
+        ...
+
+    def run(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any, activation: Activation, plan: Any
+    ) -> torch.Tensor:
+        """What `Ops.experts` does, with what each token's adapter adds."""
+        ...
+
+
+class LowRankOps(Protocol):
+    """How a backend computes adapters."""
+
+    def plan(self, slots: torch.Tensor) -> Any:
+        """int32 [T], each token's slot → what `add` reads; once a step."""
+        ...
+
+    def hold(self, sizes: tuple[int, ...], columns: int, num_slots: int, like: torch.Tensor) -> HeldLowRank:
+        """Room for the adapters of a projection with parts of so many rows, in the dtype and on the device of `like`."""
+        ...
+
+    def hold_experts(self, num_experts: int, num_slots: int, like: torch.Tensor) -> HeldExperts | None:
+        """None: adapters of experts are not implemented."""
+        ...

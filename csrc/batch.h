@@ -18,6 +18,7 @@ struct BatchView {  // ForwardBatch of tokenmill/ops/batch.py as pointers
   const int32_t* query_starts = nullptr;
   const int32_t* context_lens = nullptr;
   const int64_t* logit_rows = nullptr;
+  const int32_t* adapters = nullptr;  // [tokens], slots of their adapters, 0 for none; null: none has one
   std::vector<GroupView> groups;
 
   bool wants_all() const;  // every token, in order

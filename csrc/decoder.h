@@ -2,10 +2,12 @@
 // step reads and writes the paged cache in place. Nothing here knows an instruction set: arithmetic is in Kernels.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "adapters.h"
 #include "batch.h"
 #include "gemm.h"
 #include "kernels.h"
@@ -196,10 +198,17 @@ class Decoder {
   void set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells);
   void set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks);
 
+  // The matrices that adapters may change, and how many adapters there is room for.
+  void set_adapter_sites(int slots, std::vector<AdapterSlots::Site> sites) { adapters_.declare(slots, std::move(sites)); }
+  void set_adapter(int slot, AdapterSlots::Parts parts) { adapters_.put(slot, std::move(parts)); }
+
   void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
-  void logits(const float* hidden, int rows, float* out);  // [rows][vocab]
+  // The slots of the adapters of the rows that `forward` has put out; null where none has one.
+  const int32_t* wanted_slots() const { return is_adapted_ ? row_slots_.data() : nullptr; }
+  // `slots` [rows] of the rows' adapters, null: none has one
+  void logits(const float* hidden, int rows, const int32_t* slots, float* out);  // [rows][vocab]
   // The highest logit of each row and its place, the first of equals; NaN where any of the row's is.
-  void best_logits(const float* hidden, int rows, int64_t* places, float* values);
+  void best_logits(const float* hidden, int rows, const int32_t* slots, int64_t* places, float* values);
 
   int hidden() const { return hidden_; }
   int vocab() const { return vocab_; }
@@ -225,6 +234,19 @@ class Decoder {
   void recurrent_outputs(const Layer& layer, int tokens);
   bool latent_fits(const Layer& layer) const;
   void check(const BatchView& batch) const;
+  void take_adapters(const int32_t* slots, int rows);
+  void keep_wanted_adapters(const BatchView& batch);
+  void embed_adapters(const BatchView& batch);
+  void run(const Gemm* gemms, int count);
+  struct Shrinking {  // products with a's: where in `shrunk_` their results begin, and how many numbers these are
+    std::vector<Gemm> gemms;
+    std::vector<size_t> at;
+    size_t size = 0;
+  };
+  bool adapt(const Linear& w, const Gemm& gemm, AdaptedRows& rows, Shrinking& shrinking);
+  // What the inputs of these must be kept as: plain too where adapters read them.
+  Form form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const;
+  Form form_of_input(const Mlp& mlp, float outlier_threshold) const;
   void embed(const BatchView& batch);
   void mixer(const Layer& layer, const BatchView& batch);
   void last_layer(const Layer& layer, const BatchView& batch);
@@ -307,7 +329,14 @@ class Decoder {
   Linear input_table_, input_project_;
   Vector input_norm_;
 
+  AdapterSlots adapters_;
+
   // ── buffers of a step, grown when needed ──
+  bool is_adapted_ = false;         // some rows have adapters
+  std::vector<int32_t> row_slots_;  // their slots, of the rows that are computed now
+  std::vector<AdaptedRows> adapted_rows_;
+  PageVector<float> shrunk_;  // products with a's
+  std::vector<std::vector<int32_t>> expert_slots_;  // [experts][rows]
   PageVector<float> x_;       // [T][hidden] the residual stream
   PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
   PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]

@@ -109,7 +109,7 @@ void Runner::pair(const Gemm& gemm, const Span& span, int thread) {
   const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, gemm.w->w.rows - column);
   float* out = gemm.out + static_cast<size_t>(span.tile) * gemm.in.quant.tile * gemm.out_stride + column;
   const bool onto = gemm.mode == Gemm::Mode::Add;
-  if (columns == span.panels * kPanel) return product(*gemm.w, gemm.in, span, {out, gemm.out_stride, onto}, thread);
+  if (columns == span.panels * kPanel) return product(*gemm.w, gemm.in, span, {out, gemm.out_stride, onto}, thread, gemm.adapted);
   // A panel with fewer outputs than lanes: its sums can't lie where they belong.
   const int rows = rows_of(gemm.in, span);
   float* sums = room(thread, 0, rows);
@@ -118,7 +118,7 @@ void Runner::pair(const Gemm& gemm, const Span& span, int thread) {
       std::memcpy(to + r * to_stride, from + r * from_stride, sizeof(float) * static_cast<size_t>(columns));
   };
   if (onto) copy(out, gemm.out_stride, sums, kPair);
-  product(*gemm.w, gemm.in, span, {sums, kPair, onto}, thread);
+  product(*gemm.w, gemm.in, span, {sums, kPair, onto}, thread, gemm.adapted);
   copy(sums, kPair, out, gemm.out_stride);
 }
 
@@ -126,8 +126,8 @@ void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
   const int rows = rows_of(gemm.in, span), row = span.tile * gemm.in.quant.tile;
   float* gates = room(thread, 0, rows);
   float* ups = room(thread, 1, rows);
-  product(*gemm.w, gemm.in, span, {gates, kPair, false}, thread);
-  if (gemm.up != nullptr) product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread);
+  product(*gemm.w, gemm.in, span, {gates, kPair, false}, thread, gemm.adapted);
+  if (gemm.up != nullptr) product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread, gemm.up_adapted);
   else std::fill_n(ups, static_cast<size_t>(rows) * kPair, 1.0f);  // an MLP without a gate: act(x) * 1
   if (gemm.gated->is_quantised())
     kernels_.gate_rows(gates, ups, rows, gemm.activation, gemm.gated->quant(), row, span.panel / 2);
@@ -144,7 +144,7 @@ void Runner::best(const Gemm& gemm, const Span& span, int thread) {
   const int rows = rows_of(gemm.in, span), row = span.tile * gemm.in.quant.tile;
   const int column = span.panel * kPanel, columns = std::min(kPair, gemm.w->w.rows - column);
   float* sums = room(thread, 0, rows);
-  product(*gemm.w, gemm.in, span, {sums, kPair, false}, thread);
+  product(*gemm.w, gemm.in, span, {sums, kPair, false}, thread, gemm.adapted);
   Best* seen = gemm.best + static_cast<size_t>(thread) * gemm.in.quant.rows + row;
   for (int r = 0; r < rows; ++r) {
     if (gemm.scale != 1.0f) kernels_.scale(sums + r * kPair, gemm.scale, columns);
@@ -164,13 +164,51 @@ void Runner::take_best_before(const float* x, int size, int place, Best& best) c
   if (now.value > best.value || (now.value == best.value && now.place < best.place)) best = now;
 }
 
-void Runner::product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread) {
+void Runner::product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread,
+                     const AdaptedRows* adapted) {
+  const float* before = nullptr;  // what the product is added to
+  if (adapted != nullptr && to.onto) {
+    const int rows = rows_of(in, span);
+    float* kept = room(thread, 2, rows);
+    for (int r = 0; r < rows; ++r) std::copy_n(to.out + r * to.stride, span.panels * kPanel, kept + r * kPair);
+    before = kept;
+  }
   std::vector<uint8_t>& expanded = scratch_[static_cast<size_t>(thread)].expanded;
   grow(expanded, kernels_.linear_scratch_bytes(w.w) + 64);
   kernels_.linear(w.w, in, span, to, expanded.data() + scratch_alignment(expanded.data()));
+  if (adapted != nullptr) adapt(*adapted, w, in, span, to, before);
   if (w.bias.empty()) return;
   const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, w.w.rows - column);
   for (int r = 0; r < rows_of(in, span); ++r) kernels_.add(to.out + r * to.stride, w.bias.data() + column, columns);
+}
+
+// Adds what the rows' adapters add to these columns, before the bias is added.
+void Runner::adapt(const AdaptedRows& adapted, const Linear& w, const Rows& in, const Span& span, const Sums& to,
+                   const float* before) {
+  const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, w.w.rows - column);
+  const size_t first = static_cast<size_t>(span.tile) * static_cast<size_t>(in.quant.tile);
+  for (int r = 0; r < rows_of(in, span); ++r) {
+    const LowRank* part = adapted.parts[first + static_cast<size_t>(r)];
+    if (part == nullptr) continue;
+    float* out = to.out + r * to.stride;
+    if (!part->gain.empty())
+      for (int c = 0; c < columns; ++c) {
+        const float own = before == nullptr ? out[c] : out[c] - before[r * kPair + c];
+        out[c] += part->gain[static_cast<size_t>(column + c)] * own;
+      }
+    add_low_rank(*part, adapted.shrunk + adapted.at[first + static_cast<size_t>(r)], kernels_, span.panel, span.panels, out);
+  }
+}
+
+// All rows of b; the last panel may be wider than what is left of `out`.
+void add_low_rank(const LowRank& part, const float* shrunk, const Kernels& kernels, float* out) {
+  for (int panel = 0; panel < part.b.panels; ++panel) {
+    const int column = panel * kPanel, columns = std::min(kPanel, part.b.rows - column);
+    float sums[kPanel] = {};
+    std::copy_n(out + column, columns, sums);
+    add_low_rank(part, shrunk, kernels, panel, 1, sums);
+    std::copy_n(sums, columns, out + column);
+  }
 }
 
 int Runner::rows_of(const Rows& in, const Span& span) {

@@ -14,7 +14,30 @@ namespace tokenmill {
 struct Linear {
   Matrix w;
   std::vector<float> bias;  // empty: none
+  int site = -1;  // its number among those that adapters may change; -1: none may
 };
+
+// What an adapter adds to the product with one matrix, see adapters.h.
+struct LowRank {
+  Linear a;
+  Matrix b;
+  std::vector<float> gain;  // empty: none
+};
+
+// The adapters of a product's rows.
+struct AdaptedRows {
+  std::vector<const LowRank*> parts;  // [rows], null: none
+  std::vector<size_t> at;             // [rows]: where the row's product with `a` lies
+  const float* shrunk = nullptr;
+};
+
+// out [rows of b] += b shrunk
+inline void add_low_rank(const LowRank& part, const float* shrunk, const Kernels& kernels, int panel, int panels, float* out) {
+  Rows in{shrunk, static_cast<size_t>(part.b.cols), {}};
+  in.quant.rows = 1;
+  kernels.linear(part.b, in, {panel, panels, 0, 1, -1}, {out, 0, true}, nullptr);
+}
+void add_low_rank(const LowRank& part, const float* shrunk, const Kernels& kernels, float* out);
 
 // What is kept of activations. Of quantised ones the blocks whose largest number is more than `outlier_threshold` times the
 // row's mean (the quadratic one, of all blocks) have 16 bits, the others 8: infinity is 8 bits everywhere, 0 is 16.
@@ -64,6 +87,8 @@ struct Gemm {
   Best* best = nullptr;  // Best: [threads][rows], of what each thread computed
   float softcap = 0.0f;  // Best: 0: none
   float scale = 1.0f;  // Best: multiplies what is compared, before it is capped
+  const int32_t* slots = nullptr;  // [rows], of their adapters; null: rows are those of the step
+  const AdaptedRows *adapted = nullptr, *up_adapted = nullptr;  // null: none is
 };
 
 class Runner {
@@ -97,12 +122,15 @@ class Runner {
   void gate(const Gemm& gemm, const Span& span, int thread);
   void best(const Gemm& gemm, const Span& span, int thread);
   void take_best_before(const float* x, int size, int place, Best& best) const;
-  void product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread);
+  void product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread,
+               const AdaptedRows* adapted = nullptr);
+  void adapt(const AdaptedRows& adapted, const Linear& w, const Rows& in, const Span& span, const Sums& to,
+             const float* before);
   float* room(int thread, int which, int rows);  // [rows][32] of a thread's own
   static int rows_of(const Rows& in, const Span& span);
 
   struct Scratch {
-    std::vector<float> out[2];
+    std::vector<float> out[3];
     std::vector<uint8_t> expanded;
   };
   Pool& pool_;

@@ -9,14 +9,16 @@ namespace tokenmill {
 const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<int64_t>& rows,
                                    const std::vector<int64_t>& starts,
                                    const std::vector<std::vector<int64_t>>& tokens,
-                                   const std::vector<int64_t>& wanted) {
-  if (starts.size() != rows.size() || tokens.size() != rows.size() || wanted.size() != rows.size())
+                                   const std::vector<int64_t>& wanted, const std::vector<int64_t>& adapters) {
+  if (starts.size() != rows.size() || tokens.size() != rows.size() || wanted.size() != rows.size() ||
+      (!adapters.empty() && adapters.size() != rows.size()))
     throw std::invalid_argument("the lists of the rows do not fit together");
   token_ids_.clear();
   positions_.clear();
   logit_rows_.clear();
   context_lens_.clear();
   query_starts_.assign(1, 0);
+  adapters_.clear();
   const int64_t longest = std::min<int64_t>(static_cast<int64_t>(tables.blocks) * tables.block_size,
                                             std::numeric_limits<int32_t>::max());
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -31,6 +33,7 @@ const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<in
     for (int64_t at = all - wanted[i]; at < all; ++at) logit_rows_.push_back(at);
     query_starts_.push_back(static_cast<int32_t>(all));
     context_lens_.push_back(static_cast<int32_t>(end));
+    if (!adapters.empty()) adapters_.insert(adapters_.end(), tokens[i].size(), static_cast<int32_t>(adapters[i]));
   }
   place(tables, rows);
   return view_;
@@ -65,6 +68,7 @@ void StepRows::place(const RowTables& tables, const std::vector<int64_t>& rows) 
   view_.query_starts = query_starts_.data();
   view_.context_lens = context_lens_.data();
   view_.logit_rows = logit_rows_.data();
+  view_.adapters = adapters_.empty() ? nullptr : adapters_.data();
 }
 
 }  // namespace tokenmill

@@ -118,5 +118,8 @@ class DamagedFile(ModelError):
 
 def error_with_code(code: str | None, message: str) -> TokenmillError:
     """The error that another process named by its code; RequestFailed for one that has no better name."""
-    kinds: dict[str, type[TokenmillError]] = {kind.code: kind for kind in (InvalidRequest, Overloaded, RequestFailed)}
+    of_requests = (InvalidRequest, UnknownModel, Overloaded, RequestFailed)
+    kinds: dict[str, type[TokenmillError]] = {
+        kind.code: kind for kind in (*of_requests, ModelError, UnsupportedModel, DamagedFile)
+    }
     return kinds.get(code or "", RequestFailed)(message)

@@ -99,6 +99,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None  # the name of one that the model has loaded
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +113,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
 
 
 class Pooling(msgspec.Struct, frozen=True):
@@ -129,6 +131,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
 
 
 class ContextShift(msgspec.Struct, frozen=True):
@@ -166,6 +169,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     shift: ContextShift | None = None  # None: generation ends at the end of the context
     tokenized: TokenizedParams = TokenizedParams()
+    adapter: str = ""  # the digest of one; empty: the model alone
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
@@ -194,6 +198,7 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     tokenized: TokenizedParams = TokenizedParams()
     mirostat_mu: float | None = None  # mirostat's limit after the last sampled token (None: none yet)
+    adapter_slot: int = 0  # 0: no adapter
 
 
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +241,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0  # ties the result to the plan
     new_rows: list[RowInit] = []
     freed_rows: list[int] = []  # applied before new_rows
+    adapter_loads: list[tuple[int, str]] = []  # (slot, digest of the adapter that it holds from this step on)
     copies: list[tuple[int, int]] = []  # (from block, to block), before anything is written
     rows: list[RowPlan] = []
 

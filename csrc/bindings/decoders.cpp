@@ -196,6 +196,27 @@ void bind_recurrent_cache(HeldDecoder& decoder, int layer, int group, int state_
   hold_cache(decoder, layer, std::move(held));
 }
 
+// (rows, columns, whether it is an embedding) of every matrix that adapters may change.
+void set_adapter_sites(HeldDecoder& decoder, int slots, const std::vector<std::tuple<int, int, bool>>& sites) {
+  const DecoderLock lock(decoder);
+  std::vector<AdapterSlots::Site> all;
+  for (const auto& [rows, cols, is_embedding] : sites) all.push_back({rows, cols, is_embedding});
+  decoder.set_adapter_sites(slots, std::move(all));
+}
+
+// (site, a, b, gain) of an adapter's matrices.
+void set_adapter(HeldDecoder& decoder, int slot,
+                 const std::vector<std::tuple<int, Matrix, Matrix, std::optional<FloatVector>>>& parts) {
+  const DecoderLock lock(decoder);
+  AdapterSlots::Parts all;
+  for (const auto& [site, a, b, gain] : parts) {
+    Linear shrink;
+    shrink.w = a;
+    all.emplace_back(site, LowRank{std::move(shrink), b, vector_of(gain, static_cast<size_t>(b.rows), "a gain")});
+  }
+  decoder.set_adapter(slot, std::move(all));
+}
+
 HeadNorm head_norm_named(const std::string& name) {
   if (name.empty()) return HeadNorm::None;
   if (name == "head") return HeadNorm::Before;
@@ -347,6 +368,8 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("bind_entry_cache", &bind_entry_cache, "layer"_a, "group"_a, "entries"_a.noconvert())
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
+      .def("set_adapter_sites", &set_adapter_sites, "slots"_a, "sites"_a)
+      .def("set_adapter", &set_adapter, "slot"_a, "parts"_a)
       .def("set_head", &HeldDecoder::set_head, "head"_a)
       .def("set_final_norm", [](HeldDecoder& self, const Norm& norm) {
         if (norm.weight.size() != static_cast<size_t>(self.hidden())) throw std::invalid_argument("final_norm is not [hidden]");

@@ -80,9 +80,11 @@ void bind_matrices(nb::module_& m) {
     return matrix_layout(kind_from_name(kind), rows, cols).num_bytes();
   }, "kind"_a, "rows"_a, "cols"_a);
 
-  nb::class_<Linear>(m, "Linear").def("__init__", [](Linear* self, const Matrix& w, std::optional<FloatVector> bias) {
+  nb::class_<Linear>(m, "Linear").def("__init__", [](Linear* self, const Matrix& w, std::optional<FloatVector> bias,
+                                                     int site) {
     new (self) Linear(linear_of(w, bias));
-  }, "matrix"_a, "bias"_a.none());
+    self->site = site;
+  }, "matrix"_a, "bias"_a.none(), "site"_a = -1);
 }
 
 }  // namespace tokenmill

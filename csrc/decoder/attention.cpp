@@ -97,7 +97,7 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   add(layer.q, q_size);
   if (layer.has_own_kv()) add(layer.k, kv_size), add(layer.v, kv_size);
   if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.w.rows);
-  runner_.run(gemms, count);
+  run(gemms, count);
   if (layer.head_norm == HeadNorm::Joint) norm_joint_heads(layer, batch.tokens);
 }
 

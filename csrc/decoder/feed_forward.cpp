@@ -58,10 +58,10 @@ void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm:
   Gemm gate{&mlp.first(), mlp.second(), in, Gemm::Mode::Gate};
   gate.activation = mlp.activation;
   gate.gated = &inner_;
-  runner_.run(&gate, 1);
+  run(&gate, 1);
   mark_outliers(inner_);
   const Gemm down{&mlp.down, nullptr, inner_.view(), mode, out, static_cast<size_t>(hidden_)};
-  runner_.run(&down, 1);
+  run(&down, 1);
 }
 
 namespace {
@@ -137,7 +137,7 @@ void Decoder::route(const Moe& moe, int tokens) {
   grow(expert_shares_, static_cast<size_t>(tokens) * active);
   const Rows in = moe.router_norm.empty() ? normed_.view() : routed_.view();
   const Gemm router{&moe.router, nullptr, in, Gemm::Mode::Store, router_logits_.data(), static_cast<size_t>(experts)};
-  runner_.run(&router, 1);
+  run(&router, 1);
   for (int t = 0; t < tokens; ++t)
     choose_experts(moe.routing, router_logits_.data() + static_cast<size_t>(t) * experts, experts,
                    expert_ids_.data() + static_cast<size_t>(t) * active,
@@ -155,7 +155,7 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
   if (is_latent) {
     latent_.prepare(tokens, width, *kernels_, {false, true, outlier_threshold});
     const Gemm in{&moe.latent_in, nullptr, normed_.view(), Gemm::Mode::Store, latent_.row(0), static_cast<size_t>(width)};
-    runner_.run(&in, 1);
+    run(&in, 1);
   }
   Activations& inputs = is_latent ? latent_ : normed_;
 
@@ -164,6 +164,12 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
   std::vector<int> starts(static_cast<size_t>(experts), 0);
   std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), 0);
 
+  if (is_adapted_) {
+    expert_slots_.resize(std::max(expert_slots_.size(), static_cast<size_t>(experts)));
+    for (size_t e = 0; e < counts.size(); ++e) expert_slots_[e].resize(static_cast<size_t>(counts[e]));
+    for (size_t i = 0; i < places.size(); ++i)
+      expert_slots_[static_cast<size_t>(expert_ids_[i])][static_cast<size_t>(places[i])] = row_slots_[i / static_cast<size_t>(active)];
+  }
   std::vector<Gemm> gates, downs;
   for (int e = 0; e < experts; ++e) {
     const size_t at = static_cast<size_t>(e);
@@ -177,6 +183,7 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
     gates.push_back(gate);
     downs.push_back({&expert.down, nullptr, expert_inner_[at].view(), Gemm::Mode::Store,
                      expert_out_.data() + static_cast<size_t>(starts[at]) * width, static_cast<size_t>(width)});
+    if (is_adapted_) gates.back().slots = downs.back().slots = expert_slots_[at].data();
   }
   for_rows(pool_, tokens * active, 2 * width, [&](int i) {
     const size_t pair = static_cast<size_t>(i);
@@ -192,9 +199,9 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
       if (counts[e] > 0) mark_outliers(rows[e]);
   };
   mark_used(expert_in_);
-  runner_.run(gates.data(), static_cast<int>(gates.size()));
+  run(gates.data(), static_cast<int>(gates.size()));
   mark_used(expert_inner_);
-  runner_.run(downs.data(), static_cast<int>(downs.size()));
+  run(downs.data(), static_cast<int>(downs.size()));
   const auto sum_experts = [&](int t, float* to) {
     std::fill_n(to, width, 0.0f);
     for (int k = 0; k < active; ++k) {
@@ -208,7 +215,7 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
   if (is_latent) {
     fill_rows(tokens, width, active * width, latent_sums_, form_for({&moe.latent_out}, outlier_threshold), sum_experts);
     const Gemm back{&moe.latent_out, nullptr, latent_sums_.view(), Gemm::Mode::Store, out, static_cast<size_t>(hidden_)};
-    runner_.run(&back, 1);
+    run(&back, 1);
   } else {
     for_rows(pool_, tokens, active * width, [&](int t) { sum_experts(t, out + static_cast<size_t>(t) * hidden_); });
   }

@@ -16,10 +16,12 @@ Rows Decoder::head_input(const float* hidden, int rows) {
   return normed_.view();
 }
 
-void Decoder::logits(const float* hidden, int rows, float* out) {
+void Decoder::logits(const float* hidden, int rows, const int32_t* slots, float* out) {
   if (rows == 0) return;
+  const std::vector<int32_t> own(slots, slots == nullptr ? slots : slots + rows);  // they may be those of the last step
+  take_adapters(slots == nullptr ? nullptr : own.data(), rows);
   const Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Store, out, static_cast<size_t>(vocab_)};
-  runner_.run(&head, 1);
+  run(&head, 1);
   if (logit_scale_ != 1.0f || logit_softcap_ > 0.0f)
     for_rows(pool_, rows, vocab_, [&](int r) {
       float* row = out + static_cast<size_t>(r) * vocab_;
@@ -28,15 +30,17 @@ void Decoder::logits(const float* hidden, int rows, float* out) {
     });
 }
 
-void Decoder::best_logits(const float* hidden, int rows, int64_t* places, float* values) {
+void Decoder::best_logits(const float* hidden, int rows, const int32_t* slots, int64_t* places, float* values) {
   if (rows == 0) return;
+  const std::vector<int32_t> own(slots, slots == nullptr ? slots : slots + rows);
+  take_adapters(slots == nullptr ? nullptr : own.data(), rows);
   const size_t threads = static_cast<size_t>(pool_.threads()), count = static_cast<size_t>(rows);
   best_.assign(threads * count, Best{});
   Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Best};
   head.best = best_.data();
   head.softcap = logit_softcap_;
   head.scale = logit_scale_;
-  runner_.run(&head, 1);
+  run(&head, 1);
   for (size_t r = 0; r < count; ++r) {
     Best best = best_[r];
     for (size_t t = 1; t < threads; ++t) {

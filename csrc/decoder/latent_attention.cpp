@@ -40,7 +40,7 @@ void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
   const Rows in = normed_.view();
   const Gemm gemms[2] = {{&latent.q, nullptr, in, Gemm::Mode::Store, projected_.data(), stride},
                          {&latent.kv_down, nullptr, in, Gemm::Mode::Store, projected_.data() + latent.q.w.rows, stride}};
-  runner_.run(gemms, 2);
+  run(gemms, 2);
 }
 
 void Decoder::rotate_at(const Layer& layer, int64_t position, float* values) const {
@@ -74,7 +74,7 @@ void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
     gemms.push_back({&latent.expand[static_cast<size_t>(h)], nullptr,
                      columns_of(mixtures_.data() + h * wide, stride, tokens, *kernels_), Gemm::Mode::Store,
                      latent_values_.data() + static_cast<size_t>(h) * latent.value_dim, static_cast<size_t>(value_width)});
-  runner_.run(gemms.data(), latent.heads);
+  run(gemms.data(), latent.heads);
   fill_rows(tokens, value_width, 2 * value_width, heads_, form_for({&layer.o}, outlier_threshold(layer)),
             [&](int t, float* out) {
     std::copy_n(latent_values_.data() + static_cast<size_t>(t) * value_width, value_width, out);
@@ -96,7 +96,7 @@ void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
     const size_t width = static_cast<size_t>(latent.heads) * head_dim;
     grow(queries_, static_cast<size_t>(tokens) * width);
     const Gemm up{&*latent.q_up, nullptr, query_latents_.view(), Gemm::Mode::Store, queries_.data(), width};
-    runner_.run(&up, 1);
+    run(&up, 1);
     queries = queries_.data();
     stride = width;
   }
@@ -107,7 +107,7 @@ void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
     gemms.push_back({&latent.absorb[static_cast<size_t>(h)], nullptr,
                      columns_of(queries + static_cast<size_t>(h) * head_dim, stride, tokens, *kernels_),
                      Gemm::Mode::Store, absorbed_.data() + h * wide, all});
-  runner_.run(gemms.data(), latent.heads);
+  run(gemms.data(), latent.heads);
   for_rows(pool_, tokens, 4 * latent.heads * latent.rope_dim, [&](int t) {
     for (int h = 0; h < latent.heads; ++h) {
       float* to = absorbed_.data() + static_cast<size_t>(t) * all + h * wide + rank;

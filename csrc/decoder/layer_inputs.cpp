@@ -17,7 +17,7 @@ void Decoder::layer_inputs(const BatchView& batch) {
             [&](int t, float* out) { std::copy_n(x_.data() + static_cast<size_t>(t) * hidden_, hidden_, out); });
   const Gemm project{&input_project_, nullptr, input_rows_.view(), Gemm::Mode::Store, layer_inputs_.data(),
                      static_cast<size_t>(all)};
-  runner_.run(&project, 1);
+  run(&project, 1);
   const float narrower = 1.0f / std::sqrt(static_cast<float>(hidden_)), wider = std::sqrt(static_cast<float>(width));
   for_rows(pool_, batch.tokens, 4 * all, [&](int t) {
     float* row = layer_inputs_.data() + static_cast<size_t>(t) * all;
@@ -39,7 +39,7 @@ void Decoder::add_layer_input(const Layer& layer, int number, int tokens, const 
   grow(input_gates_, static_cast<size_t>(tokens) * width);
   const Gemm gate{&input.gate, nullptr, input_rows_.view(), Gemm::Mode::Store, input_gates_.data(),
                   static_cast<size_t>(width)};
-  runner_.run(&gate, 1);
+  run(&gate, 1);
   fill_rows(tokens, width, width, inner_, form_for({&input.up}, threshold), [&](int t, float* out) {
     const size_t token = static_cast<size_t>(rows == nullptr ? t : rows[t]);
     const float* own = layer_inputs_.data() + token * all + static_cast<size_t>(number) * width;
@@ -54,7 +54,7 @@ void Decoder::add_layer_input(const Layer& layer, int number, int tokens, const 
     }
   });
   const Gemm up{&input.up, nullptr, inner_.view(), Gemm::Mode::Store, mixed_.data(), static_cast<size_t>(hidden_)};
-  runner_.run(&up, 1);
+  run(&up, 1);
   add_result(input.norm, 1.0f, tokens);
 }
 

@@ -43,14 +43,13 @@ void Decoder::fill_rows(int tokens, int cols, int work_per_row, Activations& to,
   if (!in_tiles) mark_outliers(to);
 }
 
-// What the inputs of these must be kept as.
-inline Form form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) {
+inline Form Decoder::form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const {
   const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
-  return {quantised > 0, static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
+  return {quantised > 0, is_adapted_ || static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
 }
 
 // What the input of an MLP must be kept as.
-inline Form form_of_input(const Mlp& mlp, float outlier_threshold) {
+inline Form Decoder::form_of_input(const Mlp& mlp, float outlier_threshold) const {
   if (!mlp.is_gated()) return form_for({&mlp.up}, outlier_threshold);
   return form_for({&mlp.gate, &mlp.up}, outlier_threshold);
 }

@@ -67,7 +67,7 @@ void Decoder::project_recurrent(const Layer& layer, const BatchView& batch) {
     gemms.push_back({&linear, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride});
     at += static_cast<size_t>(linear.w.rows);
   }
-  runner_.run(gemms.data(), static_cast<int>(gemms.size()));
+  run(gemms.data(), static_cast<int>(gemms.size()));
 }
 
 // The convolution's input of the token at a position: of this step, of the row's chunk before it, or before that chunk.

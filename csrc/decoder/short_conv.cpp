@@ -21,7 +21,7 @@ void Decoder::project_conv(const Layer& layer, const BatchView& batch) {
   norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form_for({&layer.conv->in}, outlier_threshold(layer)));
   grow(projected_, static_cast<size_t>(batch.tokens) * projected_width(layer));
   const Gemm in{&layer.conv->in, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data(), projected_width(layer)};
-  runner_.run(&in, 1);
+  run(&in, 1);
 }
 
 void Decoder::write_conv_inputs(const Layer& layer, const BatchView& batch) {

@@ -11,6 +11,7 @@ namespace tokenmill {
 
 void Decoder::forward(const BatchView& batch, float* hidden) {
   check(batch);
+  take_adapters(batch.adapters, batch.tokens);
   if (batch.tokens == 0) return;
   embed(batch);
   for (size_t i = 0; i + 1 < layers_.size(); ++i) {
@@ -69,6 +70,7 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   }
   keep_wanted(batch, projected_width(layer), projected_);
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
+  keep_wanted_adapters(batch);
   if (batch.wanted == 0) return;
   narrowed_.take(batch, layer.group);
   if (layer.recurrent) {
@@ -101,6 +103,7 @@ void Decoder::embed(const BatchView& batch) {
     kernels_->embed(embedding_.w, static_cast<int>(batch.token_ids[t]), embedding_scale_,
                     x_.data() + static_cast<size_t>(t) * hidden_);
   });
+  embed_adapters(batch);
   if (!input_norm_.empty()) layer_inputs(batch);
 }
 
@@ -115,7 +118,7 @@ void Decoder::output_and_mlp(const Layer& layer, int tokens) {
   const bool is_added = layer.attn_post_norm.empty() && layer.residual_scale == 1.0f;
   const Gemm o{&layer.o, nullptr, heads_.view(), is_added ? Gemm::Mode::Add : Gemm::Mode::Store,
                is_added ? x_.data() : mixed_.data(), static_cast<size_t>(hidden_)};
-  runner_.run(&o, 1);
+  run(&o, 1);
   if (!is_added) add_result(layer.attn_post_norm, layer.residual_scale, tokens);
   if (!layer.mlp && !layer.moe) return;
   if (!layer.is_parallel) return feed_forward(layer, tokens);

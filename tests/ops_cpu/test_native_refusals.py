@@ -147,7 +147,7 @@ def test_what_can_only_be_written_to_a_copy_is_refused() -> None:
         lambda: decoder.best_logits(hidden, np.zeros(3, np.int32), np.zeros(3, np.float32)),
         lambda: decoder.best_logits(hidden, np.zeros(3, np.int64), np.zeros(6, np.float32)[::2]),
         lambda: decoder.forward(**batch_of([3]), hidden=np.zeros((3, HIDDEN))),
-        lambda: decoder.logits_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, whole[:1]),
+        lambda: decoder.logits_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], whole[:1]),
         lambda: decoder.bind_cache(0, 0, apart_cache, cache),
         lambda: decoder.bind_cache(0, 0, cache, apart_cache),
         lambda: native().softmax_rows(np.zeros((3, VOCAB), np.float32), apart),
@@ -262,7 +262,7 @@ def test_knobs_outside_their_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="parameter"):
         native().draw_rows(logits, [0], *params)
     with pytest.raises(ValueError, match="parameter"):
-        small_decoder().draw_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, *params)
+        small_decoder().draw_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], *params)
 
 
 def test_no_logits_give_no_token() -> None:
@@ -335,3 +335,45 @@ def test_a_second_thread_is_refused() -> None:
     for thread in threads:
         thread.join()
     assert not wrong.is_set()
+
+
+# ── adapters ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def factor(rows: int, columns: int) -> Any:
+    return native().pack("F32", rows, columns, np.zeros((rows, columns), np.float32).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("slot", "site", "a", "b", "gain"),
+    [
+        (0, 0, (2, 8), (16, 2), None),
+        (3, 0, (2, 8), (16, 2), None),
+        (1, 5, (2, 8), (16, 2), None),
+        (1, -1, (2, 8), (16, 2), None),
+        (1, 0, (2, 9), (16, 2), None),
+        (1, 0, (2, 8), (15, 2), None),
+        (1, 0, (3, 8), (16, 2), None),
+        (1, 0, (2, 8), (16, 2), 15),
+        (1, 1, (2, 20), (8, 2), None),  # of an embedding, where rows are looked up
+        (1, 1, (20, 2), (8, 2), 8),
+    ],
+)
+def test_adapters_that_fit_no_matrix_are_refused(
+    slot: int, site: int, a: tuple[int, int], b: tuple[int, int], gain: int | None
+) -> None:
+    decoder = small_decoder()
+    decoder.set_adapter_sites(2, [(16, 8, False), (8, 20, True)])
+    gains = None if gain is None else np.zeros(gain, np.float32)
+    with pytest.raises((ValueError, IndexError)):
+        decoder.set_adapter(slot, [(site, factor(*a), factor(*b), gains)])
+    decoder.set_adapter(2, [(0, factor(2, 8), factor(16, 2), None), (1, factor(20, 2), factor(8, 2), None)])
+
+
+def test_rows_with_adapters_in_no_slot_are_refused() -> None:
+    decoder = small_decoder()
+    decoder.set_adapter_sites(2, [])
+    for slots in ([3], [-1], [1, 1]):
+        with pytest.raises(ValueError):
+            forward(decoder, batch_of([1], adapters=np.array(slots, np.int32)))
+    forward(decoder, batch_of([1], adapters=np.array([2], np.int32)))  # an empty slot adds nothing

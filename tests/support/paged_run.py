@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -11,12 +12,15 @@ from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.ops.cpu.decoder import NativeDecoder
 
 CPU = torch.device("cpu")
 
 
-def compute_dtype(model: Decoder) -> str:
+def compute_dtype(model: Decoder | NativeDecoder) -> str:
     """Of activations, as the head's input has it."""
+    if isinstance(model, NativeDecoder):
+        return "float32"
     embedded = model.embedding.rows(torch.zeros(1, dtype=torch.int64))
     return str(embedded.dtype).removeprefix("torch.")
 
@@ -32,8 +36,15 @@ class PagedRun:
     """Rows with room for `max_len` tokens each; their blocks lie scattered over the pool, out of order."""
 
     def __init__(
-        self, model: Decoder, num_rows: int, max_len: int, block_size: int = 4, dtype: torch.dtype = torch.float32
+        self,
+        model: Decoder | NativeDecoder,
+        num_rows: int,
+        max_len: int,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        adapters: Sequence[int] | None = None,
     ) -> None:
+        """`adapters`: the slot of each row's adapter."""
         layout = KVLayout.from_spec(model.spec, CacheDtypes(str(dtype).removeprefix("torch."), compute_dtype(model)))
         groups = len(layout.paged)
         per_row = -(-max_len // block_size)
@@ -46,13 +57,17 @@ class PagedRun:
         self.storage = KVStorage(layout, num_blocks, block_size, CPU, num_cells=num_others, num_states=num_others)
         self.model = model
         self.lengths = [0] * num_rows
+        self.adapters = None if adapters is None else torch.tensor(adapters, dtype=torch.int32)
 
     def feed(self, tokens: dict[int, list[int]], every_logit: bool = True) -> torch.Tensor:
         """Feeds new tokens to some rows; logits of all of them, one after another, or of each row's last."""
         batch = self._batch(tokens, every_logit)
         for row, ids in tokens.items():
             self.lengths[row] += len(ids)
-        return self.model.logits(self.model.forward(batch, self.storage))
+        hidden = self.model.forward(batch, self.storage)
+        if batch.adapters is None:
+            return self.model.logits(hidden)
+        return self.model.logits(hidden, adapters=batch.adapters[batch.logit_rows])
 
     def _batch(self, tokens: dict[int, list[int]], every_logit: bool) -> ForwardBatch:
         rows, counts = list(tokens), [len(ids) for ids in tokens.values()]
@@ -72,6 +87,7 @@ class PagedRun:
             block_size=size,
             max_query_len=max(counts),
             max_context_len=int(contexts.max()),
+            adapters=None if self.adapters is None else self.adapters[owner],
         )
 
 

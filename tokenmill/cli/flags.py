@@ -75,7 +75,9 @@ def _model_flag(field: str) -> str:
     return flag_name("model", field)
 
 
-ModelFlags = Annotated[ModelConfig, Parameter(name="*", group="Model", name_transform=_model_flag)]
+ModelFlags = Annotated[
+    ModelConfig, Parameter(name="*", group="Model", name_transform=_model_flag, negative_iterable="")
+]
 CacheFlags = Annotated[CacheConfig, Parameter(name="*", group="KV cache")]
 SchedulerFlags = Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")]
 OpsFlags = Annotated[OpsConfig, Parameter(name="*", group="Where and how it runs")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from tokenmill.config.adapters import adapter_settings
 from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.other_names import OTHER_NAMES, by_other_name, our_value
 from tokenmill.errors import InvalidConfig
@@ -35,6 +36,9 @@ def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any])
     config = given if isinstance(given, EngineConfig) else EngineConfig(ModelConfig(model=str(given)))
     hints = {part: get_type_hints(kind) for part, kind in PARTS.items()}
     changed: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    if isinstance(adapters := settings.get("adapters"), Mapping):
+        settings = {**settings, "adapter": adapter_settings(adapters)}
+        del settings["adapters"]
     for name, value in _by_our_names(settings):
         part = _part_with(name, hints)
         if not _fits(value, hint := hints[part][name]):
@@ -67,6 +71,8 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, one) for one in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(one, get_args(hint)[0]) for one in value)
     if hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if hint is float else hint)
@@ -77,4 +83,6 @@ def _in_words(hint: Any) -> str:
         return " or ".join(_in_words(one) for one in get_args(hint))
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, get_args(hint)))}"
+    if get_origin(hint) is tuple:
+        return f"a tuple, each {_in_words(get_args(hint)[0])}"
     return WORDS[hint]

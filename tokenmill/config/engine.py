@@ -48,6 +48,14 @@ class ModelConfig:
     tool_format: str = "auto"
     """How the model writes tool calls: `auto` finds out from its chat template; `none`: it shall call none; or the name
     of a format (docs/tools.md)."""
+    adapter: tuple[str, ...] = ()
+    """An adapter of the model (LoRA, rsLoRA, DoRA): NAME=PATH of a PEFT folder or a GGUF file, or the path alone; may
+    be given several times. Each answers as a model of its name, also as MODEL:NAME."""
+    adapter_slots: int | None = None
+    """Adapters that can be used at the same time; others wait for a slot. By default as many as are named, at most 8;
+    give it to load adapters while the server runs."""
+    max_adapter_rank: int | None = None
+    """Largest rank of an adapter that is loaded later; by default that of the named ones, 64 without any."""
     packed_cache: bool = True
     """Keep large models' weights on disk in the order that native kernels read them in, for quick starts."""
 

@@ -8,14 +8,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from itertools import repeat
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.params import SamplingParams
-from tokenmill.types import Effort, Message, Reasoning, Tool, ToolCall, ToolChoice
+from tokenmill.types import (
+    ChatRequest,
+    Effort,
+    EmbedRequest,
+    Message,
+    PromptRequest,
+    Reasoning,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 Prompt = str | list[int]
 Conversation = Sequence[Message | dict[str, Any]]
@@ -72,6 +82,10 @@ def one_of_two(params: ParamsGiven, sampling_params: ParamsGiven) -> ParamsGiven
     return params if sampling_params is None else sampling_params
 
 
+MISSING = object()
+Asked = TypeVar("Asked", ChatRequest, PromptRequest, EmbedRequest)
+
+
 class AskedRows:
     """What a call asks, row by row: a request, or why there can't be one. Rows are read as they are wanted."""
 
@@ -104,6 +118,27 @@ class AskedRows:
                 yield self._ask(row, one)
             except InvalidRequest as error:
                 yield error
+
+
+def with_adapter(
+    ask: Callable[[Any, SamplingParams], Asked], adapter: str | Sequence[str | None] | None
+) -> Callable[[Any, SamplingParams], Asked]:
+    """`ask` with an adapter for all rows, or one (or none) for each."""
+    given: Any = adapter
+    if given is None:
+        return ask
+    is_list = not isinstance(given, str)
+    if is_list and not (_is_list(given) and all(one is None or isinstance(one, str) for one in given)):
+        raise InvalidRequest(f"adapter must be a name or a list of names, got {given!r}", param="adapter")
+    names = iter(given) if is_list else repeat(given)
+
+    def ask_adapted(row: Any, params: SamplingParams) -> Asked:
+        name = next(names, MISSING)
+        if name is MISSING:
+            raise InvalidRequest(f"{len(given)} adapters for more prompts", param="adapter")
+        return msgspec.structs.replace(ask(row, params), adapter=name)
+
+    return ask_adapted
 
 
 def uneven(num_params: int, num_rows: object) -> InvalidRequest:

@@ -20,18 +20,38 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.config import EngineConfig
+from tokenmill.config.adapters import require_adapter_name
 from tokenmill.config.by_name import engine_config
 from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, ThreadCoreClient, own_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor, PreparedRequest
-from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Submit, ToCore
+from tokenmill.engine.messages import (
+    Abort,
+    AdapterRead,
+    Failed,
+    FromCore,
+    LoadAdapter,
+    Outputs,
+    Ready,
+    Submit,
+    ToCore,
+    UnloadAdapter,
+)
 from tokenmill.engine.model_text import ModelText
-from tokenmill.engine.status import CoreInfo, EngineStats, Health, ModelInfo, require_ready
+from tokenmill.engine.status import CoreInfo, EngineStats, Health, LoadedAdapter, ModelInfo, require_ready
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.engine.text_workers import TextWorkers, text_size
 from tokenmill.engine.tool_use import describe_speech
-from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, RequestAborted, TokenmillError
+from tokenmill.errors import (
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestAborted,
+    TokenmillError,
+    UnknownModel,
+    error_with_code,
+)
 from tokenmill.types import ChatRequest, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -65,6 +85,8 @@ class AsyncEngine:
         self._workers = TextWorkers()
         self._num_preparing = 0
         self._running: dict[str, EventBuffer] = {}
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._loading: dict[str, asyncio.Future[LoadedAdapter]] = {}  # adapters, by name
         self._stats = EngineStats()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -174,13 +196,68 @@ class AsyncEngine:
             self._idle.set()
 
     def _fail_all(self, error: TokenmillError) -> None:
+        for name in list(self._loading):
+            self._settle_loading(name, error)
         for buffer in list(self._running.values()):
             self._forget(buffer, tell_core=False)
             buffer.fail(error)
 
+    # ── adapters ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """The adapters that requests may name."""
+        return list(self._adapters.values())
+
+    async def load_adapter(self, name: str, path: Path) -> LoadedAdapter:
+        """Load an adapter; one of the same name is replaced for requests that come from then on."""
+        require_ready(self.health())
+        require_adapter_name(name)
+        if name in self._loading:
+            raise InvalidRequest(f"the adapter {name!r} is being loaded already", param="lora_name")
+        self._loading[name] = loading = asyncio.get_running_loop().create_future()
+        self._core.send(LoadAdapter(name, str(path)))
+        try:
+            loaded: LoadedAdapter = await loading
+            return loaded
+        finally:
+            self._loading.pop(name, None)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name; requests that run with it go on."""
+        if name not in self._adapters:
+            raise UnknownModel(f"the adapter {name[:200]!r} is not loaded", param="lora_name")
+        self._set_adapters([one for one in self.adapters if one.name != name])
+        self._core.send(UnloadAdapter(name))
+
+    def _adapter_read(self, message: AdapterRead) -> None:
+        if (loaded := message.loaded) is not None:
+            self._set_adapters([*(one for one in self.adapters if one.name != loaded.name), loaded])
+            self._settle_loading(loaded.name, loaded)
+        elif (failed := message.failed) is not None:
+            self._settle_loading(failed.name, error_with_code(failed.code, failed.message))
+
+    def _settle_loading(self, name: str, result: LoadedAdapter | TokenmillError) -> None:
+        loading = self._loading.get(name)
+        if loading is None or loading.done():
+            return
+        if isinstance(result, LoadedAdapter):
+            loading.set_result(result)
+        else:
+            loading.set_exception(result)
+
+    def _set_adapters(self, adapters: list[LoadedAdapter]) -> None:
+        self._adapters = {one.name: one for one in adapters}
+        self._info = None  # names them
+        if self._input_processor is not None:
+            self._input_processor.adapters = {one.name: one.digest for one in adapters}
+
     # ── outputs of the core ────────────────────────────────────────────────────────────────────────────
 
-    def _receive(self, message: Outputs) -> None:
+    def _receive(self, message: Outputs | AdapterRead) -> None:
+        if isinstance(message, AdapterRead):
+            self._adapter_read(message)
+            return
         self._stats = message.stats
         for output in message.outputs:
             self._deliver(output)
@@ -236,7 +313,13 @@ class AsyncEngine:
         """Name and limits of the model."""
         if self._info is None:
             info = self._frontend.info(self._loaded_input_processor().max_context)
-            self._info = replace(info, device=self.core.device, max_running=self.core.max_running)
+            self._info = replace(
+                info,
+                device=self.core.device,
+                max_running=self.core.max_running,
+                adapters=tuple(self._adapters),
+                num_adapter_slots=self.core.num_adapter_slots,
+            )
         return self._info
 
     @property
@@ -281,6 +364,11 @@ class AsyncEngine:
 
     def _core_is_ready(self, info: CoreInfo) -> None:
         self._input_processor = self._frontend.input_processor(info.max_context)
+        named = {one.name for one in info.adapters}
+        for adapter in self.adapters:  # a core that was started anew has those of the config alone
+            if adapter.name not in named:
+                self._core.send(LoadAdapter(adapter.name, adapter.path))
+        self._set_adapters(info.adapters)
 
 
 class CoreSupervisor:
@@ -290,7 +378,7 @@ class CoreSupervisor:
         self,
         make_client: MakeClient,
         on_ready: Callable[[CoreInfo], None],
-        on_outputs: Callable[[Outputs], None],
+        on_outputs: Callable[[Outputs | AdapterRead], None],
         on_death: Callable[[TokenmillError], None],
     ) -> None:
         self.health = Health("loading")
@@ -336,7 +424,7 @@ class CoreSupervisor:
 
     def _receive(self, message: FromCore) -> None:
         match message:
-            case Outputs():
+            case Outputs() | AdapterRead():
                 self._on_outputs(message)
             case Ready(info):
                 self._become_ready(info)

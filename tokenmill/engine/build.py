@@ -16,6 +16,8 @@ import torch
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
+from tokenmill.config.adapters import named_adapters
+from tokenmill.engine.adapters import AdapterStore
 from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
 from tokenmill.engine.model import kv_storage, open_source
@@ -30,11 +32,16 @@ from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.storage import KVStorage
+from tokenmill.lora.adapter import MAX_RANK
+from tokenmill.lora.peft_file import BaseWeight
+from tokenmill.lora.read import read_adapter
 from tokenmill.models.protocol import Model
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
 from tokenmill.store import is_scripted
 from tokenmill.text.script import Speaker, read_script
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from tokenmill.text.tokenizer import Tokenizer
@@ -66,7 +73,8 @@ def build_core(
     torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
-        model = resolved.backend.build_model(config, spec, open_source(config, model_path, spec))
+        source = open_source(config, model_path, spec)
+        model = resolved.backend.build_model(config, spec, source)
     torch.cuda.empty_cache()  # does nothing where no GPU is in use
     with advice_where_memory_ends("the KV cache does not fit beside the weights", "memory_fraction"):
         storage = kv_storage(config, spec)
@@ -76,6 +84,7 @@ def build_core(
         storage,
         lambda: load_vocabulary_of(config, model_path),
         lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
+        adapters=adapter_store(config, spec, model, source, resolved.slot_values),
     )
     run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
     core.info = msgspec.structs.replace(
@@ -83,8 +92,40 @@ def build_core(
         reasons=[*resolved.reasons, resolved.backend.describe_kernels(config)],
         pid=os.getpid(),
         load_s=time.monotonic() - started,
+        adapters=core.adapters.loaded,
+        num_adapter_slots=config.model.adapter_slots or 0,
     )
     return core
+
+
+def adapter_store(
+    config: EngineConfig, spec: ModelSpec, model: Model, source: WeightSource, slot_values: int
+) -> AdapterStore | None:
+    """The adapters that the config names, and room for more; None where the model has no slots for any."""
+    slots = model.adapter_slots
+    if not config.model.adapter_slots or slots is None:
+        return None
+    store = AdapterStore(
+        lambda path: read_adapter(path, spec, base_weights(source)),
+        slots.names(),
+        config.model.max_adapter_rank or MAX_RANK,
+        slot_values,
+    )
+    for name, path in named_adapters(config.model.adapter).items():
+        store.load(name, path)
+    return store
+
+
+def base_weights(source: WeightSource) -> BaseWeight:
+    """The values of a model's matrices, by our names without ".weight"; of one expert by its number behind it."""
+
+    def weight(name: str) -> torch.Tensor:
+        stem, _, last = name.rpartition(".")
+        if not last.isdigit():
+            return dequantize(source.get(f"{name}.weight")).cpu()
+        return dequantize(source.get(f"{stem}.weight"))[int(last)].cpu()
+
+    return weight
 
 
 def build_scripted_core(config: EngineConfig, script_path: Path) -> EngineCore:
@@ -147,6 +188,7 @@ def assemble(
     load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
     load_draft: LoadDraft = no_draft,
     make_runner: MakeRunner | None = None,
+    adapters: AdapterStore | None = None,
 ) -> EngineCore:
     """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
 
@@ -179,7 +221,10 @@ def assemble(
         clock=time.monotonic,
         continues=runner.continues,
         drafter=make_drafter(config, grammars.num_allowed, load_draft),
+        num_adapter_slots=0 if adapters is None else config.model.adapter_slots or 0,
     )
+    if adapters is not None:
+        runner.adapters = adapters.by_digest
     info = CoreInfo(
         max_context=config.model.max_context,
         num_blocks=storage.num_blocks,
@@ -189,7 +234,7 @@ def assemble(
         backend=config.ops.backend,
         kv_dtype=config.cache.kv_dtype,
     )
-    return EngineCore(scheduler, runner, info, grammars=grammars)
+    return EngineCore(scheduler, runner, info, grammars=grammars, adapters=adapters)
 
 
 def load_vocabulary_of(config: EngineConfig, model_path: Path) -> Vocabulary:

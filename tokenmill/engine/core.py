@@ -24,11 +24,12 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-from tokenmill.engine.status import CoreInfo, EngineStats
+from tokenmill.engine.adapters import AdapterStore, no_adapters
+from tokenmill.engine.status import CoreInfo, EngineStats, FailedAdapter, LoadedAdapter
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
@@ -37,12 +38,16 @@ from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.scheduler import Scheduler
 from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from tokenmill.lora.adapter import Adapter
+
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_FAILED_STEPS_IN_A_ROW = 3
+IDLE_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for an adapter before it reads its mailbox
 GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it reads its mailbox
 
 
@@ -50,6 +55,7 @@ class Runner(Protocol):
     """What computes steps. Plans are launched in order, and collected in the same order."""
 
     depth: int  # steps that it gains from having in flight
+    adapters: Mapping[str, Adapter]  # by digest: those that plans may load
 
     def continues(self, new: RowInit) -> bool:
         """Tell whether a row can feed the token that it drew last before the host has seen it."""
@@ -95,9 +101,12 @@ class EngineCore:
         info: CoreInfo,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
-        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained."""
+        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `adapters`: None
+        where the model can't have any."""
         self.info = info
+        self.adapters = adapters or no_adapters()
         self._grammars = grammars or Grammars(Compiler(no_vocabulary), 1, 1)
         self._scheduler = scheduler
         self._runner = runner
@@ -115,7 +124,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Tell whether a step has something to do; steps in flight are collected even when their requests are over."""
-        return bool(self._refusals) or self._grammars.num_waiting > 0 or self._scheduler.has_work
+        has_waiting = self._grammars.num_waiting > 0 or self.adapters.is_loading
+        return bool(self._refusals) or has_waiting or self._scheduler.has_work
 
     def prepare(self, request: Request) -> None:
         """Compile a request's grammar now rather than while others run; raise InvalidRequest where it is wrong."""
@@ -138,12 +148,18 @@ class EngineCore:
 
     def _schedule(self, request: Request) -> None:
         try:
+            if request.adapter:
+                self.adapters.require(request.adapter)
             self._scheduler.add(request)
         except TokenmillError as error:
             self._refuse(request, error)
 
     def _refuse(self, request: Request, error: TokenmillError) -> None:
         self._refusals.append(refusal(request.request_id, error))
+
+    def finish_loading(self) -> list[LoadedAdapter | FailedAdapter]:
+        """Adapters that threads have read, or could not; an otherwise idle engine waits a moment for them."""
+        return self.adapters.finish_loading(0.0 if self._scheduler.has_work else IDLE_PATIENCE_S)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -163,6 +179,8 @@ class EngineCore:
             outputs += self._collect(oldest)
         elif self._grammars.num_waiting:
             self._grammars.wait(GRAMMAR_PATIENCE_S)
+        if self.adapters.has_retired:
+            self.adapters.forget_unused(self._scheduler.uses_adapter)
         self._num_steps += 1
         self._busy_s += self._clock() - started
         return outputs

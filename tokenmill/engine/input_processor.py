@@ -13,6 +13,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +33,7 @@ from tokenmill.engine.tool_use import (
     thinking_budget,
     with_described_tools,
 )
-from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
+from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError, UnknownModel
 from tokenmill.params import DRY_BREAKERS, MAX_STOP_STRINGS, SamplingParams
 from tokenmill.params.checks import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
@@ -117,6 +118,7 @@ class InputProcessor:
     ) -> None:
         """`speeches`: how the model writes thoughts and tool calls."""
         self.max_context = max_context
+        self.adapters: Mapping[str, str] = {}  # names of those that are loaded, and their digests
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -179,7 +181,17 @@ class InputProcessor:
             cache_salt=asked.cache_salt,
             shift=shift,
             tokenized=tokenized,
+            adapter=self._adapter(asked.adapter),
         )
+
+    def _adapter(self, name: str | None) -> str:
+        """The digest of an adapter that a request names."""
+        if name is None:
+            return ""
+        if name not in self.adapters:
+            have = ", ".join(self.adapters) or "none"
+            raise UnknownModel(f"the adapter {name[:200]!r} is not loaded", param="adapter", hint=f"loaded: {have}")
+        return self.adapters[name]
 
     def _ends_of(self, asked: ChatRequest | PromptRequest) -> list[int]:
         """All ids that end the answer: what is filled in ends where a model goes on with another file, too."""
@@ -418,6 +430,7 @@ class InputProcessor:
             arrival_s=time.monotonic(),
             cache_salt=asked.cache_salt,
             pooling=asked.pooling or Pooling(),
+            adapter=self._adapter(asked.adapter),
         )
 
 

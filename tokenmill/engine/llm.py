@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from tokenmill.config import EngineConfig
+from tokenmill.config.adapters import require_adapter_name
 from tokenmill.config.by_name import engine_config
 from tokenmill.engine.argument_checks import (
     AskedRows,
@@ -31,6 +32,7 @@ from tokenmill.engine.argument_checks import (
     template_args_from,
     tool_choice_from,
     tools_from,
+    with_adapter,
 )
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
@@ -41,7 +43,8 @@ from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import
-from tokenmill.errors import InvalidRequest, TokenmillError, error_with_code
+from tokenmill.engine.status import LoadedAdapter
+from tokenmill.errors import InvalidRequest, TokenmillError, UnknownModel, error_with_code
 from tokenmill.observe.log import get_log
 from tokenmill.params import SamplingParams
 from tokenmill.text.tokenizer import Tokenizer
@@ -59,6 +62,19 @@ from tokenmill.types import (
 
 log = get_log("engine")
 Receive = Callable[[SequenceOutput, Sequence[Arrived], bool], None]  # ..., whether the request is over
+
+
+class LoraRequest(Protocol):
+    """What is read of vLLM's LoRARequest."""
+
+    @property
+    def lora_name(self) -> str: ...
+
+    @property
+    def lora_path(self) -> str: ...
+
+
+Adapters = str | Sequence[str | None] | None  # the name of one for all rows, or one (or none) for each
 
 
 class LLM:
@@ -88,6 +104,7 @@ class LLM:
             import_meta_kernels()  # what a fast import has left out
         self._core.run_idle_task()  # compilers that work beside the first requests
         self._input_processor = self._frontend.input_processor(self._core.info.max_context)
+        self._note_adapters()
         self._lock = threading.RLock()  # held by the thread that steps the core
         self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
         self._receivers: dict[str, Receive] = {}  # by request: who gets what a step brings it
@@ -109,20 +126,26 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         params: ParamsGiven = None,
         *,
+        adapter: Adapters = None,
+        lora_request: LoraRequest | None = None,
         progress: bool = True,
         sampling_params: ParamsGiven = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt, a string or a list of token ids; answers come in the order of the prompts.
 
-        `params` are for all of them, or one each. A wrong prompt raises where it is the only one; among several it is
-        an answer whose `error` says why, and whose `number` says which, as for a request that fails. Ctrl-C raises
-        `Interrupted`, a KeyboardInterrupt with the finished answers in its `outputs`. `sampling_params` and `use_tqdm`
-        are vLLM's names for `params` and `progress`.
+        `params` are for all of them, or one each; so is `adapter`, the name of one that is loaded. `lora_request` is
+        vLLM's way to say so: an object with `lora_name` and `lora_path`, which is loaded if need be; `sampling_params`
+        and `use_tqdm` are its names for `params` and `progress`.
+
+        A wrong prompt raises where it is the only one; among several it is an answer whose `error` says why, and whose
+        `number` says which, as for a request that fails. Ctrl-C raises `Interrupted`, a KeyboardInterrupt with the
+        finished answers in its `outputs`.
         """
         params = one_of_two(params, sampling_params)
         shows_progress = progress if use_tqdm is None else use_tqdm
-        return self._answer(AskedRows(prompts_in(prompts), params, ask_prompt), progress=shows_progress)
+        ask = with_adapter(ask_prompt, self._adapter_of(adapter, lora_request))
+        return self._answer(AskedRows(prompts_in(prompts), params, ask), progress=shows_progress)
 
     def chat(
         self,
@@ -133,6 +156,8 @@ class LLM:
         tool_choice: ToolChoice | str | dict[str, Any] = "auto",
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
+        adapter: Adapters = None,
+        lora_request: LoraRequest | None = None,
         progress: bool = True,
         sampling_params: ParamsGiven = None,
         use_tqdm: bool | None = None,
@@ -143,16 +168,19 @@ class LLM:
 
         `tools` are functions that the model may call, as OpenAI's clients write them; an answer has its calls in
         `tool_calls` and what the model thought in `reasoning`. `template_args` are variables of the model's chat
-        template: `enable_thinking=False`; vLLM's `chat_template_kwargs` are the same. Wrong conversations, Ctrl-C and
-        vLLM's other names are as in `generate`.
+        template: `enable_thinking=False`; vLLM's `chat_template_kwargs` are the same. Adapters, wrong conversations,
+        Ctrl-C and vLLM's other names are as in `generate`.
         """
         params = one_of_two(params, sampling_params)
         shows_progress = progress if use_tqdm is None else use_tqdm
         template_args = self._template_args({**(chat_template_kwargs or {}), **template_args})
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        ask = with_adapter(ask, self._adapter_of(adapter, lora_request))
         return self._answer(AskedRows(conversations_in(messages), params, ask), progress=shows_progress)
 
-    def embed(self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None) -> list[EmbeddingOutput]:
+    def embed(
+        self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None, adapter: Adapters = None
+    ) -> list[EmbeddingOutput]:
         """One vector for each prompt, of length one: the mean over its tokens unless `pooling` says otherwise."""
         given: Any = pooling
         if given is not None and not isinstance(given, Pooling):
@@ -161,7 +189,7 @@ class LLM:
         def ask(prompt: Any, params: SamplingParams) -> EmbedRequest:
             return EmbedRequest(prompt=prompt_from(prompt), pooling=pooling)
 
-        run = OfflineRun(AskedRows(prompts_in(prompts), None, ask), self._core.info.max_running)
+        run = OfflineRun(AskedRows(prompts_in(prompts), None, with_adapter(ask, adapter)), self._core.info.max_running)
         with self._lock, relaxed_gc(), closing(self._rows(run)) as rows:
             vectors = {row.number: row.embedding() for row in rows}
         return [vectors[number] for number in sorted(vectors)]
@@ -173,6 +201,7 @@ class LLM:
         prompts: Iterable[Prompt],
         params: ParamsGiven = None,
         *,
+        adapter: Adapters = None,
         progress: bool = True,
     ) -> Iterator[RequestOutput]:
         """Continue each prompt of an iterable of any length, and yield each answer once it is finished.
@@ -181,7 +210,8 @@ class LLM:
         `number` says which prompt one belongs to, counted from 0. A wrong prompt, and a request that fails, is an
         answer with an `error`. Leaving the iterator, or Ctrl-C, ends what is under way.
         """
-        return self._answer_iter(AskedRows(prompts_in(prompts), params, ask_prompt), progress=progress)
+        ask = with_adapter(ask_prompt, adapter)
+        return self._answer_iter(AskedRows(prompts_in(prompts), params, ask), progress=progress)
 
     def chat_iter(
         self,
@@ -192,16 +222,20 @@ class LLM:
         tool_choice: ToolChoice | str | dict[str, Any] = "auto",
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
+        adapter: Adapters = None,
         progress: bool = True,
         **template_args: Any,
     ) -> Iterator[RequestOutput]:
         """The next turn of each conversation of an iterable of any length; else as `generate_iter` and `chat`."""
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
+        ask = with_adapter(ask, adapter)
         return self._answer_iter(AskedRows(conversations_in(conversations), params, ask), progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[Event]:
         """Continue one prompt, in pieces as they come. Leaving the iterator early ends the request."""
-        return self._stream(ask_prompt(prompt, params_from(params)))
+        return self._stream(with_adapter(ask_prompt, adapter)(prompt, params_from(params)))
 
     def stream_chat(
         self,
@@ -212,11 +246,48 @@ class LLM:
         tool_choice: ToolChoice | str | dict[str, Any] = "auto",
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
+        adapter: str | None = None,
         **template_args: Any,
     ) -> Iterator[Event]:
         """The next turn of one conversation, in pieces as they come; thoughts and calls are in their `parts`."""
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
-        return self._stream(ask(messages, params_from(params)))
+        return self._stream(with_adapter(ask, adapter)(messages, params_from(params)))
+
+    # ── adapters ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """The adapters that are loaded."""
+        return self._core.adapters.loaded
+
+    def load_adapter(self, name: str, path: str | Path) -> LoadedAdapter:
+        """Load an adapter; one of the same name is replaced for requests that come from then on."""
+        require_adapter_name(name)
+        with self._lock:
+            loaded = self._core.adapters.load(name, Path(path).expanduser())
+            self._note_adapters()
+        return loaded
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name; requests that run with it go on."""
+        with self._lock:
+            if all(one.name != name for one in self.adapters):
+                raise UnknownModel(f"the adapter {name!r} is not loaded", param="adapter")
+            self._core.adapters.unload(name)
+            self._note_adapters()
+
+    def _note_adapters(self) -> None:
+        self._input_processor.adapters = {one.name: one.digest for one in self.adapters}
+
+    def _adapter_of(self, adapter: Adapters, request: LoraRequest | None) -> Adapters:
+        if request is None:
+            return adapter
+        if adapter is not None:
+            raise InvalidRequest("adapter and lora_request say the same thing", param="lora_request")
+        name, path = request.lora_name, Path(request.lora_path).expanduser()
+        if all((one.name, one.path) != (name, str(path)) for one in self.adapters):
+            self.load_adapter(name, path)
+        return name
 
     def close(self) -> None:
         """Abort all running requests. The model's memory is freed with this object."""

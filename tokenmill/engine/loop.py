@@ -9,10 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.messages import Abort, Failed, FromCore, Outputs, Ready, Shutdown, Submit, ToCore
+from tokenmill.engine.messages import (
+    Abort,
+    AdapterRead,
+    Failed,
+    FromCore,
+    LoadAdapter,
+    Outputs,
+    Ready,
+    Shutdown,
+    Submit,
+    ToCore,
+    UnloadAdapter,
+)
+from tokenmill.engine.status import FailedAdapter, LoadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +70,9 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
             core.prepare_grammars()
             when_prepared()
         outputs = core.step() if busy else []
+        for adapter in core.finish_loading() if core.adapters.is_loading else ():
+            loaded = adapter if isinstance(adapter, LoadedAdapter) else None
+            mailbox.send(AdapterRead(loaded, adapter if isinstance(adapter, FailedAdapter) else None))
         # An idle engine says so once: gauges must not keep the last busy moment.
         if outputs or busy != was_busy or not busy:
             mailbox.send(Outputs(outputs, core.stats()))
@@ -68,5 +85,9 @@ def _handle(core: EngineCore, message: ToCore) -> None:
             core.add(request)
         case Abort(request_id, index):
             core.abort(request_id, index)
+        case LoadAdapter(name, path):
+            core.adapters.start_loading(name, Path(path))
+        case UnloadAdapter(name):
+            core.adapters.unload(name)
         case _:
             raise AssertionError(f"unexpected message {type(message).__name__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.status import CoreInfo, EngineStats
+from tokenmill.engine.status import CoreInfo, EngineStats, FailedAdapter, LoadedAdapter
 from tokenmill.types import Request, SequenceOutput
 
 
@@ -27,6 +27,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter; `AdapterRead` answers."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -38,6 +49,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[SequenceOutput]
     stats: EngineStats
+
+
+class AdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """What became of a `LoadAdapter`."""
+
+    loaded: LoadedAdapter | None
+    failed: FailedAdapter | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -52,5 +70,5 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """The core is alive (`heartbeat.py`)."""
 
 
-ToCore = Start | Submit | Abort | Shutdown
-FromCore = Ready | Outputs | Failed | Beat
+ToCore = Start | Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
+FromCore = Ready | Outputs | AdapterRead | Failed | Beat

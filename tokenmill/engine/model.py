@@ -17,7 +17,7 @@ from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.forward_context import PositionTables
-from tokenmill.models.linear import Loader
+from tokenmill.models.linear import AdapterSlots, Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import Ops
@@ -45,7 +45,8 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
 def build_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops) -> Decoder:
     """A model that computes layer by layer with a table of ops."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
-    return Decoder(spec, Loader(source, ops, dtype, device), config.model.max_context)
+    slots = AdapterSlots(config.model.adapter_slots or 0)
+    return Decoder(spec, Loader(source, ops, dtype, device, slots), config.model.max_context)
 
 
 def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
@@ -62,6 +63,7 @@ def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSo
         "int8" if config.model.quantization == "int8" else "none",
         activation_bits=config.ops.activation_bits,
         kept=kept,
+        num_adapter_slots=config.model.adapter_slots or 0,
     )
     kept.finish()
     return decoder

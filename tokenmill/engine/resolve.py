@@ -17,6 +17,7 @@ from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, is_small
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.engine.adapter_room import MAX_RANK, resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
@@ -53,6 +54,7 @@ class Resolved:
     backend: Backend
     refusals: list[str]  # why the backends before this one can't compute the model
     workspace: RunnerBytes  # what the runner takes beside weights and pool
+    slot_values: int = 0  # numbers that an adapter may have
 
 
 def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> Resolved:
@@ -116,16 +118,21 @@ def resolve(
     cache = replace(config.cache, kv_dtype=kv_dtype, memory_fraction=fraction)
     config = replace(config, cache=cache)
     kept = backend.kept_weights(stored, request)
+    adapters = resolve_adapters(config.model, spec, int(DTYPE_BYTES[request.dtype]))
+    config = replace(config, model=replace(config.model, adapter_slots=adapters.slots, max_adapter_rank=adapters.rank))
+    reasons += adapters.reasons
+    if adapters.slots and device.name != "cpu":
+        raise InvalidConfig("adapters are computed on a CPU only as yet", param="adapter", hint="--device cpu")
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
     layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model
-    cache = _size_pool(config, layout, device, kept, workspace, free_bytes, reasons)
+    cache = _size_pool(config, layout, device, kept, workspace, max(0, free_bytes - adapters.total_bytes), reasons)
     model = _within_pool(config.model, cache, layout, reasons)
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps_steps=device.overlaps_steps)
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
-    return Resolved(config, reasons, device, backend, refusals, workspace)
+    return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
 
 
 def _require_ranges(config: EngineConfig) -> None:
@@ -140,6 +147,8 @@ def _require_ranges(config: EngineConfig) -> None:
         ("token_budget", config.scheduler.token_budget, 1, 2**20),
         ("max_waiting", config.scheduler.max_waiting, 0, sys.maxsize),
         ("threads", config.ops.threads, 1, 1024),
+        ("adapter_slots", config.model.adapter_slots, 0, 1024),
+        ("max_adapter_rank", config.model.max_adapter_rank, 1, MAX_RANK),
     ):
         if value is not None and not low <= value <= high:
             raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)

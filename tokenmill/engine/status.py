@@ -34,6 +34,8 @@ class ModelInfo:
     max_running: int = 0  # sequences computed together at most
     defaults: dict[str, Any] = field(default_factory=dict)  # of a created model: arguments of SamplingParams
     manifest: Manifest | None = None  # of a created model
+    adapters: tuple[str, ...] = ()  # names of those that are loaded
+    num_adapter_slots: int = 0  # 0: none can be
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,24 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     engine_pid: int = 0
 
 
+class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that requests may ask for by name."""
+
+    name: str
+    digest: str
+    rank: int
+    num_values: int
+    path: str
+
+
+class FailedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that could not be loaded, and why."""
+
+    name: str
+    message: str
+    code: str
+
+
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the core has resolved while loading and its front must know."""
 
@@ -78,3 +98,5 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[str] = []  # why each automatic choice was made, for the start-up log
     pid: int = 0
     load_s: float = 0.0
+    adapters: list[LoadedAdapter] = []  # those that the config names
+    num_adapter_slots: int = 0

@@ -183,13 +183,16 @@ class HashChain:
     and cannot learn from timing what the others asked.
 
         salt ──► h0 = H(salt) ──► h1 = H(h0, tokens 0..15) ──► h2 = H(h1, tokens 16..31) ──► ...
+
+    Keys and values that an adapter has changed are of use to that adapter alone: its digest is the key of the first
+    hash, so no salt gives another adapter, or none, the same beginning.
     """
 
     __slots__ = ("_block_size", "_last", "_root", "hashes")
 
-    def __init__(self, salt: str, block_size: int) -> None:
+    def __init__(self, salt: str, block_size: int, adapter: str = "") -> None:
         self._block_size = block_size
-        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=adapter.encode()).digest()
         self._last = self._root
         self.hashes: list[bytes] = []
 

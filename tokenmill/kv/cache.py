@@ -71,8 +71,8 @@ class KVCache:
         self.regions = tuple(dict.fromkeys(rule.region for rule in self.rules))
         self.is_recurrent = STATES in self.regions
 
-    def chain(self, salt: str) -> HashChain:
-        return HashChain(salt, self.block_size)
+    def chain(self, salt: str, adapter: str = "") -> HashChain:
+        return HashChain(salt, self.block_size, adapter)
 
     # ── how much ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -30,5 +30,5 @@ class Adapter:
         return max(matrix.rank for matrix in self.matrices.values())
 
     @property
-    def num_bytes(self) -> int:
-        return sum(matrix.num_bytes for matrix in self.matrices.values())
+    def num_values(self) -> int:
+        return sum(matrix.num_values for matrix in self.matrices.values())

@@ -20,7 +20,7 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.lora.adapter import MAX_RANK
 from tokenmill.lora.peft_file import scaled
-from tokenmill.lora.targets import EXPERTS, Target, gguf_targets
+from tokenmill.lora.targets import EXPERTS, AdapterTarget, gguf_targets
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.weights.checkpoint import GGUFCheckpoint
 from tokenmill.weights.dequantize import dequantize
@@ -65,7 +65,7 @@ def _values(checkpoint: GGUFCheckpoint, name: str) -> torch.Tensor:
     return values
 
 
-def _targets(path: Path, targets: Mapping[str, tuple[Target, ...]], name: str) -> tuple[Target, ...]:
+def _targets(path: Path, targets: Mapping[str, tuple[AdapterTarget, ...]], name: str) -> tuple[AdapterTarget, ...]:
     if (found := targets.get(name.removesuffix(".weight"))) is None:
         raise UnsupportedModel(
             f"{path}: the adapter changes {name}, which this model does not have as a matrix",
@@ -75,7 +75,7 @@ def _targets(path: Path, targets: Mapping[str, tuple[Target, ...]], name: str) -
 
 
 def _matrices(
-    path: Path, name: str, target: Target, a: torch.Tensor, b: torch.Tensor, alpha: float
+    path: Path, name: str, target: AdapterTarget, a: torch.Tensor, b: torch.Tensor, alpha: float
 ) -> Iterator[tuple[str, LowRank]]:
     rank = a.shape[-2] if a.dim() >= 2 else 0
     is_embedding = target.name == "embed"

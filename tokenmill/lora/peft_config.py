@@ -1,7 +1,7 @@
-"""The settings of a PEFT adapter (adapter_config.json), read strictly: what changes an answer acts or is refused by name.
+"""The settings of a PEFT adapter (adapter_config.json), read strictly: what changes an answer acts or is refused.
 
-The scale of a matrix's addition is alpha / rank, with rsLoRA alpha / sqrt(rank). `rank_pattern` and `alpha_pattern` give
-some modules their own: the first key that matches the end of a module's name, as a regular expression, counts.
+The scale of a matrix's addition is alpha / rank, with rsLoRA alpha / sqrt(rank). `rank_pattern` and `alpha_pattern`
+give some modules their own: the first key that matches the end of a module's name, as a regular expression, counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from tokenmill.errors import UnsupportedModel
 
 # Keys that say nothing about what the adapter computes, or that are read below.
 _KNOWN = frozenset(
-    ["alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora", "modules_to_save"]
+    (
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
+        *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+        *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+        *("revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora"),
+    )
 )
 # Ways to begin a training that leave the base model as it is; others change it and the adapter rests on that.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")

@@ -23,7 +23,7 @@ from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.lora.adapter import MAX_RANK
 from tokenmill.lora.dora import row_factors
 from tokenmill.lora.peft_config import PeftConfig
-from tokenmill.lora.targets import EXPERTS, ExpertsTarget, Target, Targets, peft_targets
+from tokenmill.lora.targets import EXPERTS, AdapterTarget, ExpertsTarget, Targets, peft_targets
 from tokenmill.ops.low_rank import LowRank
 
 BaseWeight = Callable[[str], torch.Tensor]
@@ -93,7 +93,7 @@ class PeftReader:
             )
         return self._experts(module, experts)
 
-    def _linear(self, module: Module, targets: tuple[Target, ...]) -> Iterator[tuple[str, LowRank]]:
+    def _linear(self, module: Module, targets: tuple[AdapterTarget, ...]) -> Iterator[tuple[str, LowRank]]:
         a, b = module.get(self.place, "lora_A", 2), module.get(self.place, "lora_B", 2)
         first = targets[0]
         self._require_sizes(module.name, a, b, first.rows, first.columns)
@@ -108,7 +108,7 @@ class PeftReader:
             yield name, LowRank(a, scaled(rows, scale), gain)
 
     def _dora_factors(
-        self, module: Module, target: Target, name: str, a: torch.Tensor, rows: torch.Tensor, scale: float
+        self, module: Module, target: AdapterTarget, name: str, a: torch.Tensor, rows: torch.Tensor, scale: float
     ) -> torch.Tensor:
         magnitude = module.get(self.place, "lora_magnitude_vector", 1)
         if len(magnitude) != target.rows:
@@ -119,7 +119,7 @@ class PeftReader:
         own = target.own_rows(magnitude.unsqueeze(1)).squeeze(1)
         return row_factors(self.base_weight(name), a, rows, scale, own)
 
-    def _embedding(self, module: Module, target: Target) -> tuple[str, LowRank]:
+    def _embedding(self, module: Module, target: AdapterTarget) -> tuple[str, LowRank]:
         a = module.get(self.place, "lora_embedding_A", 2)
         b = module.get(self.place, "lora_embedding_B", 2)
         if self.config.is_dora:

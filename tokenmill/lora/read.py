@@ -1,4 +1,5 @@
-"""Read an adapter of a model: a PEFT folder or a GGUF file. Safe formats only; sizes are checked before they are used."""
+"""Read an adapter of a model: a PEFT folder or a GGUF file. Safe formats only; sizes are checked before they are
+used."""
 
 from __future__ import annotations
 

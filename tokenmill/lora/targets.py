@@ -1,4 +1,4 @@
-"""Which of our matrices a module of an adapter's file means, and which of its rows.
+"""The matrices of ours that a module of an adapter's file means, and their rows in it.
 
 An adapter's module is named as the checkpoint's tensor: the rules that read a model's weights (`arch/tensors.py`) read
 its adapters too. A module may hold several of ours (Phi-3's qkv_proj), whose rows are then taken from `b`, while all of
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -23,10 +24,11 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.source import prefixed_rules, transformed
 
 EXPERTS = ".experts."
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Target:
+class AdapterTarget:
     """One of our matrices, or one for each expert, as a module of an adapter has it."""
 
     name: str  # ours, without ".weight"
@@ -36,7 +38,7 @@ class Target:
     expert: int | None = None
 
     def own_rows(self, b: torch.Tensor) -> torch.Tensor:
-        """Of `b` [rows of the module, rank] those of our matrix, in our order."""
+        """Take from `b` [rows of the module, rank] those of our matrix, in our order."""
         source = replace(self.source, transposed=False, unit_axis=None)
         return transformed(RawTensor(self.name, tuple(b.shape), b), source).data.contiguous()
 
@@ -46,7 +48,7 @@ class ExpertsTarget:
     """A parameter that holds matrices of all experts of a layer: gate and up, or down."""
 
     parameter: str  # its whole name
-    parts: tuple[Target, ...]
+    parts: tuple[AdapterTarget, ...]
     num_experts: int
 
     @property
@@ -62,21 +64,26 @@ class ExpertsTarget:
 class Targets:
     """All that an adapter may change of a model, by the names that its file has."""
 
-    modules: Mapping[str, tuple[Target, ...]]
+    modules: Mapping[str, tuple[AdapterTarget, ...]]
     experts: Mapping[str, tuple[ExpertsTarget, ...]]  # by the module that has them
 
 
 def peft_targets(spec: ModelSpec) -> Targets:
     """By the names of transformers' modules, with every prefix that a family's checkpoints have."""
     family = BY_NAME[spec.family]
-    modules: dict[str, tuple[Target, ...]] = {}
+    modules: dict[str, tuple[AdapterTarget, ...]] = {}
     experts: dict[str, tuple[ExpertsTarget, ...]] = {}
     for prefix in family.hf_prefixes:
         for rules in (family.hf_rules, {**family.hf_rules, **family.hf_variant}):
             found = targets_by(spec, prefixed_rules(rules, prefix))
             modules |= found.modules
             experts |= found.experts
-    return Targets(modules, experts)
+    return Targets(_with_new_names(modules), _with_new_names(experts))
+
+
+def _with_new_names(found: Mapping[str, Found]) -> dict[str, Found]:
+    """The same by names that transformers gives to modules whose checkpoints keep the old ones."""
+    return {**found, **{name.replace(".block_sparse_moe.", ".mlp."): one for name, one in found.items()}}
 
 
 def gguf_targets(spec: ModelSpec) -> Targets:
@@ -85,21 +92,21 @@ def gguf_targets(spec: ModelSpec) -> Targets:
 
 def targets_by(spec: ModelSpec, rules: Rules) -> Targets:
     shapes = {tensor.name: tensor.shape for tensor in tensors_of(spec).values()}
-    modules: dict[str, list[Target]] = {}
-    experts: dict[tuple[str, str], list[Target]] = {}
+    modules: dict[str, list[AdapterTarget]] = {}
+    experts: dict[tuple[str, str], list[AdapterTarget]] = {}
     for name, source in _matrices(spec, rules).items():
         if EXPERTS not in name:
             rows, columns = source.shape
-            modules.setdefault(_module(source.names[0]), []).append(Target(name, source, rows, columns))
+            modules.setdefault(_module(source.names[0]), []).append(AdapterTarget(name, source, rows, columns))
             continue
         rows, columns = source.shape[-2:]
         for number, theirs in enumerate(source.names):  # one tensor of each expert, or one of all
             expert = number if len(source.names) > 1 else None
-            modules.setdefault(_module(theirs), []).append(Target(name, source, rows, columns, expert))
+            modules.setdefault(_module(theirs), []).append(AdapterTarget(name, source, rows, columns, expert))
         is_gated = f"{name.rpartition('.')[0]}.gate.weight" in shapes
         parameter, target = _stacked(name, shapes[f"{name}.weight"], source, is_gated=is_gated)
-        for module in _experts_modules(source.names[0]):
-            experts.setdefault((module, parameter), []).append(target)
+        module = source.names[0].partition(EXPERTS)[0] + EXPERTS.removesuffix(".")
+        experts.setdefault((module, parameter), []).append(target)
     by_module: dict[str, list[ExpertsTarget]] = {}
     for (module, parameter), parts in experts.items():
         count = shapes[f"{parts[0].name}.weight"][0]
@@ -127,23 +134,16 @@ def _module(theirs: str) -> str:
     return theirs.removesuffix(".weight")
 
 
-def _experts_modules(theirs: str) -> tuple[str, ...]:
-    """The module that has a layer's experts, from the name of one of their tensors; transformers has renamed some."""
-    before, _, _ = theirs.partition(EXPERTS)
-    module = before + EXPERTS.removesuffix(".")
-    return tuple(dict.fromkeys((module, module.replace(".block_sparse_moe.", ".mlp."))))
-
-
-def _stacked(name: str, shape: tuple[int, ...], source: TensorSource, *, is_gated: bool) -> tuple[str, Target]:
+def _stacked(name: str, shape: tuple[int, ...], source: TensorSource, *, is_gated: bool) -> tuple[str, AdapterTarget]:
     """One of our tensors of all experts [experts, rows, columns] as a part of the parameter that transformers has."""
     _, rows, columns = shape
     own = name.rpartition(".")[2]
     parameter = f"{own}_proj" if own == "down" or not is_gated else "gate_up_proj"
     if source.rows is not None or source.woven is not None:  # the checkpoint has that parameter itself
         whole = source.shape[-1 if source.transposed else -2]
-        return parameter, Target(name, source, whole, columns)
+        return parameter, AdapterTarget(name, source, whole, columns)
     if parameter != "gate_up_proj":
-        return parameter, Target(name, TensorSource(source.names, (rows, columns)), rows, columns)
+        return parameter, AdapterTarget(name, TensorSource(source.names, (rows, columns)), rows, columns)
     start = 0 if own == "gate" else rows
     half = TensorSource(source.names, (2 * rows, columns), rows=(start, start + rows))
-    return parameter, Target(name, half, 2 * rows, columns)
+    return parameter, AdapterTarget(name, half, 2 * rows, columns)

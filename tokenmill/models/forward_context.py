@@ -57,7 +57,7 @@ class ForwardContext:
 
     @property
     def adapters(self) -> Any:
-        """Which tokens use which, for products with all of them; None: none does"""
+        """The adapters of the tokens, for products with all of them; None: none has one"""
         return None if self.adapted is None else self.adapted.plan
 
     def layer_inputs_of(self, layer: int, rows: torch.Tensor | None) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 A projection is a product [T, columns] → [T, rows]. How its matrix is packed (plain, fp8, 4 bits) is the backend's
 choice at load; which kernel multiplies is the backend's choice for each number of rows and mode. What else may belong
-to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has, and what
-the adapters in the model's slots add (`ops/low_rank.py`).
+to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has, and
+what the adapters in the model's slots add (`ops/low_rank.py`).
 """
 
 from __future__ import annotations

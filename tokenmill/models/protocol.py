@@ -60,8 +60,13 @@ class Model(Protocol):
         """None: the model takes tensors only."""
         ...
 
+    @property
+    def adapter_slots(self) -> HeldAdapters | None:
+        """None: it can't have adapters."""
+        ...
 
-class Slots(Protocol):
+
+class HeldAdapters(Protocol):
     """Where a model holds its adapters."""
 
     @property

@@ -8,6 +8,7 @@ all its tokens in the KV cache once this step's keys are written; its queries ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -55,7 +56,7 @@ class DrawingRows(NamedTuple):
     num_wanted: list[int]  # how many of their last tokens go through the head
     tables: NDArray[np.int32]  # of all rows there are: [groups, max_rows, max_blocks]
     block_size: int
-    adapters: list[int] = []  # the slot of each row's adapter, 0 for none; empty: all have none
+    adapters: Sequence[int] = ()  # the slot of each row's adapter, 0 for none; empty: all have none
 
 
 class DrawParams(NamedTuple):

@@ -2,10 +2,10 @@
 
     y = (1 + gain) * (W x) + b (a x) + bias        a [rank, columns], b [rows, rank]
 
-`b` has the adapter's scale in it. `gain` is DoRA's: how much longer the adapted matrix's rows are than the matrix's own.
+`b` has the adapter's scale in it. `gain` is DoRA's: how much longer the adapted matrix's rows are than its own.
 
-Adapters lie in slots, numbered from 1; 0 is no adapter. A step says which slot each of its tokens uses, and `plan` works
-out once what all its products need of that. A projection whose matrices are stacked has a part for each of them.
+Adapters lie in slots, numbered from 1; 0 is no adapter. A step says which slot each of its tokens uses, and `plan`
+works out once what all its products need of that. A projection whose matrices are stacked has a part for each of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class LowRank:
         return self.a.shape[0]
 
     @property
-    def num_bytes(self) -> int:
-        gain = 0 if self.gain is None else self.gain.numel() * self.gain.element_size()
-        return gain + sum(one.numel() * one.element_size() for one in (self.a, self.b))
+    def num_values(self) -> int:
+        return self.a.numel() + self.b.numel() + (0 if self.gain is None else self.gain.numel())
 
 
 class HeldLowRank(Protocol):
@@ -50,7 +49,7 @@ class HeldLowRank(Protocol):
         ...
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: Any) -> torch.Tensor:
-        """The same for rows of an embedding [T, columns]: there `a` is [rank, number of rows] and `b` [columns, rank]."""
+        """The same for rows of an embedding [T, columns]: there `a` is [rank, all rows] and `b` [columns, rank]."""
         ...
 
 
@@ -76,7 +75,7 @@ class LowRankOps(Protocol):
         ...
 
     def hold(self, sizes: tuple[int, ...], columns: int, num_slots: int, like: torch.Tensor) -> HeldLowRank:
-        """Room for the adapters of a projection with parts of so many rows, in the dtype and on the device of `like`."""
+        """Room for the adapters of a projection with parts of so many rows; dtype and device are those of `like`."""
         ...
 
     def hold_experts(self, num_experts: int, num_slots: int, like: torch.Tensor) -> HeldExperts | None:

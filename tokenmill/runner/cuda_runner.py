@@ -24,13 +24,14 @@ the step is collected.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
+from tokenmill.lora.adapter import Adapter
 from tokenmill.models.protocol import Model
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs, Kind, PendingTokens, best_tokens
 from tokenmill.runner.device_sampler import DeviceSampler
@@ -80,6 +81,7 @@ class CudaRunner:
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
         self._preparations: Iterator[Callable[[], object]] = iter(())
+        self.adapters: Mapping[str, Adapter] = {}
 
     def continues(self, new: RowInit) -> bool:
         """Tell whether a row can feed its newest token before the host has seen it: it draws on the device."""

@@ -26,9 +26,10 @@ def build_batch(
     tables: NDArray[np.int32],
     block_size: int,
     device: torch.device,
+    adapters: Sequence[int] | None = None,
 ) -> ForwardBatch:
     """Build the batch of a forward pass; `wanted[i]`: which of row i's tokens, counted from its first one, have their
-    hidden states returned."""
+    hidden states returned; `adapters[i]`: the slot of row i's adapter, None where no row has one."""
     counts = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     query_starts = np.concatenate(([0], counts.cumsum()))
@@ -56,6 +57,7 @@ def build_batch(
         max_context_len=int(contexts.max()),
         num_single=int(np.argmax(np.append(counts, 0) != 1)),
         lengths=tuple(zip(counts.tolist(), contexts.tolist(), strict=True)),
+        adapters=None if adapters is None else on_device(np.repeat(np.asarray(adapters, np.int32), counts)),
     )
 
 

@@ -15,7 +15,7 @@ calls of numpy and torch on a few numbers each took ten times as long as plannin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
+from tokenmill.lora.adapter import Adapter
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
 from tokenmill.ops.batch import DrawingRows, DrawParams
@@ -63,6 +64,7 @@ class Row:
 
     prompt_token_ids: list[int]
     pooler: Pooler | None  # set when a vector is wanted, not tokens
+    adapter_slot: int = 0
 
 
 class RowTable:
@@ -72,6 +74,7 @@ class RowTable:
     def __init__(self, num_groups: int, max_rows: int, max_blocks: int) -> None:
         self.tables: NDArray[np.int32] = np.zeros((num_groups, max_rows, max_blocks), np.int32)
         self._live: dict[int, Row] = {}
+        self._num_adapted = 0  # rows with an adapter
 
     def __contains__(self, row: int) -> bool:
         return row in self._live
@@ -82,10 +85,20 @@ class RowTable:
     def add(self, new: RowInit) -> None:
         """Take a row, or take it anew for another sequence's state (a fork, a resumed or reordered one)."""
         pooler = Pooler(new.pooling, len(new.prompt_token_ids)) if new.pooling else None
-        self._live[new.row] = Row(new.prompt_token_ids, pooler)
+        if new.row in self._live:
+            self.free(new.row)
+        self._live[new.row] = Row(new.prompt_token_ids, pooler, new.adapter_slot)
+        self._num_adapted += new.adapter_slot != 0
 
     def free(self, row: int) -> None:
-        del self._live[row]
+        self._num_adapted -= self._live.pop(row).adapter_slot != 0
+
+    def adapters(self, plans: Sequence[RowPlan]) -> list[int] | None:
+        """The slots of these rows' adapters, 0 for none; None where none has one."""
+        if not self._num_adapted:
+            return None
+        slots = [self._live[plan.row].adapter_slot for plan in plans]
+        return slots if any(slots) else None
 
     def update_tables(self, row: int, updates: Sequence[BlockTableUpdate]) -> None:
         for update in updates:
@@ -124,6 +137,7 @@ class ModelRunner:
         self._launched: dict[int, StepPlan] = {}
         self._masks: dict[int, StepMasks] = {}  # by ticket
         self._newest: dict[int, int] = {}  # the token that each row drew last
+        self.adapters: Mapping[str, Adapter] = {}  # by digest: those that plans may load
 
     def continues(self, new: RowInit) -> bool:
         """Tell whether a row can feed a token before the host has seen it: nothing is gained from that here."""
@@ -167,6 +181,10 @@ class ModelRunner:
             if self.rows[row].pooler is None:
                 self.sampler.free_row(row)
             self.rows.free(row)
+        for slot, digest in plan.adapter_loads:
+            slots = self.model.adapter_slots
+            assert slots is not None, "a model without slots is given no requests with adapters"
+            slots.put(slot, self.adapters[digest].matrices)
         for new in plan.new_rows:
             self.rows.add(new)
             if new.pooling is None:
@@ -196,6 +214,7 @@ class ModelRunner:
             num_wanted=[1 + plan.num_drafts if plan.sample else 0 for plan in plans],
             tables=self.rows.tables,
             block_size=self.storage.block_size,
+            adapters=self.rows.adapters(plans) or (),
         )
         drawing = [plan for plan in plans if plan.sample]
         head = self._direct_head(model, rows, drawing)
@@ -216,7 +235,9 @@ class ModelRunner:
         """Start the forward pass of rows that may want anything."""
         tasks = [self._task(plan) for plan in plans]
         wanted = [task.wanted for task in tasks]
-        batch = build_batch(plans, wanted, self.rows.tables, self.storage.block_size, self.storage.device)
+        adapters = self.rows.adapters(plans)
+        tables, block_size = self.rows.tables, self.storage.block_size
+        batch = build_batch(plans, wanted, tables, block_size, self.storage.device, adapters)
         return RowsForward(tasks, self.model.forward(batch, self.storage))
 
     def finish_rows(self, started: RowsForward, masks: StepMasks | None) -> list[RowResult]:
@@ -252,10 +273,21 @@ class ModelRunner:
         return {plan.row: drawn for plan, drawn in zip(plans, self.sampler.verify(logits, plans, masks), strict=True)}
 
     def _head(self, hidden: torch.Tensor, plans: Sequence[RowPlan]) -> HeadOutput:
-        best_logits = self.model.best_logits
+        best_logits, slots = self.model.best_logits, self.rows.adapters(plans)
         if best_logits is None or self.sampler.needs_logits(plans):
-            return self.model.logits(hidden)
-        return greedy_from_argmax(*best_logits(hidden))
+            return self.model.logits(hidden) if slots is None else self.adapted_logits(hidden, plans, slots)
+        if slots is None:
+            return greedy_from_argmax(*best_logits(hidden))
+        return greedy_from_argmax(*best_logits(hidden, adapters=self._line_slots(plans, slots)))
+
+    def adapted_logits(self, hidden: torch.Tensor, plans: Sequence[RowPlan], slots: list[int]) -> torch.Tensor:
+        """The logits of rows of which some have adapters."""
+        return self.model.logits(hidden, adapters=self._line_slots(plans, slots))
+
+    def _line_slots(self, plans: Sequence[RowPlan], slots: list[int]) -> torch.Tensor:
+        """The slots of adapters, one for each of the rows' lines: those of drafts too."""
+        lines = [slot for slot, plan in zip(slots, plans, strict=True) for _ in range(1 + plan.num_drafts)]
+        return torch.tensor(lines, dtype=torch.int32).to(self.storage.device)
 
     def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Sample]]) -> RowResult:
         if task.pooler is not None:
@@ -271,7 +303,17 @@ class ModelRunner:
         if num is None:
             return None
         scoring = hidden[: len(task.targets)]
-        return score_prompt(scoring, task.targets, num, self.model.logits, self.model.vocab_size)
+        return score_prompt(scoring, task.targets, num, self._head_of(task.plan.row), self.model.vocab_size)
+
+    def _head_of(self, row: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head for states of one row."""
+        slot = self.rows[row].adapter_slot
+        if not slot:
+            return self.model.logits
+        device = self.storage.device
+        return lambda states: self.model.logits(
+            states, adapters=torch.full((len(states),), slot, dtype=torch.int32, device=device)
+        )
 
 
 def drawn_result(row: int, drawn: Sequence[Sample], scores: list[TokenLogprobs] | None) -> RowResult:

@@ -29,7 +29,7 @@ ALPHANUMERIC, ANY = 2, 1
 class ScriptModel:
     """Logits from wishes: a state holds the token that is wanted, or none, or a failure."""
 
-    best_logits = direct = None
+    best_logits = direct = adapter_slots = None
 
     def __init__(self, speaker: Speaker) -> None:
         self.speaker = speaker
@@ -52,9 +52,7 @@ class ScriptModel:
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
         raise NotImplementedError("a script is said row by row, by ScriptRunner")
 
-    def logits(
-        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
         logits = self._otherwise.repeat(len(hidden), 1)
         for line, wish in enumerate(hidden[:, 0].tolist()):
             if wish == FAIL:

@@ -1,10 +1,10 @@
 """Admission: which waiting groups start to run, and which running ones are preempted for them.
 
 Waiting groups are admitted by priority, then in the order of their arrival, while there is room (`budget.py`): rows for
-all their sequences, and blocks for all that their leader wants plus one for each sequence that runs. Samples that find
-no row wait on their own, so that a request for many of them does not keep rows idle. A group of higher
-priority displaces running ones of lower, from the end of the order, if that is enough for it; a preempted group waits
-again and keeps its place.
+all their sequences, a slot for their adapter, and blocks for all that their leader wants plus one for each sequence
+that runs. Samples that find no row wait on their own, so that a request for many of them does not keep rows idle. A
+group of higher priority displaces running ones of lower, from the end of the order, if that is enough for it; a
+preempted group waits again and keeps its place.
 
 While steps are in flight, two things are different. Room that a preempted group leaves is free only when the steps that
 use it are collected, so the group it was made for is admitted in a later plan. And a group whose next block is being
@@ -38,7 +38,8 @@ def build_request_state(
 ) -> RequestState:
     state = RequestState(request, number)
     state.output_mode = _output_mode(state)
-    sequences = [Sequence(state, index, cache.chain(request.cache_salt)) for index in range(state.num_sequences)]
+    chain = cache.chain(request.cache_salt, request.adapter)
+    sequences = [Sequence(state, index, chain.fresh()) for index in range(state.num_sequences)]
     # Beams choose on the host what comes next.
     chooses_on_host = state.output_mode.holds_back
     state.continues = state.draws_tokens and not chooses_on_host and continues(sequences[0].row_init())
@@ -153,7 +154,7 @@ class Admission:
         self._counters = counters
         self._clock = clock
         self._pools = [pool_resource(cache, running, config.num_tokens, region) for region in cache.regions]
-        self._resources = Resources([rows_resource(running), *self._pools])
+        self._resources = Resources([rows_resource(running), adapters_resource(running), *self._pools])
 
     def preempt(self, group: SequenceGroup) -> None:
         self._counters.preemptions += 1
@@ -288,6 +289,17 @@ def rows_resource(running: RunningSet) -> Resource:
         returning=lambda: len(running.in_flight.releases),
         needed=lambda group, _: group.num_rows,
         held=lambda group: group.num_rows,
+    )
+
+
+def adapters_resource(running: RunningSet) -> Resource:
+    """Slots for adapters; groups with the same adapter share one."""
+    return Resource(
+        "adapter slots",
+        free=running.adapters.num_free,
+        returning=lambda: 0,
+        needed=lambda group, _: running.adapters.num_needed(group.state.request.adapter),
+        held=lambda group: running.adapters.num_held(group.state.request.adapter),
     )
 
 

@@ -62,9 +62,14 @@ class PlanBuilder:
         self._copies.extend(copies)
         self.planned.append(Planned(sequence, sequence.epoch, num_tokens, drafts or [], is_pending))
 
-    def step_plan(self, freed_rows: list[int]) -> StepPlan:
+    def step_plan(self, freed_rows: list[int], adapter_loads: list[tuple[int, str]]) -> StepPlan:
         return StepPlan(
-            step=self.step, new_rows=self._new_rows, freed_rows=freed_rows, copies=self._copies, rows=self._rows
+            step=self.step,
+            new_rows=self._new_rows,
+            freed_rows=freed_rows,
+            adapter_loads=adapter_loads,
+            copies=self._copies,
+            rows=self._rows,
         )
 
 

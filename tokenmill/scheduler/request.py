@@ -90,6 +90,7 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprobs] = []  # entry i belongs to prompt position i + 1
         self.num_cached_tokens = 0
         self.queue_s: float | None = None  # None: not scheduled yet
+        self.adapter_slot = 0  # while one of its groups runs; 0: it has no adapter
 
     @property
     def num_sequences(self) -> int:
@@ -395,6 +396,7 @@ class Sequence:
             pooling=request.pooling,
             tokenized=request.tokenized,
             mirostat_mu=self.mirostat_mu,
+            adapter_slot=self.state.adapter_slot,
         )
 
     def fork(self) -> Sequence:

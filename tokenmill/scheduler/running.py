@@ -14,6 +14,7 @@ from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.beam import Branch
 from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
 from tokenmill.scheduler.request import Sequence, SequenceGroup
+from tokenmill.scheduler.resident_adapters import ResidentAdapters
 
 
 class RowAllocator:
@@ -48,8 +49,9 @@ class RowAllocator:
 
 
 class RunningSet:
-    def __init__(self, cache: KVCache, num_rows: int) -> None:
+    def __init__(self, cache: KVCache, num_rows: int, num_adapter_slots: int = 0) -> None:
         self._cache = cache
+        self.adapters = ResidentAdapters(num_adapter_slots)
         self.row_allocator = RowAllocator(num_rows)
         self.in_flight = StepsInFlight()
         self.groups: list[SequenceGroup] = []
@@ -66,12 +68,17 @@ class RunningSet:
     def enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
         """Start a group: the leader's table opens on what is cached already; rows are taken for all that will run."""
         leader = group.leader
+        self._take_adapter(group)
         leader.table = self._cache.open(match)
         leader.computed = match.num_tokens
         leader.row = self.row_allocator.allocate()
         group.spare_rows = [self.row_allocator.allocate() for _ in range(group.num_rows - 1)]
         insort(self.groups, group, key=_key)
         group.is_running = True
+
+    def _take_adapter(self, group: SequenceGroup) -> None:
+        if adapter := group.state.request.adapter:
+            group.state.adapter_slot = self.adapters.acquire(adapter)
 
     def reopen(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence whose window has moved other blocks, on the same row. It may not be in flight."""
@@ -94,6 +101,8 @@ class RunningSet:
         group.spare_rows = []
         del self.groups[bisect_left(self.groups, group.key, key=_key)]
         group.is_running = False
+        if adapter := group.state.request.adapter:
+            self.adapters.release(adapter)
 
     def drop_sibling(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Remove one of several samples that still share a leader; if it is the leader, the next takes its place."""
@@ -140,6 +149,7 @@ class RunningSet:
         for sequence in pending_forks:
             sibling = SequenceGroup(group.state, [sequence], [], 1)
             sibling.is_running = True
+            self._take_adapter(sibling)
             insort(self.groups, sibling, key=_key)
 
     def branch(self, group: SequenceGroup, chosen: list[tuple[Branch, bool]]) -> None:

@@ -44,6 +44,7 @@ class Scheduler:
         clock: Callable[[], float],
         continues: Callable[[RowInit], bool] = never,
         drafter: Drafter = NO_DRAFTS,
+        num_adapter_slots: int = 0,
     ) -> None:
         """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
         `drafter`: proposes tokens that running sequences may draw."""
@@ -51,7 +52,7 @@ class Scheduler:
         self._cache = cache
         # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
         self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
-        self._running = RunningSet(cache, self._num_rows)
+        self._running = RunningSet(cache, self._num_rows, num_adapter_slots)
         self._waiting = WaitingQueue()
         self._counters = Counters()
         self._admission = Admission(config, cache, self._running, self._waiting, self._counters, clock)
@@ -76,6 +77,11 @@ class Scheduler:
 
     def has(self, request_id: str) -> bool:
         return request_id in self._states
+
+    def uses_adapter(self, adapter: str) -> bool:
+        """Tell whether a request with an adapter waits or runs, or a plan in flight loads it."""
+        is_planned = any(adapter == one for step in self._running.in_flight for _, one in step.plan.adapter_loads)
+        return is_planned or any(state.request.adapter == adapter for state in self._states.values())
 
     def abort(self, request_id: str) -> None:
         """Drop a request; one that is unknown or already over is no error."""
@@ -158,7 +164,7 @@ class Scheduler:
         if not builder.planned:
             return None
         self._counters.steps += 1
-        plan = builder.step_plan(self._running.row_allocator.pop_released())
+        plan = builder.step_plan(self._running.row_allocator.pop_released(), self._running.adapters.pop_loads())
         self._running.in_flight.add(plan, builder.planned)
         return plan
 
@@ -258,6 +264,7 @@ class Scheduler:
                     self._admission.preempt(group)
         for step in list(self._running.in_flight):
             self._running.free_releases(self._running.in_flight.pop(step.plan.step))
+        self._running.adapters.reload()
         return outputs
 
     def _advance(self, planned: Planned, result: RowResult) -> list[SequenceOutput]:

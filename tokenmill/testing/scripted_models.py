@@ -32,7 +32,7 @@ def follow(tokens: list[int], vocab_size: int) -> NextLogits:
 
 
 class ScriptedModel:
-    best_logits = direct = None
+    best_logits = direct = adapter_slots = None
 
     def __init__(
         self,
@@ -54,9 +54,7 @@ class ScriptedModel:
             time.sleep(self._step_s)
         return torch.stack((batch.positions, batch.token_ids), dim=1)[batch.logit_rows].double()
 
-    def logits(
-        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
         rows = [self._row_logits(int(position), int(token)) for position, token in hidden.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
@@ -67,7 +65,7 @@ class ScriptedModel:
 
 
 class ContextModel:
-    best_logits = direct = None
+    best_logits = direct = adapter_slots = None
 
     def __init__(
         self, vocab_size: int, windows: tuple[int | None, ...] = (None,), nan_token: int | None = None
@@ -87,9 +85,7 @@ class ContextModel:
         ]
         return torch.tensor(states, dtype=torch.float64).view(-1, 2)
 
-    def logits(
-        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
         rows = [self._row_logits(int(state), bool(is_nan)) for state, is_nan in hidden.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 

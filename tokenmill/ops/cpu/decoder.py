@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeS
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
+from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import recurrent_weights
 
@@ -63,10 +64,11 @@ class NativeDecoder:
         instruction_set: str = "",
         activation_bits: str = "8",
         kept: PackedMatrices | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (a
         name of OUTLIER_THRESHOLDS) is how finely the inputs of quantised matrices are rounded; `kept` has matrices that
-        were packed before, or takes those packed now."""
+        were packed before, or takes those packed now; `num_adapter_slots`: adapters that can be used at a time."""
         self.spec = spec
         cap = spec.logit_softcap or 0.0
         self._decoder = native().Decoder(
@@ -83,7 +85,7 @@ class NativeDecoder:
         self._decoder.set_norms(spec.norm.kind == "layer")
         if spec.input_width:
             parts, name = self._parts, "layer_inputs"
-            table, project = parts.linear(f"{name}.embed"), parts.linear(f"{name}.project")
+            table, project = parts.table(f"{name}.embed"), parts.linear(f"{name}.project")
             self._decoder.set_layer_inputs(table, project, parts.vector(f"{name}.norm.weight"))
         self._cache_owner: object = None
         self._logits = torch.empty(0, spec.vocab_size)
@@ -91,6 +93,7 @@ class NativeDecoder:
         for number, layer in enumerate(spec.layers):
             self._add_layer(layer_regions(layer, number), rope_numbers)
         self._add_ends()
+        self.adapter_slots = NativeAdapterSlots(self._decoder, self._parts.sites, num_adapter_slots, spec, dense)
 
     @property
     def vocab_size(self) -> int:
@@ -114,19 +117,22 @@ class NativeDecoder:
             [group.slots for group in batch.groups],
             batch.logit_rows,
             hidden,
+            batch.adapters,
         )
         return hidden
 
-    def logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
         """[L, H] → float32 [L, vocab]"""
         out = torch.empty(hidden.shape[0], self.spec.vocab_size)
-        self._decoder.logits(hidden.contiguous(), out)
+        self._decoder.logits(hidden.contiguous(), out, adapters)
         return out
 
-    def best_logits(self, hidden: torch.Tensor, mode: Mode = "eager") -> tuple[torch.Tensor, torch.Tensor]:
+    def best_logits(
+        self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The best tokens and their logits, without writing all of them down."""
         places, values = torch.empty(hidden.shape[0], dtype=torch.int64), torch.empty(hidden.shape[0])
-        self._decoder.best_logits(hidden.contiguous(), places, values)
+        self._decoder.best_logits(hidden.contiguous(), places, values, adapters)
         return places, values
 
     @property
@@ -189,9 +195,10 @@ class NativeDecoder:
 
     def _add_ends(self) -> None:
         spec, parts = self.spec, self._parts
-        embedding = parts.linear("embed")
+        matrix = parts.packer.matrix("embed.weight")
+        embedding = parts.over(matrix, "embed", is_embedding=True)
         self._decoder.set_embedding(embedding)
-        head = embedding if spec.tied_head else parts.linear("head", spec.has_head_bias)
+        head = parts.over(matrix, "head") if spec.tied_head else parts.linear("head", spec.has_head_bias)
         self._decoder.set_head(head)
         self._decoder.set_final_norm(parts.norm("final_norm"))
         self._decoder.set_logit_scale(spec.logit_scale)
@@ -342,6 +349,43 @@ class NativeDecoder:
         }
 
 
+class Site(NamedTuple):
+    """A matrix that adapters may change."""
+
+    number: int
+    rows: int
+    columns: int
+    is_embedding: bool
+
+
+class NativeAdapterSlots:
+    """The adapters of a native decoder, packed as its kernels read them."""
+
+    def __init__(self, decoder: Any, sites: Mapping[str, Site], number: int, spec: ModelSpec, dense: Dense) -> None:
+        self.number = number
+        self._decoder = decoder
+        self._sites = sites if number else {}
+        self._embedding_scale = spec.embedding_scale
+        self._dense = dense
+        decoder.set_adapter_sites(number, [(site.rows, site.columns, site.is_embedding) for site in sites.values()])
+
+    def names(self) -> set[str]:
+        return set(self._sites)
+
+    def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
+        self._decoder.set_adapter(slot, [self._part(self._sites[name], part) for name, part in matrices.items()])
+
+    def _part(self, site: Site, part: LowRank) -> tuple[int, Any, Any, torch.Tensor | None]:
+        a, b = part.a, part.b
+        if site.is_embedding:  # rows of a are looked up, and the kernel scales the embedding itself
+            a, b = a.t(), b.float() * self._embedding_scale
+        return site.number, self._packed(a), self._packed(b), part.gain
+
+    def _packed(self, matrix: torch.Tensor) -> Any:
+        raw = RawTensor("", tuple(matrix.shape), matrix.contiguous())
+        return pack_as(kind_of(raw, "none"), raw, self._dense)
+
+
 def _growth(growth: QueryGrowth) -> dict[str, Any]:
     return {"growth": growth.beta, "growth_length": growth.length, "growth_first": growth.first}
 
@@ -352,6 +396,7 @@ class _Parts:
     def __init__(self, weights: Weights, dense: Dense, packer: Packer, has_norm_biases: bool) -> None:
         self.weights, self.dense, self.packer = weights, dense, packer
         self.has_norm_biases = has_norm_biases
+        self.sites: dict[str, Site] = {}  # matrices that adapters may change, in the order of their numbers
 
     def vector(self, name: str) -> torch.Tensor:
         return self.dense(self.weights.get(name)).float().contiguous()
@@ -364,7 +409,22 @@ class _Parts:
 
     def linear(self, name: str, has_bias: bool = False) -> Any:
         matrix = self.packer.matrix(f"{name}.weight")
-        return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None)
+        return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None, self._site(name, matrix))
+
+    def over(self, matrix: Any, name: str, *, is_embedding: bool = False) -> Any:
+        """A matrix under a name by which adapters find it."""
+        return native().Linear(matrix, None, self._site(name, matrix, is_embedding=is_embedding))
+
+    def table(self, name: str) -> Any:
+        """A matrix that adapters don't change."""
+        return native().Linear(self.packer.matrix(f"{name}.weight"), None)
+
+    def _site(self, name: str, matrix: Any, *, is_embedding: bool = False) -> int:
+        """The number under which adapters find a matrix."""
+        rows, columns = (matrix.cols, matrix.rows) if is_embedding else (matrix.rows, matrix.cols)
+        number = self.sites[name].number if name in self.sites else len(self.sites)
+        self.sites[name] = Site(number, rows, columns, is_embedding)
+        return number
 
     def plain(self, name: str) -> torch.Tensor:
         """The values of a matrix as the file has them, or as float16 where it is quantised"""
@@ -407,7 +467,10 @@ class _Parts:
         """One linear per expert"""
         matrices = self.packer.experts(f"{name}.weight")
         biases = self.vector(f"{name}.bias").unbind() if spec.bias else [None] * len(matrices)
-        return [native().Linear(matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
+        return [
+            native().Linear(matrix, bias, self._site(f"{name}.{expert}", matrix))
+            for expert, (matrix, bias) in enumerate(zip(matrices, biases, strict=True))
+        ]
 
     def _routing(self, region: Experts) -> Any:
         routing = region.spec.routing

@@ -28,7 +28,7 @@ class TokensBySlot(NamedTuple):
 
 class ReferenceLowRankOps:
     def plan(self, slots: torch.Tensor) -> TokensBySlot:
-        used = [slot for slot in slots.unique().tolist() if slot]
+        used = [slot for slot in torch.unique(slots).tolist() if slot]
         return TokensBySlot(slots, {slot: (slots == slot).nonzero().view(-1) for slot in used})
 
     def hold(self, sizes: tuple[int, ...], columns: int, num_slots: int, like: torch.Tensor) -> ReferenceLowRank:
@@ -91,7 +91,9 @@ class ReferenceLowRankExperts:
 
     def _adapting(self, expert: int, slots: torch.Tensor, *, is_gated: bool) -> tuple[Adapt, Adapt] | None:
         """For an expert and the slots of its rows: functions that add to the product of gate and up, and of down."""
-        rows = {slot: (slots == slot).nonzero().view(-1) for slot in slots.unique().tolist() if slot in self._slots}
+        rows = {
+            slot: (slots == slot).nonzero().view(-1) for slot in torch.unique(slots).tolist() if slot in self._slots
+        }
 
         def add_to_inner(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             middle = out.shape[1] // 2 if is_gated else 0

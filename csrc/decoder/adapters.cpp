@@ -1,0 +1,115 @@
+// See adapters.h.
+#include "adapters.h"
+
+#include <algorithm>
+
+#include "decoder/phases.h"
+
+namespace tokenmill {
+
+void AdapterSlots::declare(int slots, std::vector<Site> sites) {
+  if (slots < 0) throw std::invalid_argument("a decoder can't have fewer than no slots");
+  sites_ = std::move(sites);
+  parts_.clear();
+  parts_.resize(static_cast<size_t>(slots));
+}
+
+void AdapterSlots::put(int slot, Parts parts) {
+  if (slot < 1 || slot > slots()) throw std::out_of_range("there is no such slot for an adapter");
+  std::vector<std::unique_ptr<LowRank>> held(sites_.size());
+  for (auto& [number, part] : parts) {
+    if (number < 0 || static_cast<size_t>(number) >= sites_.size()) throw std::out_of_range("there is no such site");
+    const Site& site = sites_[static_cast<size_t>(number)];
+    const Matrix &a = part.a.w, &b = part.b;
+    const int rank = site.is_embedding ? a.cols : a.rows, inputs = site.is_embedding ? a.rows : a.cols;
+    if (inputs != site.cols || b.rows != site.rows || b.cols != rank || is_quantised(a.kind) || is_quantised(b.kind) ||
+        (!part.gain.empty() && (site.is_embedding || part.gain.size() != static_cast<size_t>(site.rows))))
+      throw std::invalid_argument("an adapter does not fit its matrix");
+    held[static_cast<size_t>(number)] = std::make_unique<LowRank>(std::move(part));
+  }
+  parts_[static_cast<size_t>(slot - 1)] = std::move(held);
+}
+
+const LowRank* AdapterSlots::find(int slot, int site) const {
+  if (slot == 0 || site < 0) return nullptr;
+  const auto& held = parts_[static_cast<size_t>(slot - 1)];
+  return held.empty() ? nullptr : held[static_cast<size_t>(site)].get();
+}
+
+// The slots of the rows that are computed from now on; null: none has an adapter.
+void Decoder::take_adapters(const int32_t* slots, int rows) {
+  row_slots_.clear();
+  is_adapted_ = slots != nullptr && std::any_of(slots, slots + rows, [](int32_t slot) { return slot != 0; });
+  if (!is_adapted_) return;
+  for (int r = 0; r < rows; ++r)
+    if (slots[r] < 0 || slots[r] > adapters_.slots()) throw std::invalid_argument("a row has an adapter in no slot");
+  row_slots_.assign(slots, slots + rows);
+}
+
+void Decoder::keep_wanted_adapters(const BatchView& batch) {
+  if (!is_adapted_) return;
+  std::vector<int32_t> kept(static_cast<size_t>(batch.wanted));
+  for (int i = 0; i < batch.wanted; ++i) kept[static_cast<size_t>(i)] = row_slots_[static_cast<size_t>(batch.logit_rows[i])];
+  row_slots_ = std::move(kept);
+}
+
+void Decoder::embed_adapters(const BatchView& batch) {
+  if (!is_adapted_) return;
+  for_rows(pool_, batch.tokens, 8 * hidden_, [&](int t) {
+    const LowRank* part = adapters_.find(row_slots_[static_cast<size_t>(t)], embedding_.site);
+    if (part == nullptr) return;
+    Vector shrunk(static_cast<size_t>(part->b.cols));
+    kernels_->embed(part->a.w, static_cast<int>(batch.token_ids[t]), 1.0f, shrunk.data());
+    add_low_rank(*part, shrunk.data(), *kernels_, x_.data() + static_cast<size_t>(t) * hidden_);
+  });
+}
+
+// Products of a phase, with what adapters add to their rows.
+void Decoder::run(const Gemm* gemms, int count) {
+  if (!is_adapted_) return runner_.run(gemms, count);
+  std::vector<Gemm> with(gemms, gemms + count);
+  adapted_rows_.resize(std::max(adapted_rows_.size(), 2 * static_cast<size_t>(count)));
+  Shrinking shrinking;
+  for (int g = 0; g < count; ++g) {
+    AdaptedRows* rows = adapted_rows_.data() + 2 * g;
+    if (adapt(*with[static_cast<size_t>(g)].w, gemms[g], rows[0], shrinking)) with[static_cast<size_t>(g)].adapted = rows;
+    if (gemms[g].up != nullptr && adapt(*gemms[g].up, gemms[g], rows[1], shrinking))
+      with[static_cast<size_t>(g)].up_adapted = rows + 1;
+  }
+  grow(shrunk_, shrinking.size);
+  for (size_t i = 0; i < shrinking.gemms.size(); ++i) shrinking.gemms[i].out = shrunk_.data() + shrinking.at[i];
+  for (int r = 0; r < 2 * count; ++r) adapted_rows_[static_cast<size_t>(r)].shrunk = shrunk_.data();
+  runner_.run(shrinking.gemms.data(), static_cast<int>(shrinking.gemms.size()));
+  runner_.run(with.data(), count);
+}
+
+// What a matrix's adapters are given of a product's rows: one product with `a` for each run of rows with the same one.
+bool Decoder::adapt(const Linear& w, const Gemm& gemm, AdaptedRows& rows, Shrinking& shrinking) {
+  const int count = gemm.in.quant.rows;
+  const int32_t* slots = gemm.slots != nullptr ? gemm.slots : row_slots_.data();
+  rows.parts.assign(static_cast<size_t>(count), nullptr);
+  rows.at.assign(static_cast<size_t>(count), 0);
+  bool any = false;
+  for (int first = 0; first < count;) {
+    int end = first + 1;
+    while (end < count && slots[end] == slots[first]) ++end;
+    if (const LowRank* part = adapters_.find(slots[first], w.site)) {
+      const size_t rank = static_cast<size_t>(part->b.cols);
+      Rows in{gemm.in.values + static_cast<size_t>(first) * gemm.in.stride, gemm.in.stride, {}};
+      in.quant.rows = end - first;
+      in.quant.tile = kernels_->tile_for(end - first);
+      shrinking.gemms.push_back({&part->a, nullptr, in, Gemm::Mode::Store, nullptr, rank});
+      shrinking.at.push_back(shrinking.size);
+      for (int r = first; r < end; ++r) {
+        rows.parts[static_cast<size_t>(r)] = part;
+        rows.at[static_cast<size_t>(r)] = shrinking.size + static_cast<size_t>(r - first) * rank;
+      }
+      shrinking.size += static_cast<size_t>(end - first) * rank;
+      any = true;
+    }
+    first = end;
+  }
+  return any;
+}
+
+}  // namespace tokenmill

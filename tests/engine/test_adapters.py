@@ -1,0 +1,163 @@
+"""Adapters through the engine: many in one batch, loaded and unloaded while it runs, beside every other feature."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
+from tests.support.trained_models import GREEDY, golden_cases, num_equal_tokens
+from tokenmill import LLM, Guided, SamplingParams
+from tokenmill.errors import TokenmillError, UnknownModel
+from tokenmill.params import BeamParams
+
+TRAINED = ("dora_r8_robots", "lora_pattern_reversed", "lora_r8_upper", "rslora_r16_bang")
+SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SIZES = {"q_proj": (64, 64), "v_proj": (32, 64), "down_proj": (64, 172)}
+ONCE = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def trained_dir(shared_dir: Path) -> Path:
+    return shared_dir / "goldens" / "tiny" / "adapters"
+
+
+@pytest.fixture(scope="module")
+def random_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sixteen adapters of different ranks."""
+    root = tmp_path_factory.mktemp("adapters")
+    found = {}
+    for number in range(16):
+        rank = (1, 4, 8, 17)[number % 4]
+        config = plain_config(r=rank, lora_alpha=rank * (1 + number), target_modules=list(SIZES))
+        found[f"a{number}"] = write_adapter(root / f"a{number}", config, llama_shapes(SIZES, 5, rank))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(stories_dir: Path, random_dirs: dict[str, Path]) -> Iterator[LLM]:
+    model = LLM(stories_dir, adapters=random_dirs, adapter_slots=16, threads=1, packed_cache=False)
+    yield model
+    model.close()
+
+
+def tokens(llm: LLM, prompts: list[str], params: SamplingParams, adapter: list[str | None]) -> list[list[int]]:
+    answers = llm.generate(prompts, params, adapter=adapter, progress=False)
+    assert [answer.error for answer in answers] == [None] * len(prompts)
+    return [output.token_ids for answer in answers for output in answer.outputs]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_trained_adapters_answer_as_recorded_all_in_one_batch(
+    backend: str, stories_dir: Path, trained_dir: Path
+) -> None:
+    llm = LLM(stories_dir, backend=backend, adapters={name: trained_dir / name for name in TRAINED}, threads=1)
+    asked = [(name, case) for name in TRAINED for case in golden_cases(trained_dir / name)[:6]]
+    asked += [(None, case) for case in golden_cases(stories_dir.parent)[:6]]
+    cases, names = [case for _, case in asked], [name for name, _ in asked]
+    answers = llm.generate([case["prompt_ids"] for case in cases], GREEDY, adapter=names, progress=False)
+    assert num_equal_tokens(cases, answers, 1e-3) > 1000
+    llm.close()
+
+
+def test_sixteen_adapters_and_the_base_together_are_each_alone(llm: LLM) -> None:
+    names: list[str | None] = [None, *(f"a{number}" for number in range(16))]
+    prompts = [f"{ONCE}, {number}" for number in range(17)]
+    together = tokens(llm, prompts, SHORT, names)
+    assert together == [tokens(llm, [p], SHORT, [n])[0] for p, n in zip(prompts, names, strict=True)]
+    same = tokens(llm, [ONCE] * 17, SHORT, names)
+    assert len({tuple(one) for one in same}) > 12  # adapters do change answers
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, seed=3, max_tokens=12, n=3),
+        SamplingParams(temperature=0.0, max_tokens=10, beam=BeamParams(width=3)),
+        SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=12, guided=Guided(kind="regex", text="[A-Za-z ,.]{4,30}")),
+    ],
+    ids=["samples", "beams", "logprobs", "guided"],
+)
+def test_adapters_beside_other_features_do_not_depend_on_the_batch(llm: LLM, params: SamplingParams) -> None:
+    names: list[str | None] = [None, "a1", "a2", "a3"]
+    together = tokens(llm, [ONCE] * 4, params, names)
+    alone = [one for name in names for one in tokens(llm, [ONCE], params, [name])]
+    assert together == alone
+
+
+def test_answers_survive_preemption_and_few_slots(stories_dir: Path, random_dirs: dict[str, Path], llm: LLM) -> None:
+    """Every request is answered as with slots and blocks for all."""
+    names: list[str | None] = [f"a{number // 2 % 16}" for number in range(40)]
+    prompts = [f"{ONCE} there was number {number}" for number in range(40)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected = tokens(llm, prompts, params, names)
+    tight = LLM(
+        stories_dir, adapters=random_dirs, adapter_slots=3, num_blocks=9, max_context=96, max_running=6, threads=1
+    )
+    assert tokens(tight, prompts, params, names) == expected
+    assert tight.core.stats().preemptions > 0
+    tight.close()
+
+
+def test_a_reload_under_the_same_name_never_meets_the_old_cache(
+    stories_dir: Path, random_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    llm = LLM(stories_dir, adapter_slots=2, max_adapter_rank=32, threads=1)
+    prompt = f"{ONCE} there was a little girl named Lily. She liked to play in the park with her friends."
+    folder = tmp_path / "adapter"
+    found = []
+    for name in ("a1", "a2", "a1"):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(random_dirs[name], folder)
+        llm.load_adapter("mine", folder)
+        answer = llm.generate(prompt, SHORT, adapter="mine", progress=False)[0]
+        again = llm.generate(prompt, SHORT, adapter="mine", progress=False)[0]
+        assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+        assert again.num_cached_tokens > 0
+        found.append((answer.outputs[0].token_ids, answer.num_cached_tokens))
+    assert found[0][0] != found[1][0]
+    assert found[1][1] == 0  # nothing of the first one's blocks
+    assert found[2][0] == found[0][0]
+    assert found[2][1] > 0  # the same file is the same adapter
+    base = llm.generate(prompt, SHORT, progress=False)[0]
+    assert base.num_cached_tokens == 0
+    llm.close()
+
+
+def test_names_come_and_go(llm: LLM, random_dirs: dict[str, Path]) -> None:
+    llm.load_adapter("extra", random_dirs["a5"])
+    assert tokens(llm, [ONCE], SHORT, ["extra"]) == tokens(llm, [ONCE], SHORT, ["a5"])
+    llm.unload_adapter("extra")
+    with pytest.raises(UnknownModel, match="extra"):
+        llm.generate(ONCE, SHORT, adapter="extra", progress=False)
+    with pytest.raises(UnknownModel):
+        llm.unload_adapter("extra")
+
+
+class VllmRequest:
+    lora_name = "from vllm"
+    lora_int_id = 1
+    lora_path = ""
+
+
+def test_vllm_requests_name_adapters_too(llm: LLM, random_dirs: dict[str, Path]) -> None:
+    request = VllmRequest()
+    request.lora_name, request.lora_path = "other", str(random_dirs["a7"])
+    answer = llm.generate(ONCE, SHORT, lora_request=request, progress=False)[0]
+    assert [answer.outputs[0].token_ids] == tokens(llm, [ONCE], SHORT, ["a7"])
+    llm.unload_adapter("other")
+
+
+def test_an_adapter_larger_than_a_slot_is_refused_by_name(stories_dir: Path, random_dirs: dict[str, Path]) -> None:
+    llm = LLM(stories_dir, adapter_slots=1, max_adapter_rank=4, threads=1)
+    with pytest.raises(TokenmillError, match="rank 17"):
+        llm.load_adapter("large", random_dirs["a3"])
+    llm.close()
+    without = LLM(stories_dir, threads=1)
+    with pytest.raises(TokenmillError, match="adapter-slots"):
+        without.load_adapter("a", random_dirs["a0"])
+    without.close()

@@ -1,0 +1,39 @@
+"""How many slots for adapters a model gets, and how much memory they take: known before anything is loaded.
+
+A slot holds any of the adapters that are named, and one of the largest rank that changes every matrix of the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config.adapters import named_adapters
+from tokenmill.config.engine import ModelConfig
+from tokenmill.lora.sizes import adapter_size, slot_values
+
+MAX_AUTO_SLOTS = 8
+DEFAULT_RANK = 64
+MAX_RANK = 1024
+
+
+@dataclass(frozen=True)
+class AdapterRoom:
+    slots: int
+    rank: int | None
+    slot_values: int = 0
+    total_bytes: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+
+def resolve_adapters(config: ModelConfig, spec: ModelSpec, value_bytes: int) -> AdapterRoom:
+    named = named_adapters(config.adapter)
+    slots = min(len(named), MAX_AUTO_SLOTS) if config.adapter_slots is None else config.adapter_slots
+    if not slots:
+        return AdapterRoom(0, None)
+    sizes = [adapter_size(path) for path in named.values()]
+    rank = config.max_adapter_rank or max((size.rank for size in sizes), default=DEFAULT_RANK)
+    values = max([slot_values(spec, rank), *(size.num_values for size in sizes)])
+    total_bytes = slots * values * value_bytes
+    reason = f"adapters: {slots} slots for ranks up to {rank}, {total_bytes / 2**30:.2f} GiB"
+    return AdapterRoom(slots, rank, values, total_bytes, [reason])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_models import GB, FakeSource, fake_models
+from tests.support.fake_models import DEVICE_BYTES, GB, FakeSource, fake_models
 from tokenmill.errors import DamagedFile, Draining
 from tokenmill.server import loader as loader_module
 from tokenmill.server.errors import LoadFailed
@@ -63,6 +63,21 @@ def test_the_least_recently_used_idle_model_leaves_for_another() -> None:
         gates["a"].is_pinned = True
         await ask(gates["b"])
         assert gates["a"].state == "loaded" and gates["c"].state == "unloaded"
+        await loader.close()
+
+    run(work)
+
+
+def test_each_device_has_its_own_room() -> None:
+    async def work() -> None:
+        loader, gates, sources = fake_models("a", "b", "c", "d")
+        for name in "abc":
+            sources[name].device = "cuda"  # which has room for two
+        for name in "abdc":
+            await ask(gates[name])
+        states = {name: gate.state for name, gate in gates.items()}
+        assert states == {"a": "unloaded", "b": "loaded", "c": "loaded", "d": "loaded"}
+        assert loader.memory()["cuda"] == (DEVICE_BYTES, 2 * GB) and loader.memory()["cpu"][1] == GB
         await loader.close()
 
     run(work)

@@ -163,6 +163,6 @@ def test_the_plan_of_a_model_is_what_its_engine_holds(shared_dir: Path) -> None:
             assert engine.info.max_context == described.max_context
             await engine.close()
         assert source.held().total_bytes == memory.total_bytes
-        assert source.plan(300 * 10**6, 2).problem is not None
+        assert source.plan(CPU_RUNTIME_BYTES, 2).problem is not None
 
     asyncio.run(work())

@@ -11,6 +11,7 @@ from tokenmill.server.gate import EngineGate, ModelReader, ServedEngine
 from tokenmill.server.loader import ModelLoader, ModelMemory
 
 GB = 10**9
+DEVICE_BYTES = 2 * GB
 
 
 class FakeSource:
@@ -25,6 +26,7 @@ class FakeSource:
         self.num_closed = 0
         self.delay_s = 0.0
         self.offers: list[int | None] = []
+        self.device = "cpu"
 
     async def read(self) -> ModelReader:
         return FakeEngine(info=self.info)
@@ -32,7 +34,9 @@ class FakeSource:
     def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
         self.offers.append(available_bytes)
         fits = available_bytes is None or self.size <= available_bytes
-        return ModelMemory("cpu", 100 * GB, self.size, self.size, problem=None if fits else "it is too large")
+        there = DEVICE_BYTES if available_bytes is None else available_bytes
+        problem = None if fits else "it is too large"
+        return ModelMemory(self.device, there, self.size, self.size, problem=problem)
 
     def held(self) -> ModelMemory:
         return self.plan(None, 1)

@@ -41,7 +41,7 @@ class ModelMemory:
     """What a model takes on its device."""
 
     device: str
-    device_bytes: int  # that it has for models
+    device_bytes: int  # that it was offered; of a plan without an offer, all that the device has
     fixed_bytes: int  # all but the KV pool
     total_bytes: int
     num_blocks: int | None = None  # of the KV pool; None: the engine decides
@@ -125,8 +125,8 @@ class ModelLoader:
 
     def memory(self) -> dict[str, tuple[int, int]]:
         """Total and used bytes of each device that models were planned for."""
-        taken = {seat.memory.device: seat.memory for seat in self._seats.values() if seat.memory is not None}
-        return {device: (self._total(one), self._used(device)) for device, one in sorted(taken.items())}
+        devices = {seat.memory.device for seat in self._seats.values() if seat.memory is not None}
+        return {device: (self._total(device), self._used(device)) for device in sorted(devices)}
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -231,7 +231,7 @@ class ModelLoader:
     def _planned(self, gate: EngineGate, seat: Seat) -> ModelMemory:
         """Plan a model beside all others if all can be in memory together, or else beside those that are pinned."""
         own = seat.footprint = seat.footprint or seat.source.plan(None, 1)
-        total = self._total(own)
+        total = self._total(own.device)
         others = [(one, other) for one, other in self._seats.items() if other is not seat and _is_on(one, other, own)]
         fixed = sum(other.footprint.fixed_bytes for _, other in others if other.footprint is not None)
         memory = seat.source.plan(total - fixed, 1 + len(others))
@@ -240,10 +240,14 @@ class ModelLoader:
         pinned = sum(_largest_bytes(other) for one, other in others if one.is_pinned)
         return seat.source.plan(total - pinned, 1 + len(others))
 
-    def _total(self, memory: ModelMemory) -> int:
+    def _total(self, device: str) -> int:
+        """The memory for models: of the processor what was free at the start, of another device all that it has."""
         if self._memory_bytes is not None:
             return self._memory_bytes
-        return self._cpu_bytes if memory.device == "cpu" else memory.device_bytes
+        if device == "cpu":
+            return self._cpu_bytes
+        alone = (seat.footprint for seat in self._seats.values() if seat.footprint is not None)
+        return max((one.device_bytes for one in alone if one.device == device), default=0)
 
     def _used(self, device: str) -> int:
         taken = (seat.memory for seat in self._seats.values() if seat.memory is not None)
@@ -253,7 +257,7 @@ class ModelLoader:
         num_taken = sum(seat.is_taken for seat in self._seats.values())
         if self._max_loaded is not None and num_taken >= self._max_loaded:
             return False
-        return self._used(memory.device) + memory.total_bytes <= self._total(memory)
+        return self._used(memory.device) + memory.total_bytes <= self._total(memory.device)
 
     def _loaded(self) -> Iterator[EngineGate]:
         """Models that could be unloaded."""

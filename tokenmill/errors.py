@@ -116,10 +116,12 @@ class DamagedFile(ModelError):
     code = "damaged_file"
 
 
-def error_with_code(code: str | None, message: str) -> TokenmillError:
+def error_with_code(code: str | None, message: str, param: str | None = None) -> TokenmillError:
     """The error that another process named by its code; RequestFailed for one that has no better name."""
     of_requests = (InvalidRequest, UnknownModel, Overloaded, RequestFailed)
     kinds: dict[str, type[TokenmillError]] = {
         kind.code: kind for kind in (*of_requests, ModelError, UnsupportedModel, DamagedFile)
     }
-    return kinds.get(code or "", RequestFailed)(message)
+    error = kinds.get(code or "", RequestFailed)(message)
+    error.param = param
+    return error

@@ -164,6 +164,7 @@ def test_global_layers_alone_are_scaled_in_gemma3() -> None:
         ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"model_type": "phi3", "partial_rotary_factor": 1e308}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1}}, "original_max"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
         ({"attention_bias": "yes"}, "attention_bias"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),

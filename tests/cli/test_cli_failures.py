@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,28 @@ def test_serving_on_a_busy_port(environment: dict[str, str], smollm2_path: Path)
         port = str(taken.getsockname()[1])
         told = f"cannot listen on 127.0.0.1:{port}: Address already in use (choose another --port)"
         one_line(real(environment, "serve", str(smollm2_path), "--port", port), 1, told)
+    wait_for_no_engine(environment)
+
+
+def test_a_busy_port_is_known_before_the_engine_is_imported() -> None:
+    check = (
+        "import sys; from tokenmill.server.listen import bind;bind('127.0.0.1', 0).close(); import tokenmill.cli.serve;"
+        "sys.exit(any(name in sys.modules for name in ('uvicorn', 'numpy', 'tokenmill.engine.async_engine')))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("after_s", [0.4, 1.2])
+def test_a_stop_in_the_first_seconds_is_orderly(
+    environment: dict[str, str], smollm2_path: Path, after_s: float
+) -> None:
+    command = [sys.executable, "-m", "tokenmill", "serve", str(smollm2_path), "--port", "0"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(after_s)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
     wait_for_no_engine(environment)
 
 

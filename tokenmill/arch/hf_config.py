@@ -357,7 +357,8 @@ def longrope_mscale(stretch: float, original_context: int) -> float:
 
 def _yarn(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> YarnScaling:
     original = _original_context(rope, fields)
-    factor = _stretch(rope, fields, original)
+    is_implied = any(source.get("original_max_position_embeddings") is not None for source in (rope, fields))
+    factor = _stretch(rope, fields, original) if is_implied else rope.positive("factor")
     return YarnScaling(
         factor=factor,
         original_context=original,

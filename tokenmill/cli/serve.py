@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tokenmill.cli import flags, session
+from tokenmill.cli import flags
 from tokenmill.config.served_models import ServedModelConfig, served_models
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.store import ResolvedModel, is_scripted
@@ -31,6 +31,10 @@ def command(
     model_tables: Annotated[str, Parameter(show=False)] = "{}",
 ) -> int:
     """Serve models over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1."""
+    from tokenmill.server.listen import require_free_ports
+
+    require_free_ports(server)  # before all that takes seconds to import
+    from tokenmill.cli import session
     from tokenmill.server.run import require_servable, run_server
 
     base = engine.config(None)

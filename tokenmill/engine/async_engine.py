@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tokenmill.config import EngineConfig
 from tokenmill.config.adapters import require_adapter_name
 from tokenmill.config.by_name import engine_config
@@ -344,7 +346,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """Running and waiting requests, the KV cache, sums since the start."""
-        return self._stats
+        return msgspec.structs.replace(self._stats, restarts=self._core.num_restarts)
 
     def is_idle(self) -> bool:
         """Return whether no request is here, not even one that is being tokenised."""
@@ -390,6 +392,7 @@ class CoreSupervisor:
         self._restart: asyncio.Task[None] | None = None
         self._life_checks: asyncio.Task[None] | None = None
         self._deaths: list[float] = []
+        self.num_restarts = 0
         self._is_closed = False
 
     async def open(self) -> None:
@@ -474,6 +477,12 @@ class CoreSupervisor:
             self.health = Health("dead", failure.message)
             self._restart = asyncio.create_task(self._restart_core(failure.message))
 
+    async def _drop_client(self) -> None:
+        """Let go of a dead core, and of the folder of its sockets."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
     async def _restart_core(self, why: str) -> None:
         now = time.monotonic()
         self._deaths = [died for died in self._deaths if now - died < RESTART_WINDOW_S] + [now]
@@ -484,11 +493,11 @@ class CoreSupervisor:
                 why,
                 self.health.detail,
             )
+            await self._drop_client()
             return
         log.error("%s; starting it again", why)
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        self.num_restarts += 1
+        await self._drop_client()
         await asyncio.sleep(FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1))
         self.health = Health("loading", "starting again after a failure")
         try:

@@ -278,7 +278,9 @@ def no_vocabulary() -> Vocabulary:
 
 
 def refusal(request_id: str, error: TokenmillError) -> SequenceOutput:
-    return SequenceOutput(request_id=request_id, finish_reason="error", error=str(error), error_code=error.code)
+    return SequenceOutput(
+        request_id=request_id, finish_reason="error", error=str(error), error_code=error.code, error_param=error.param
+    )
 
 
 def failed_step(plan: StepPlan, message: str) -> StepResult:

@@ -7,7 +7,9 @@ imports and reads afterwards: the child's longest wait, importing torch, then ru
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,9 @@ from collections.abc import Sequence
 EXIT_TIMEOUT_S = 3.0
 STOP_SIGNAL = signal.SIGUSR1  # from a parent to a child that does not read its messages; SIGTERM comes from others too
 MAX_SOCKET_PATH = 70  # bytes: the folder's own name and the socket's take 29 more
+SECRETS = ("TOKENMILL_API_KEY",)  # the front's: a core knows no keys
+FOLDER_PREFIX = "tokenmill-"
+LOCK = "owner"
 PLAIN_START = "--no-fast-start"  # the child's last argument, where it is not to start fast
 
 
@@ -27,11 +32,15 @@ class CoreProcess:
         """`program`: what Python runs; its arguments are the folder of its sockets and its parent's pid. `fast_start`:
         whether the child may use start-up tricks (`engine/startup`)."""
         # Where its sockets lie; of mode 0700.
-        self._folder = tempfile.TemporaryDirectory(prefix="tokenmill-", dir=socket_path(tempfile.gettempdir()))
+        place = socket_path(tempfile.gettempdir())
+        remove_abandoned(place)
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=place)
+        self._lock: int | None = hold(self._folder.name)
         switch = [] if fast_start else [PLAIN_START]
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._process = subprocess.Popen(
             [*own_python(), *program, self._folder.name, str(os.getpid()), *switch],
+            env={name: value for name, value in os.environ.items() if name not in SECRETS},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
@@ -56,7 +65,13 @@ class CoreProcess:
             except subprocess.TimeoutExpired:
                 self._process.send_signal(number)
         self._process.wait()
+        self._clean_up()
+
+    def _clean_up(self) -> None:
         self._folder.cleanup()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def end_at_once(self) -> None:
         """Kill a process that does not react; who waits for it learns of its end."""
@@ -66,7 +81,7 @@ class CoreProcess:
         """End a process that was never told anything and has nothing to finish."""
         self._process.kill()
         self._process.wait()
-        self._folder.cleanup()
+        self._clean_up()
 
 
 def own_python() -> list[str]:
@@ -80,6 +95,39 @@ def own_python() -> list[str]:
     except OSError:  # the folder is gone
         is_here = False
     return [sys.executable] if is_here else [sys.executable, "-P"]
+
+
+def hold(folder: str) -> int:
+    """Lock a folder for as long as this process lives; the descriptor of the lock."""
+    lock = os.open(os.path.join(folder, LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def remove_abandoned(place: str) -> None:
+    """Remove the folders of this user's processes that were killed together with their cores."""
+    for name in os.listdir(place):
+        folder = os.path.join(place, name)
+        if not name.startswith(FOLDER_PREFIX) or not _is_abandoned(folder):
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: str) -> bool:
+    """Tell whether the owner of a folder is gone: nothing holds its lock. One without a lock is left alone."""
+    try:
+        if os.lstat(folder).st_uid != os.getuid():
+            return False
+        lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def socket_path(usual: str) -> str:

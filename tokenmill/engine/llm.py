@@ -422,7 +422,7 @@ class LLM:
             return []
         if output.finish_reason == "error":
             del self._output_processors[output.request_id]
-            return [error_with_code(output.error_code, output.error or "the request failed")]
+            return [error_with_code(output.error_code, output.error or "the request failed", output.error_param)]
         events = output_processor.process(output)
         for index in output_processor.pop_stopped():
             self._core.abort(output.request_id, index)

@@ -65,6 +65,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0  # proposed by speculation and computed
     accepted_tokens: int = 0  # ... and accepted
     engine_pid: int = 0
+    restarts: int = 0  # after deaths of the engine's process
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):

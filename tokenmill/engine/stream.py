@@ -43,7 +43,7 @@ class EventBuffer:
         A failure in the text of one request must not reach the others, so it becomes that request's error.
         """
         if output.finish_reason == "error":
-            return error_with_code(output.error_code, output.error or "the request failed")
+            return error_with_code(output.error_code, output.error or "the request failed", output.error_param)
         try:
             for event in self.output_processor.process(output):
                 self.put(event)

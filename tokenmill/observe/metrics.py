@@ -193,9 +193,9 @@ class ModelMetrics:
         """Note whether the model is in memory."""
         self._series["model_loaded"].set(is_loaded)
 
-    def engine_restarted(self) -> None:
-        """Count a restart of the engine; its totals begin at zero again."""
-        self._series["engine_restarts"].inc()
+    def engine_restarted(self, times: int = 1) -> None:
+        """Count restarts of the engine; its totals begin at zero again."""
+        self._series["engine_restarts"].inc(times)
         self._last = NO_ENGINE
 
     def engine_unloaded(self, last: EngineState) -> None:

@@ -96,7 +96,7 @@ class Accounting:
     def __init__(self, metrics: Metrics, registry: ModelRegistry) -> None:
         self._metrics = metrics
         self._registry = registry
-        self._engine_pids: dict[str, int] = {}
+        self._num_restarts: dict[str, int] = {}
 
     def finish(self, record: RequestRecord) -> None:
         if not record.is_generation:
@@ -125,7 +125,7 @@ class Accounting:
 
     def unloaded(self, name: str, last: EngineStats) -> None:
         """Count what the engine of a model did before it left the memory."""
-        self._engine_pids.pop(name, None)
+        self._num_restarts.pop(name, None)
         self._metrics.of(name).engine_unloaded(_state(last))
 
     def _of_default(self) -> ModelMetrics:
@@ -144,10 +144,10 @@ class Accounting:
         series.set_loaded(stats is not None)
         if stats is None:
             return
-        pid = self._engine_pids.get(name, 0)
-        if pid and stats.engine_pid not in (0, pid):
-            series.engine_restarted()
-        self._engine_pids[name] = stats.engine_pid or pid
+        known = self._num_restarts.get(name, 0)
+        if stats.restarts > known:
+            series.engine_restarted(stats.restarts - known)
+        self._num_restarts[name] = stats.restarts
         series.set_engine(_state(stats))
 
 

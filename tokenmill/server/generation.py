@@ -78,6 +78,7 @@ class GenerationJob:
     is_stream: bool = False
     num_choices: int = 1
     prompt_param: str = "messages"  # the field to blame for a prompt that does not fit
+    guided_param: str | None = None  # ... and for a schema or grammar that can't be followed
     max_in_flight: int | None = None  # None: all requests at once, so that all are accepted before the first byte
     check: Callable[[Request], None] | None = None  # raises what the dialect refuses once the prompt's length is known
     shorten: Shorten | None = None  # makes a request that did not fit shorter, or gives up (None)
@@ -229,9 +230,13 @@ class GenerationRun:
     async def _events_of(self, number: int) -> AsyncIterator[tuple[int, Event]]:
         request = self._requests[number]
         events = self._open.get(request.request_id) or await self._submit(request)
-        async for event in events:
-            self._note(request.request_id, event)
-            yield number * self.job.num_choices + event.index, event
+        try:
+            async for event in events:
+                self._note(request.request_id, event)
+                yield number * self.job.num_choices + event.index, event
+        except InvalidRequest as error:
+            error.param = self.job.guided_param if error.param == "guided" else error.param
+            raise
         self._open.pop(request.request_id, None)
 
     def _note(self, request_id: str, event: Event) -> None:

@@ -8,6 +8,9 @@ without end. A timer runs whenever no request of the connection is being answere
 from __future__ import annotations
 
 import asyncio
+import math
+import resource
+import time
 from collections import deque
 
 import httptools
@@ -29,12 +32,35 @@ WRITE_TIMEOUT_S = 60.0  # in which a client that is behind takes LEAST_TAKEN_BYT
 LEAST_TAKEN_BYTES = 1024
 MAX_UNREAD_BYTES = 64 << 20  # of a body that was refused before it came: read, so that the client sees why, and dropped
 STATUS_LINES = {400: "400 Bad Request", 431: "431 Request Header Fields Too Large"}
+FEW_LEFT = 16  # descriptors
+TELL_AGAIN_S = 60.0
 TLS_HELLO = b"\x16\x03"
 
 
 def limited_protocol(dialects: Dialects) -> type[LimitedHttpProtocol]:
     """The class of uvicorn's connections, for a server with these dialects."""
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"dialects": dialects})
+
+
+class DescriptorWatch:
+    """Says in the log, once a minute at most, that connections take the last descriptors of this process. Later ones
+    are closed by the system, unseen."""
+
+    def __init__(self) -> None:
+        self._told_s = -math.inf
+
+    def note(self, transport: asyncio.Transport) -> None:
+        connection = transport.get_extra_info("socket")
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if connection is None or limit == resource.RLIM_INFINITY or connection.fileno() < limit - FEW_LEFT:
+            return
+        now_s = time.monotonic()
+        if now_s - self._told_s > TELL_AGAIN_S:
+            self._told_s = now_s
+            log.error("%d connections and files are open, nearly all that may be: raise the limit (ulimit -n)", limit)
+
+
+FEW_DESCRIPTORS = DescriptorWatch()
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -44,6 +70,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        FEW_DESCRIPTORS.note(transport)
         self._in_head, self._head_bytes = True, 0
         self._has_begun = False  # a head, perhaps of the next request while one is being answered
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered

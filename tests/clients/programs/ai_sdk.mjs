@@ -1,5 +1,6 @@
 // Vercel's AI SDK, whose schemas are strict about what a server answers: node ai_sdk.mjs URL. Prints one JSON object.
 import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { createOllama } from "ollama-ai-provider-v2";
@@ -11,6 +12,7 @@ const compatible = { name: "tokenmill", baseURL: `${url}/v1`, includeUsage: true
 const models = {
   anthropic: createAnthropic({ baseURL: `${url}/v1`, ...key })("scripted"),
   openai: createOpenAICompatible({ ...compatible, ...key })("scripted"),
+  responses: createOpenAI({ baseURL: `${url}/v1`, ...key })("scripted"),
   ollama: createOllama({ baseURL: `${url}/api` })("scripted"),
 };
 const weather = tool({
@@ -18,7 +20,8 @@ const weather = tool({
   inputSchema: z.object({ city: z.string() }),
   execute: async ({ city }) => `22 degrees in ${city}`,
 });
-const shared = { maxRetries: 0, maxOutputTokens: 2000 };
+const thinks = { openai: { forceReasoning: true, reasoningSummary: "auto" } }; // its way to see what was thought
+const shared = { maxRetries: 0, maxOutputTokens: 2000, providerOptions: thinks };
 const said = {};
 for (const [name, model] of Object.entries(models)) {
   const text = await generateText({ model, prompt: "Say hello", ...shared });

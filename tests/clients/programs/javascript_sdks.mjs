@@ -49,6 +49,24 @@ const said = {};
 }
 
 {
+  const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "unused", maxRetries: 0 });
+  const whole = await client.responses.create({ model, input: "Say hello" });
+  const tools = [{ type: "function", name: "weather", description: "The weather", parameters: schema }];
+  const called = await client.responses.stream({ model, input: question, tools }).finalResponse();
+  const call = called.output.find((item) => item.type === "function_call");
+  const result = { type: "function_call_output", call_id: call.call_id, output: "22 degrees" };
+  const asked = { model, input: [result], tools, previous_response_id: called.id };
+  const answer = await client.responses.stream(asked).finalResponse();
+  said.responses = {
+    text: whole.output_text,
+    call: [call.name, JSON.parse(call.arguments), called.status],
+    answer: answer.output_text,
+    thought: answer.output[0].content[0].text,
+    tokens: whole.usage.input_tokens,
+  };
+}
+
+{
   const client = new Ollama({ host: url });
   const whole = await client.chat({ model, messages: hello });
   const tools = [{ type: "function", function: { name: "weather", description: "The weather", parameters: schema } }];

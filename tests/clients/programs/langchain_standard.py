@@ -1,4 +1,4 @@
-"""LangChain's standard tests of a chat model, for its OpenAI, Anthropic and Ollama classes."""
+"""LangChain's standard tests of a chat model, for its OpenAI (chat and Responses), Anthropic and Ollama classes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ class TestOpenAI(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict:
         return {"base_url": f"{URL}/v1", "api_key": "unused", "model": MODEL, "temperature": 0, "stream_usage": True}
+
+
+class TestResponses(TestOpenAI):
+    @property
+    def chat_model_params(self) -> dict:
+        return {**super().chat_model_params, "use_responses_api": True}
 
 
 class TestAnthropic(ChatModelIntegrationTests):

@@ -1,4 +1,5 @@
-"""pydantic-ai: text, a stream, a tool loop and a typed answer through its OpenAI, Ollama and Anthropic models."""
+"""pydantic-ai: text, a stream, a tool loop and a typed answer through its OpenAI (chat and Responses), Ollama and
+Anthropic models."""
 
 import asyncio
 import os
@@ -6,7 +7,7 @@ import os
 from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.ollama import OllamaProvider
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -40,7 +41,9 @@ async def probe(name: str, model: object) -> None:
 
 
 async def main() -> None:
-    await probe("openai", OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="unused")))
+    openai = OpenAIProvider(base_url=f"{URL}/v1", api_key="unused")
+    await probe("openai", OpenAIChatModel(MODEL, provider=openai))
+    await probe("responses", OpenAIResponsesModel(MODEL, provider=openai))
     await probe("ollama", OpenAIChatModel(MODEL, provider=OllamaProvider(base_url=f"{URL}/v1")))
     await probe("anthropic", AnthropicModel(MODEL, provider=AnthropicProvider(base_url=URL, api_key="unused")))
 

@@ -65,4 +65,6 @@ def test_the_ai_sdk(url: str, canary: Canary, tmp_path: Path) -> None:
         assert one["streamed"].endswith("It is 22 degrees in Zürich."), name
         assert one["thought"] == "The tool knows.", name
         assert one["shaped"] == {"city": "Zürich"}, name
-    assert told["anthropic"]["tokens"] == told["openai"]["tokens"] == told["responses"]["tokens"], "Ollama's provider switches thinking off"
+    assert told["anthropic"]["tokens"] == told["openai"]["tokens"] == told["responses"]["tokens"], (
+        "Ollama's provider switches thinking off"
+    )

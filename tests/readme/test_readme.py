@@ -22,7 +22,7 @@ import pytest
 from tests.support.terminal import ROOT, Terminal, free_port, require_shown
 
 EXECUTED = (
-    "command-line", "server", "several-models", "clients", "ollama", "python", "configuration", "planning",
+    "command-line", "server", "several-models", "clients", "responses", "ollama", "python", "configuration", "planning",
     "troubleshooting",
 )  # fmt: skip
 PAGES = [ROOT / "README.md", *[ROOT / "docs" / f"{name}.md" for name in EXECUTED]]

@@ -56,6 +56,25 @@ def openai_stream(process: ServerProcess) -> Reply:
     return text, usage["prompt_tokens"], usage["completion_tokens"]
 
 
+RESPONSE = {"instructions": SYSTEM, "input": TURNS, "temperature": 0, "max_output_tokens": MAX_TOKENS, "store": False}
+
+
+def response_reply(response: dict[str, Any]) -> Reply:
+    usage = response["usage"]
+    return response["output"][0]["content"][0]["text"], usage["input_tokens"], usage["output_tokens"]
+
+
+def responses_whole(process: ServerProcess) -> Reply:
+    return response_reply(json.loads(post(process, "/v1/responses", RESPONSE)))
+
+
+def responses_stream(process: ServerProcess) -> Reply:
+    seen = events(post(process, "/v1/responses", {**RESPONSE, "stream": True}))
+    text = "".join(event["delta"] for event in seen if event["type"] == "response.output_text.delta")
+    assert text == response_reply(seen[-1]["response"])[0]
+    return response_reply(seen[-1]["response"])
+
+
 ANTHROPIC = {"system": SYSTEM, "messages": TURNS, "temperature": 0, "max_tokens": MAX_TOKENS}
 
 
@@ -129,6 +148,8 @@ def tgi_stream(process: ServerProcess) -> Reply:
 
 ASKED: dict[str, Ask] = {
     "OpenAI, streamed": openai_stream,
+    "Responses": responses_whole,
+    "Responses, streamed": responses_stream,
     "Anthropic": anthropic_whole,
     "Anthropic, streamed": anthropic_stream,
     "Ollama": ollama_chat,

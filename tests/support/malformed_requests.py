@@ -9,10 +9,12 @@ import httpx
 import orjson
 
 CHAT, COMPLETION, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSE = "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]},
     COMPLETION: {"model": "fake/tiny", "prompt": "Hi"},
     EMBED: {"model": "fake/tiny", "input": "Hi"},
+    RESPONSE: {"model": "fake/tiny", "input": "Hi", "store": False},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [72]},
 }
@@ -47,6 +49,7 @@ NUMERIC = {
     CHAT: [*SAMPLING, "max_completion_tokens", "top_logprobs"],
     COMPLETION: [*SAMPLING, "logprobs"],
     EMBED: ["dimensions", "priority"],
+    RESPONSE: [*SAMPLING, "max_output_tokens", "top_logprobs", "max_tool_calls"],
 }
 # As raw JSON, because some of these no JSON library would write.
 NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e400", "true", "[]", "{}", '"1"', "[1]", "1" * 30]

@@ -1,5 +1,5 @@
-"""openai-agents, which speaks Responses: text, a stream, a tool loop, a handoff, a typed answer, a session that the server
-keeps."""
+"""openai-agents, which speaks Responses: text, a stream, a tool loop, a handoff, a typed answer, and chains and
+conversations that the server keeps."""
 
 import asyncio
 import os

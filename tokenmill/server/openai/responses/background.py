@@ -30,6 +30,7 @@ from tokenmill.server.routing import RouteContext
 
 log = get_log("server")
 MAX_AT_ONCE = 64  # handed to engines; the others wait here
+MAX_WAITING = 4096
 
 
 @dataclass
@@ -110,6 +111,8 @@ class BackgroundResponses:
 
     async def begin(self, made: ResponseJob) -> BackgroundResponse:
         """Keep a new response as queued, and run it."""
+        if len(self._running) >= MAX_WAITING:
+            raise Overloaded("too many responses wait in the background", retry_after_s=30.0)
         running = BackgroundResponse(made)
         running.add(made.writer.queued())
         row = made.row()

@@ -1,0 +1,123 @@
+"""What of the Responses API outlives its server: chains, conversations, responses in the background."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.client_scripts import script
+from tests.support.scripted_server import scripted_server
+from tests.support.server_process import ServerProcess, free_port, is_alive, running
+from tokenmill.config.server import ServerConfig
+
+SCRIPT = script(
+    {"match": "forever", "say": "ha ", "repeat": True, "token_delay_s": 0.01},
+    {"match": "my name is Ada[\\s\\S]*what is my name", "say": "You are Ada."},
+    {"say": "Hello there!"},
+)
+Ask = Callable[..., dict[str, Any]]
+
+
+def asking(http: httpx.Client, url: str = "") -> Ask:
+    def ask(**body: Any) -> dict[str, Any]:
+        reply = http.post(f"{url}/v1/responses", json={"model": "scripted", **body})
+        assert reply.status_code == 200, reply.text
+        response: dict[str, Any] = reply.json()
+        return response
+
+    return ask
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return str(response["output"][-1]["content"][0]["text"])
+
+
+def begin(http: httpx.Client, url: str = "") -> dict[str, str]:
+    """Leave a chain, a conversation, a response that runs in the background and one that waits for its turn."""
+    ask = asking(http, url)
+    first = ask(input="my name is Ada")
+    middle = ask(input="and that is that", previous_response_id=first["id"])
+    talk = http.post(f"{url}/v1/conversations", json={}).json()["id"]
+    ask(input="my name is Ada", conversation=talk)
+    runs = [ask(input="forever", background=True)["id"] for _ in range(2)]  # as many as the engine takes
+    for name in runs:
+        wait_for(http, f"{url}/v1/responses/{name}", "in_progress")
+    waits = ask(input="Hi", background=True)
+    assert waits["status"] == "queued"
+    return {"chain": middle["id"], "talk": talk, "runs": runs[0], "waits": waits["id"]}
+
+
+def wait_for(http: httpx.Client, path: str, *states: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while (seen := http.get(path).json())["status"] not in states:
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.01)
+    found: dict[str, Any] = seen
+    return found
+
+
+def require_all(http: httpx.Client, left: dict[str, str], url: str = "") -> None:
+    ask = asking(http, url)
+    assert text_of(ask(input="what is my name", previous_response_id=left["chain"])) == "You are Ada."
+    assert text_of(ask(input="what is my name", conversation=left["talk"])) == "You are Ada."
+    waited = wait_for(http, f"{url}/v1/responses/{left['waits']}", "completed")
+    assert text_of(waited) == "Hello there!" and waited["background"]
+    failed = http.get(f"{url}/v1/responses/{left['runs']}").json()
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    replayed = http.get(f"{url}/v1/responses/{left['runs']}?stream=true").text
+    assert "event: response.failed" in replayed
+
+
+def test_another_server_takes_over_what_one_left(tmp_path: Path) -> None:
+    config = ServerConfig(state_dir=tmp_path)
+    with scripted_server(SCRIPT, config=config, max_running=1, max_waiting=1) as first:
+        left = begin(first.http, first.url)
+    with scripted_server(SCRIPT, config=config) as second:
+        require_all(second.http, left, second.url)
+        ran = asking(second.http, second.url)(input="forever", background=True)["id"]
+        wait_for(second.http, f"{second.url}/v1/responses/{ran}", "in_progress")
+        with scripted_server(SCRIPT, config=config) as third:  # beside it, on the same file: its work is left alone
+            assert third.get(f"/v1/responses/{ran}").json()["status"] == "in_progress"
+            assert third.post(f"/v1/responses/{ran}/cancel").json()["status"] == "cancelled"
+
+
+@pytest.mark.slow
+def test_what_was_kept_survives_kill_9(tmp_path: Path) -> None:
+    file = tmp_path / "scripted.json"
+    file.write_text(json.dumps(SCRIPT))
+
+    def serve(*options: str) -> tuple[list[str], int]:
+        port = free_port()
+        return ["-m", "tokenmill", "serve", f"scripted:{file}", "--port", str(port), *options], port
+
+    home = {"TOKENMILL_HOME": str(tmp_path / "home")}
+    command, port = serve("--max-running", "1", "--max-waiting", "1")
+    with running(command, port, **home) as first:
+        first.wait_for("ready")
+        left = begin(first.http)
+        end_hard(first)
+    command, port = serve()
+    with running(command, port, **home) as second:
+        second.wait_for("ready")
+        require_all(second.http, left)
+        second.terminate()
+        assert second.wait() == 0, second.output()
+    assert (tmp_path / "home" / "state" / "tokenmill.db").stat().st_mode & 0o777 == 0o600
+
+
+def end_hard(server: ServerProcess) -> None:
+    """Kill a server, and see its engine end by itself."""
+    children = server.children()
+    server.child.send_signal(signal.SIGKILL)
+    server.child.wait(10)
+    deadline = time.monotonic() + 20
+    while any(is_alive(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -23,6 +23,7 @@ from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, step_of
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
+SCAN = {"num_warps": 4, "num_stages": 1}  # more warps than the 64 rows of a chunk fill would read beyond them
 MAX_VALUES = 32  # of a head that a program of `scan` computes
 
 
@@ -42,15 +43,18 @@ def _chunk_lines(
 
 @triton.jit
 def _keys_of_chunk(
-    lines, keys, convolved, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    at, lines, keys, convolved, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """[64, D], zeros behind the last token"""
     is_before, is_own, in_block, block, tokens = lines
-    own = convolved + tokens * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM
-    cells = keys + ((block * KEY_HEADS + key_head) * BLOCK_SIZE + in_block) * KEY_DIM
-    places = tl.where(is_own, own, cells)
-    return tl.load(places[:, None] + tl.arange(0, KEY_DIM)[None, :], mask=(is_before | is_own)[:, None], other=0.0)
+    columns = tl.arange(0, KEY_DIM)[None, :]
+    own = tokens * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM
+    found = tl.load(convolved + own[:, None] + columns, mask=is_own[:, None], other=0.0)
+    if at > 0:  # the row begins within the chunk
+        cells = ((block * KEY_HEADS + key_head) * BLOCK_SIZE + in_block) * KEY_DIM
+        found += tl.load(keys + cells[:, None] + columns, mask=is_before[:, None], other=0.0)
+    return found
 
 
 @triton.jit
@@ -96,7 +100,7 @@ def _solve(
     tl.store(step_decays + tokens * VALUE_HEADS + head, decay, mask=is_own)
     tl.store(strengths + tokens * VALUE_HEADS + head, strength, mask=is_own)
 
-    key = _keys_of_chunk(lines, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE)
+    key = _keys_of_chunk(position % CHUNK, lines, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE)
     columns = tl.arange(0, KEY_DIM)
     query_lines = convolved + tokens * CHANNELS + key_head * KEY_DIM
     query = tl.load(query_lines[:, None] + columns[None, :], mask=is_own[:, None], other=0.0)
@@ -156,18 +160,22 @@ def _scan(
         value_lines = convolved + tokens * CHANNELS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
         value = tl.load(value_lines[:, None] + values_at[None, :], mask=is_own[:, None], other=0.0).to(tl.float32)
         cells = updates + ((block * VALUE_HEADS + head) * BLOCK_SIZE + in_block) * VALUE_DIM
-        known = tl.load(cells[:, None] + values_at[None, :], mask=is_before[:, None], other=0.0).to(tl.float32)
-        key = _keys_of_chunk(lines, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE)
+        key = _keys_of_chunk(
+            position % CHUNK, lines, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE
+        )
         from_state = tl.exp(decay)[:, None]
         matrix_at = ((tokens * VALUE_HEADS + head) * CHUNK)[:, None] + number[None, :]
+        fresh = value
         if IS_DELTA:
-            recalled = _product(key, state, nothing, PRECISION) * from_state
-            fresh = tl.where(is_own[:, None], (value - recalled) * strength[:, None], known)
+            fresh -= _product(key, state, nothing, PRECISION) * from_state
+        fresh *= strength[:, None]
+        if position > chunk_start:  # of tokens before the row, updates are known
+            fresh += tl.load(cells[:, None] + values_at[None, :], mask=is_before[:, None], other=0.0).to(tl.float32)
+        update = fresh
+        if IS_DELTA:
             inverse = tl.load(solved + matrix_at, mask=is_own[:, None], other=0.0)
             same = tl.where(number[:, None] == number[None, :], 1.0, 0.0).to(inverse.dtype)
             update = _product(tl.where(is_own[:, None], inverse, same), fresh, nothing, PRECISION)
-        else:
-            update = tl.where(is_own[:, None], value * strength[:, None], known)
         query_lines = convolved + tokens * CHANNELS + key_head * KEY_DIM
         query = tl.load(query_lines[:, None] + keys_at[None, :], mask=is_own[:, None], other=0.0)
         products = tl.load(mixed + matrix_at, mask=is_own[:, None], other=0.0)
@@ -212,5 +220,5 @@ def recur_chunks(
         convolved, cache.keys, cache.updates, cache.states, sizes.or_any(weights.skip), plan.cells, plan.states,
         plan.query_starts, plan.contexts, solved, mixed, step_decays, strengths, cache.decays, out,
         plan.cells.stride(0), plan.states.stride(0), plan.num_single, *sizes.shapes, plan.block_size, own, precision,
-        num_warps=8, num_stages=1, **launch_options(),
+        **SCAN, **launch_options(),
     )  # fmt: skip

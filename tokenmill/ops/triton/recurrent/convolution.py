@@ -33,19 +33,25 @@ def _convolve_head(
     total = tl.zeros((CHUNK, channels.shape[0]), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + channels)[None, :]
+    first, start, _, _ = row
+    projected, _, _ = sources
+    lines = (first + at - start).to(tl.int64) * WIDTH
+    places = lines[:, None] + channels[None, :]
     for tap in tl.static_range(KERNEL):
         back = KERNEL - 1 - tap
-        lines, exists = input_lines(at - back, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-        mask = (inside & exists)[:, None]
-        value = tl.load(lines[:, None] + channels[None, :], mask=mask, other=0.0)
+        in_step = inside & (at - back >= start)
+        value = tl.load(projected + (places - back * WIDTH), mask=in_step[:, None], other=0.0)
+        if position - back < start:  # the first tokens of a row also look at earlier steps
+            before, exists = input_lines(at - back, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
+            is_earlier = inside & exists & (at - back < start)
+            value += tl.load(before[:, None] + channels[None, :], mask=is_earlier[:, None], other=0.0)
         total += tl.load(weight + channels * KERNEL + tap)[None, :] * value.to(tl.float32)
     result = silu(total)
     if IS_UNIT:
         result = unit(result, 1)
     block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    lines, _ = input_lines(at, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
     is_kept = inside & (block > 0)
-    own = tl.load(lines[:, None] + channels[None, :], mask=is_kept[:, None], other=0.0)
+    own = tl.load(projected + places, mask=is_kept[:, None], other=0.0)
     cells = conv_inputs + (block * BLOCK_SIZE + at % BLOCK_SIZE) * CHANNELS
     tl.store(cells[:, None] + channels[None, :], own, mask=is_kept[:, None])
     end = position + count

@@ -18,6 +18,7 @@ from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, gated, input
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, gate_numbers, step_numbers
 
+OPTIONS = {"num_warps": 8}
 TILE = tl.constexpr(32)  # tokens of the chunk that are looked at together
 AT_ONCE = tl.constexpr(4)  # tokens that are added to a state before the next ones are loaded
 
@@ -76,6 +77,22 @@ def _vectors(places, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _load_vectors(
+    places, fields, head, seen, columns, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr,
+):  # fmt: skip
+    """Keys or updates of a head, float32, zeros where nothing is seen"""
+    in_step, token, block, at = places
+    of_step, in_cells = fields
+    cells = ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
+    found = tl.load(in_cells + cells[:, None] + columns[None, :], mask=(seen & (in_step == 0))[:, None], other=0.0)
+    if HAS_PROMPTS:
+        own = (token * HEADS + head) * DIM
+        found += tl.load(of_step + own[:, None] + columns[None, :], mask=(seen & in_step)[:, None], other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
 def _decays(places, fields, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where decays of a head are"""
     in_step, token, block, at = places
@@ -86,11 +103,11 @@ def _decays(places, fields, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr)
 @kernel_unspecialized("cell_stride", "state_stride")
 def _recur_tokens(
     projected, conv_weight, conv_bias, rates, step_bias, skip, norm_weight, conv_inputs, keys, updates, decays, states,
-    tails, cell_tables, state_tables, query_starts, contexts, step_keys, step_updates, step_decays, out, cell_stride,
-    state_stride, eps, step_scale, min_step, max_step, gate_scale, out_scale, IS_DELTA: tl.constexpr,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
-    NORM_IS_SHARED: tl.constexpr, GATES: tl.constexpr, OVERLAPS: tl.constexpr,
+    tails, cell_tables, state_tables, query_starts, contexts, step_queries, step_keys, step_values, step_updates,
+    step_decays, out, cell_stride, state_stride, eps, step_scale, min_step, max_step, gate_scale, out_scale,
+    IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
+    NORM_IS_SHARED: tl.constexpr, GATES: tl.constexpr, HAS_PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
@@ -127,7 +144,14 @@ def _recur_tokens(
         value = _convolved(position, row, sources, taps, value_channels, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE, HAS_BIAS)
         if IS_DELTA:
             query, key = unit(query, 0) * (KEY_DIM**-0.5), unit(key, 0)
-        kept_key = key.to(keys.dtype.element_ty)
+        # Through memory, so that every thread gets the numbers it needs and none is computed more than once.
+        own_keys, own_values = (token * KEY_HEADS + key_head) * KEY_DIM + keys_at, token * VALUES + head * VALUE_DIM
+        tl.store(step_queries + own_keys, query)
+        tl.store(step_keys + own_keys, key.to(keys.dtype.element_ty))
+        tl.store(step_values + own_values + values_at, value)
+        tl.debug_barrier()
+        query, value = tl.load(step_queries + own_keys), tl.load(step_values + own_values + values_at)
+        kept_key = tl.load(step_keys + own_keys)
         key = kept_key.to(tl.float32)
         line = projected + token * WIDTH
         a = tl.load(line + WIDTH - VALUE_HEADS + head)
@@ -142,11 +166,11 @@ def _recur_tokens(
             numbers = tile + tl.arange(0, TILE)
             seen = numbers < at
             places = _cells(chunk_start + numbers, row, BLOCK_SIZE)
-            keys_there = _vectors(places, all_keys, key_head, KEY_HEADS, KEY_DIM, BLOCK_SIZE)
-            updates_there = _vectors(places, all_updates, head, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE)
+            k = _load_vectors(places, all_keys, key_head, seen, keys_at, KEY_HEADS, KEY_DIM, BLOCK_SIZE, HAS_PROMPTS)
+            u = _load_vectors(
+                places, all_updates, head, seen, values_at, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE, HAS_PROMPTS
+            )
             decays_there = tl.load(_decays(places, all_decays, head, VALUE_HEADS, BLOCK_SIZE), mask=seen, other=0.0)
-            k = tl.load(keys_there[:, None] + keys_at[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
-            u = tl.load(updates_there[:, None] + values_at[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
             weights = tl.where(seen, tl.exp(decay - decays_there), 0.0)
             by_query += tl.sum((weights * tl.sum(k * query[None, :], axis=1))[:, None] * u, axis=0)
             if IS_DELTA:
@@ -178,8 +202,7 @@ def _recur_tokens(
             _keep_inputs(position, row, sources, query_channels, target, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
             _keep_inputs(position, row, sources, key_channels, target, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
         if (count > 1) | (at == CHUNK - 1):
-            tl.store(step_keys + (token * KEY_HEADS + key_head) * KEY_DIM + keys_at, kept_key)
-            tl.store(step_updates + (token * VALUE_HEADS + head) * VALUE_DIM + values_at, kept_update)
+            tl.store(step_updates + own_values + values_at, kept_update)
             tl.store(step_decays + token * VALUE_HEADS + head, decay)
             tl.debug_barrier()  # other threads read what these stored
         if at == CHUNK - 1:
@@ -198,7 +221,7 @@ def _recur_tokens(
             weight_at = values_at if NORM_IS_SHARED else head * VALUE_DIM + values_at
             weight = tl.load(norm_weight + weight_at) if NORM else 1.0
             result = gated(result, z, weight, eps, NORM, VALUE_DIM) * out_scale
-        tl.store(out + token * VALUES + head * VALUE_DIM + values_at, result.to(out.dtype.element_ty))
+        tl.store(out + own_values + values_at, result.to(out.dtype.element_ty))
 
 
 def recur_tokens(
@@ -214,12 +237,16 @@ def recur_tokens(
     num_tokens = num_rows if num_rows == plan.num_single else len(projected)
     step_keys = projected.new_empty(num_tokens, spec.keys_size)
     step_updates = projected.new_empty(num_tokens, spec.values_size)
-    step_decays = torch.empty(num_tokens, spec.value_heads, dtype=torch.float32, device=projected.device)
+    step_queries, step_values, step_decays = (
+        torch.empty(num_tokens, size, dtype=torch.float32, device=projected.device)
+        for size in (spec.keys_size, spec.values_size, spec.value_heads)
+    )
     _recur_tokens[(spec.value_heads, num_rows)](
         projected, weights.conv, sizes.or_any(weights.conv_bias), weights.rates, weights.step_bias,
         sizes.or_any(weights.skip), sizes.or_any(weights.norm), cache.conv_inputs, cache.keys, cache.updates,
-        cache.decays, cache.states, cache.tails, plan.cells, plan.states, plan.query_starts, plan.contexts, step_keys,
-        step_updates, step_decays, out, plan.cells.stride(0), plan.states.stride(0), weights.eps, *step_numbers(spec),
-        *gate_numbers(spec), *sizes.shapes, plan.block_size, sizes.norm, sizes.norm_is_shared, sizes.gates_by_head,
-        num_warps=8, **launch_options(),
+        cache.decays, cache.states, cache.tails, plan.cells, plan.states, plan.query_starts, plan.contexts,
+        step_queries, step_keys, step_values, step_updates, step_decays, out, plan.cells.stride(0),
+        plan.states.stride(0), weights.eps, *step_numbers(spec), *gate_numbers(spec), *sizes.shapes, plan.block_size,
+        sizes.norm, sizes.norm_is_shared, sizes.gates_by_head, num_rows > plan.num_single, **OPTIONS,
+        **launch_options(),
     )  # fmt: skip

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tokenmill.arch import gguf_file
 from tokenmill.arch.gguf_file import GGML_TYPES, _read, read_gguf
 from tokenmill.errors import DamagedFile, UnsupportedModel
 
@@ -133,3 +134,9 @@ def test_any_damage_ends_in_one_of_our_errors(small_file: Path, tmp_path: Path) 
         except (DamagedFile, UnsupportedModel):
             outcomes["refused"] += 1
     assert min(outcomes.values()) > 100, outcomes
+
+
+def test_an_array_beyond_all_vocabularies_is_refused(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "MAX_ARRAY_VALUES", 3)
+    with pytest.raises(UnsupportedModel, match="'tokens' has 4 values"):
+        read_gguf(small_file)

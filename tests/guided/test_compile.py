@@ -8,7 +8,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.guided import compile as compiling
 from tokenmill.guided.compile import MAX_COMPILE_S, NUM_WORKERS, Compilation, Compiled, Compiler, compile_grammar
 from tokenmill.guided.grammars import Grammars
@@ -181,3 +181,22 @@ def test_the_vocabulary_can_be_loaded_before_it_is_needed(vocabulary: Vocabulary
     compiler.finish(choice(1), finished(compiler.start(choice(1))))
     compiler.load_vocabulary()
     assert num_loads == 1
+
+
+def test_who_waits_too_long_for_a_worker_is_told_to_come_back(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MAX_WAIT_S", 0.1)
+    gate = threading.Event()
+
+    def load() -> Vocabulary:
+        gate.wait(10)
+        return vocabulary
+
+    compiler = Compiler(load)
+    compilation = compiler.start(choice(1))
+    time.sleep(0.15)
+    assert compilation.is_done
+    with pytest.raises(Overloaded):
+        compiler.finish(choice(1), compilation)
+    gate.set()

@@ -13,6 +13,7 @@ from tests.support.timing import SOON_S, eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server import generation
 from tokenmill.server.auth import may_be_local
+from tokenmill.server.openai import parse
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 KEYS = ("alice", "bob")
@@ -179,3 +180,12 @@ def test_a_wrong_schema_is_blamed_on_its_field(scripted: ScriptedServer, field: 
     body = {"model": "scripted", "prompt": "x", field: value}
     reply = scripted.post("/v1/completions", body, headers=ALICE)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+def test_lists_of_token_ids_are_bounded_over_all_prompts(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parse, "MAX_LISTED_IDS", 100)
+    asked = {"model": "fake/tiny", "allowed_token_ids": list(range(40))}
+    assert server.post("/v1/completions", {**asked, "prompt": ["a", "b"]}).status_code == 200
+    assert server.post("/v1/completions", {**asked, "prompt": ["a", "b", "c"]}).status_code == 400

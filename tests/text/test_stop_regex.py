@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import time
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.stops import MAX_MATCH, StopRegexes, Stops, stop_patterns
+from tokenmill.text.stops import MAX_MATCH, MAX_REMEMBERED, StopPatterns, StopRegexes, Stops, stop_patterns
 
 PATTERNS = [
     "ab",
@@ -172,3 +173,23 @@ def test_strings_and_regexes_together() -> None:
     assert shown("abc 1END2") == ("abc 1", "END")  # what follows a stop is not there
     assert shown("abc EN1") == ("abc EN1", None)
     assert shown("abc END", include_stop=True) == ("abc END", "END")
+
+
+def test_a_pattern_with_hundreds_of_threads_ends_its_own_request() -> None:
+    """Half a millisecond a character would take all of a processor from the other streams."""
+    stops = StopRegexes(stop_patterns(("[ab ]*a[ab ]{290}Z",)))
+    with pytest.raises(InvalidRequest, match="too long"):
+        for _ in range(4000):
+            stops.push("ab a")
+    ordinary = StopRegexes(stop_patterns((r"\n\n", r"Question: [A-Z][a-z]{3,20}")))
+    for _ in range(5000):
+        ordinary.push("an ordinary text with a Question of nobody\n")
+
+
+def test_remembered_moves_are_bounded_by_their_states() -> None:
+    patterns = StopPatterns(("[ab]*a[ab]{200}Z",))
+    stops, drawing = StopRegexes(patterns), random.Random(1)
+    with pytest.raises(InvalidRequest):
+        for _ in range(100_000):
+            stops.push(drawing.choice("ab"))
+    assert sum(len(states) for states, _ in patterns._moves) <= MAX_REMEMBERED

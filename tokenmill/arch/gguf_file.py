@@ -84,6 +84,7 @@ GGML_TYPE_BY_NAME: dict[str, GGMLType] = {kind.name: kind for kind in GGML_TYPES
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
+MAX_ARRAY_VALUES = 1 << 23  # of one metadata key: a vocabulary has some hundred thousand
 MAX_DIMENSIONS = 4
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -219,13 +220,21 @@ class _Header:
     def _array(self, key: str) -> list[Any]:
         kind = self._u32(f"the element type of {key!r}")
         if kind == _STRING:
-            return self._strings(self._count(f"strings in {key!r}", 8), key)
+            return self._strings(self._bounded(self._count(f"strings in {key!r}", 8), key), key)
         if kind == _ARRAY:
             raise UnsupportedModel(f"{self.path}: metadata key {key!r} is an array of arrays")
         if kind not in _SCALARS:
             self.damaged(f"metadata key {key!r} has unknown element type {kind}")
-        count = self._count(f"values in {key!r}", _size(kind))
+        count = self._bounded(self._count(f"values in {key!r}", _size(kind)), key)
         return self._numbers(kind, count, key)
+
+    def _bounded(self, count: int, key: str) -> int:
+        """The number of values of an array; as Python objects they take many times the bytes of the file."""
+        if count > MAX_ARRAY_VALUES:
+            raise UnsupportedModel(
+                f"{self.path}: metadata key {key!r} has {count} values, more than {MAX_ARRAY_VALUES}"
+            )
+        return count
 
     def _numbers(self, kind: int, count: int, key: str) -> list[Any]:
         start = self._need(count * _size(kind), f"{key!r}")

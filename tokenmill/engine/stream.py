@@ -49,6 +49,8 @@ class EventBuffer:
                 self.put(event)
                 if event.logprobs and self._is_too_far_behind(event.logprobs):
                     return RequestFailed("the reader of the answer is too far behind with its logprobs")
+        except TokenmillError as error:  # a stop pattern that takes too long
+            return error
         except Exception:
             log.exception("request %s: its tokens could not be made text", self.output_processor.request_id)
             return RequestFailed("the answer's tokens could not be made text")

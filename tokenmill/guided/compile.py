@@ -29,6 +29,7 @@ from tokenmill.params import Guided
 
 CACHE_BYTES = 64 << 20
 MAX_COMPILE_S = 1.8
+MAX_WAIT_S = 30.0  # for a worker, and for the vocabulary of a large model
 TRIAL_TOKENS = 64
 GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # memory of a grammar: a high estimate from hundreds of them
 NUM_WORKERS = 2
@@ -81,6 +82,7 @@ class Compilation:
     clock: Callable[[], float] = time.monotonic  # the processor time of its worker, once that has begun
     begun_s: list[float] = field(default_factory=list)
     is_wanted: bool = True
+    asked_s: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
         """Start the clock. Called in the worker: what others do meanwhile does not count."""
@@ -89,7 +91,12 @@ class Compilation:
 
     @property
     def is_done(self) -> bool:
-        return self.future.done() or self.is_late
+        return self.future.done() or self.is_late or self.is_kept_waiting
+
+    @property
+    def is_kept_waiting(self) -> bool:
+        """No worker had time for it: others compile."""
+        return not self.begun_s and not self.future.done() and time.monotonic() - self.asked_s > MAX_WAIT_S
 
     @property
     def is_late(self) -> bool:
@@ -97,9 +104,12 @@ class Compilation:
 
     def result(self) -> Compiled:
         """Return the compiled grammar of a finished compilation, or raise InvalidRequest with the reason."""
-        if self.is_late:
-            raise InvalidRequest(f"the grammar takes more than {MAX_COMPILE_S:g} s to compile", param="guided")
-        return self.future.result()
+        if self.future.done():
+            return self.future.result()
+        self.is_wanted = False
+        if not self.begun_s:
+            raise Overloaded("too many grammars are being compiled", retry_after_s=5)
+        raise InvalidRequest(f"the grammar takes more than {MAX_COMPILE_S:g} s to compile", param="guided")
 
 
 class Compiler:
@@ -140,7 +150,7 @@ class Compiler:
     def start(self, guided: Guided) -> Compilation:
         """Start a compilation, or return the one in progress for the same grammar."""
         in_progress = self._in_progress.get(guided)
-        if in_progress is None or in_progress.is_late:
+        if in_progress is None or in_progress.is_late or in_progress.is_kept_waiting:
             in_progress = self._in_progress[guided] = self._new_compilation(guided)
         return in_progress
 

@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 import msgspec
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import TokenmillError
 from tokenmill.guided.compile import Compilation, Compiled, Compiler
 from tokenmill.guided.masks import MaskTable, StepMasks
 from tokenmill.guided.matcher import RowGrammar, excluded_tokens
@@ -68,18 +68,18 @@ class Grammars:
                 wait([compilation.future], timeout=0.05)
             self._compiler.finish(guided, compilation)
 
-    def pop_compiled(self) -> Iterator[tuple[Request, InvalidRequest | None]]:
+    def pop_compiled(self) -> Iterator[tuple[Request, TokenmillError | None]]:
         """Yield the requests whose compilation has ended, with the error if it failed."""
         for request, compilation in list(self._waiting.values()):
             if compilation.is_done:
                 del self._waiting[request.request_id]
                 yield request, self._outcome(request, compilation)
 
-    def _outcome(self, request: Request, compilation: Compilation) -> InvalidRequest | None:
+    def _outcome(self, request: Request, compilation: Compilation) -> TokenmillError | None:
         assert request.params.guided is not None
         try:
             self._held[request.request_id] = self._compiler.finish(request.params.guided, compilation)
-        except InvalidRequest as error:
+        except TokenmillError as error:
             return error
         return None
 

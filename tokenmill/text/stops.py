@@ -125,7 +125,8 @@ class StopStrings:
 
 
 MAX_MATCH = 1024  # characters: a match that grows longer is given up, and what it held back goes out
-MAX_REMEMBERED = 20_000
+MAX_REMEMBERED = 200_000  # states in remembered moves: some megabytes
+FIRST_BUDGET, BUDGET_PER_CHARACTER = 500_000, 40  # threads that a stream may follow, of all its characters together
 
 
 @dataclass
@@ -212,13 +213,16 @@ class StopPatterns:
                 empty = patterns[automaton.whole[state]]
                 raise InvalidRequest(f"stop_regex {empty[:60]!r} matches the empty text", param="stop_regex")
         self._moves: dict[tuple[tuple[int, ...], str], Move] = {}
+        self._num_remembered = 0  # states in them
 
     def move(self, states: tuple[int, ...], char: str) -> Move:
         known = self._moves.get((states, char))
         if known is None:
-            if len(self._moves) >= MAX_REMEMBERED:
+            if self._num_remembered >= MAX_REMEMBERED:
                 self._moves.clear()
+                self._num_remembered = 0
             known = self._moves[states, char] = self._moved(states, char)
+            self._num_remembered += len(states) + 2 * len(known.states) + 8
         return known
 
     def _moved(self, states: tuple[int, ...], char: str) -> Move:
@@ -248,10 +252,12 @@ class StopRegexes:
         self._held = ""
         self._states = patterns.beginning
         self._begun = [0] * len(patterns.beginning)  # thread → the place in `_held` where it began
+        self._budget = FIRST_BUDGET
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
         """What of the text may be sent now, and the pattern that was met, if any. After a match all is dropped."""
+        self._budget += BUDGET_PER_CHARACTER * len(text)
         if self.matched is not None:
             return "", self.matched
         place = len(self._held)
@@ -262,6 +268,9 @@ class StopRegexes:
             if move.match is not None:
                 return self._end(self._begun[move.match[0]], place, move.match[1]), self.matched
             self._states = move.states
+            self._budget -= len(move.states)
+            if self._budget < 0:
+                raise InvalidRequest("stop_regex takes too long to look for in this answer", param="stop_regex")
             self._begun = [place if source < 0 else self._begun[source] for source in move.sources]
             if self._begun[0] < place - MAX_MATCH:  # threads stand in the order in which they began
                 self._give_up_before(place - MAX_MATCH, place)

@@ -48,6 +48,7 @@ CHAT_UNSUPPORTED = (
     "suffix",
     "web_search_options",
 )
+MAX_LISTED_IDS = 2_000_000
 SERVICE_TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1, "ultrafast": -1}
 """What a tier adds to the priority of a request: smaller runs first."""
 
@@ -257,6 +258,9 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     require_plausible_length(len(suffix), longest_prompt_of(params, info), "suffix")
     if suffix and not info.can_fill_in:
         refuse("suffix", "needs a model that can fill in the middle; this one has no tokens for it")
+    num_listed = len(params.allowed_token_ids or ()) + len(params.banned_token_ids or ())
+    if num_listed * len(prompts) > MAX_LISTED_IDS:  # each prompt's request carries them
+        refuse("prompt", f"times the allowed and banned token ids must be at most {MAX_LISTED_IDS}")
     fields.text("user")
     return CompletionCall([_prompt_request(fields, prompt, params, config) for prompt in prompts], stream, echo)
 

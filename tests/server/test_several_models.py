@@ -3,8 +3,10 @@ Fake engines, real HTTP."""
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from tests.support.fake_models import GB, FakeSource, fake_models
 from tests.support.loopback import GENERATIONS, RunningServer, Serving
 from tests.support.metric_values import metric_values
 from tests.support.timing import SOON_S
+from tokenmill.cli import main
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import DamagedFile, UnknownModel
 from tokenmill.server import loader as loader_module
@@ -56,7 +59,7 @@ def several(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def make_model(name: str) -> tuple[EngineGate, ModelSource]:
         if name != "stored":
             raise UnknownModel(f"{name} is not in the store", param="model")
-        return EngineGate(name=name), sources.setdefault(name, FakeSource(name))
+        return EngineGate(name=name, is_added=True), sources.setdefault(name, FakeSource(name))
 
     loader.make_model = make_model
     server = serving(ServerConfig(keep_alive_s=0.1), list(gates.values()), loader=loader)
@@ -78,6 +81,20 @@ def test_models_answer_to_names_aliases_and_wildcards(several: Several) -> None:
     assert "first, coder, third" in unknown.json()["error"]["message"]
     default = several.server.post("/generate", {"inputs": "Hi"})
     assert default.status_code == 200 and len(several.sources["first"].engines) >= 1
+
+
+def test_adapters_are_names_of_their_own(several: Several) -> None:
+    several.sources["coder"].info = replace(several.sources["coder"].info, adapters=("sql", "shell"))
+    asked = {"coder:sql": "coder:sql", "shell": "coder:shell"}
+    assert several.chat("nobody").status_code == 404  # and all files are read
+    several.server.get("/v1/models")
+    assert {name: several.chat(name).json()["model"] for name in asked} == asked
+    seen = several.sources["coder"].engines[-1].seen
+    assert [request.adapter for request in seen] == ["sql", "shell"]
+    assert several.chat("coder").json()["model"] == "coder" and seen[-1].adapter is None
+    row = several.rows()["coder:sql"]
+    assert (row["parent"], row["status"]["value"]) == ("coder", "loaded")
+    assert several.chat("coder:nothing").status_code == several.chat("first:sql").status_code == 404
 
 
 def test_lists_show_all_models_and_load_none(several: Several) -> None:
@@ -195,6 +212,33 @@ def test_a_model_of_the_store_can_be_added(several: Several) -> None:
     assert list(several.rows()) == ["first", "coder", "third", "stored"]
     assert several.server.post("/models/unload", {"model": "stored"}).json()["status"] == "unloaded"
     assert several.chat("stored").json()["model"] == "stored"
+
+
+def test_an_added_model_can_be_deleted(several: Several) -> None:
+    assert several.server.post("/models/load", {"model": "stored", "wait": True}).status_code == 200
+    deleted = several.server.http.request("DELETE", f"{several.server.url}/api/delete", json={"model": "stored"})
+    assert deleted.status_code == 404  # this store does not have its files; but it is served no longer
+    assert several.chat("stored").status_code == 404 and several.sources["stored"].num_alive == 0
+    refused = several.server.http.request("DELETE", f"{several.server.url}/api/delete", json={"model": "first"})
+    assert refused.status_code == 400 and "is being served" in refused.text
+
+
+def test_ps_and_stop_ask_a_server(several: Several, capsys: pytest.CaptureFixture[str]) -> None:
+    several.gates["coder"].keep(600.0)
+    several.sources["third"].failure = DamagedFile("third.gguf is truncated")
+    for name in ("coder", "third"):
+        several.chat(name)
+    assert main(["ps", "--url", several.server.url]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["first", "unloaded", "0"] and lines[2][:4] == ["coder", "loaded", "1.0", "GB"]
+    assert lines[2][-1] == "s" and 590 < int(lines[2][-2]) <= 600
+    assert lines[3][1:6] == ["failed:", "third.gguf", "is", "truncated", "0"]
+    assert main(["ps", "--json", "--url", several.server.url]) == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["first", "coder", "third"]
+    assert main(["stop", "gpt-4o-mini", "--url", several.server.url]) == 0
+    assert capsys.readouterr().out == "coder is unloaded\n" and several.sources["coder"].num_alive == 0
+    assert main(["stop", "nobody", "--url", several.server.url]) != 0
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_who_may_not_manage_models_loads_none(serving: Serving) -> None:

@@ -21,6 +21,8 @@ VERBS = {
     "list": "List the models in the store",
     "show": "Describe a model, and what of it fits here",
     "rm": "Remove models from the store",
+    "ps": "List the models of a running server",
+    "stop": "Take models out of a running server's memory",
     "create": "Make a model from another one by a Modelfile",
     "plan": "Memory, speed and price of a model on a device, before buying it",
     "detect": "Tell whether a text carries a watermark",

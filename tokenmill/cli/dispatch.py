@@ -41,6 +41,8 @@ ENTRY_POINTS = {
     "pull": ("store_verbs", "pull_models"),
     "list": ("store_verbs", "list_models"),
     "rm": ("store_verbs", "remove_models"),
+    "ps": ("server_verbs", "list_running"),
+    "stop": ("server_verbs", "stop_models"),
 }
 CONFIGURED = ("run", "chat", "serve", "batch")
 EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"

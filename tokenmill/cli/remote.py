@@ -37,7 +37,7 @@ class RemoteModel:
     def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
         """`model`: its name there; without one, the first that the server lists. `key`: TOKENMILL_API_KEY or
         OPENAI_API_KEY by default."""
-        self._server = _Server(url, key or os.environ.get("TOKENMILL_API_KEY") or os.environ.get("OPENAI_API_KEY"))
+        self._server = RemoteServer(url, key or os.environ.get("TOKENMILL_API_KEY") or os.environ.get("OPENAI_API_KEY"))
         listed = [str(row.get("id")) for row in self._server.get("/models").get("data") or []]
         if model is None and not listed:
             raise UnknownModel(f"the server at {url} lists no models")
@@ -69,8 +69,8 @@ def sent(params: SamplingParams) -> dict[str, Any]:
     return {"temperature": params.temperature, **fields}
 
 
-class _Server:
-    """Requests to the routes below /v1 of one server."""
+class RemoteServer:
+    """Requests to one server: to the routes below /v1, and to those that change it."""
 
     def __init__(self, url: str, key: str | None) -> None:
         address = urlsplit(url if "://" in url else f"http://{url}")
@@ -83,7 +83,13 @@ class _Server:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
     def get(self, path: str) -> dict[str, Any]:
-        opened = self._request("GET", path)
+        return self._object(self._request("GET", self._root + path))
+
+    def change(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask for a change by a route that is not below /v1."""
+        return self._object(self._request("POST", self._root.removesuffix("/v1") + path, orjson.dumps(body)))
+
+    def _object(self, opened: _OpenReply) -> dict[str, Any]:
         try:
             found = orjson.loads(opened.reply.read(MAX_LINE_BYTES))
         except orjson.JSONDecodeError as problem:
@@ -93,7 +99,7 @@ class _Server:
         return found if isinstance(found, dict) else {}
 
     def post(self, path: str, body: dict[str, Any]) -> _OpenReply:
-        return self._request("POST", path, orjson.dumps(body))
+        return self._request("POST", self._root + path, orjson.dumps(body))
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = str(self._address.hostname), self._address.port
@@ -107,7 +113,7 @@ class _Server:
         try:
             connection.connect()
             connection.sock.settimeout(SILENCE_TIMEOUT_S)
-            connection.request(method, self._root + path, body, self._headers)
+            connection.request(method, path, body, self._headers)
             opened = _OpenReply(connection, connection.getresponse())
         except (OSError, http.client.HTTPException) as problem:
             connection.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenmill.config import EngineConfig
+from tokenmill.config.adapters import named_adapters
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
@@ -150,4 +151,5 @@ class FrontendReader(ModelText):
         wanted = frontend.config.model.max_context or MAX_AUTO_CONTEXT
         processor = frontend.input_processor(min(wanted, frontend.spec.max_context))
         super().__init__(processor)
-        self.info: ModelInfo = frontend.info(processor.max_context)
+        adapters = tuple(named_adapters(frontend.config.model.adapter))
+        self.info: ModelInfo = replace(frontend.info(processor.max_context), adapters=adapters)

@@ -79,11 +79,13 @@ class EngineGate:
         aliases: tuple[str, ...] = (),
         is_pinned: bool = False,
         keep_alive_s: float | None = None,
+        is_added: bool = False,
     ) -> None:
         """`is_pinned`: never unloaded to make room, nor for having been idle. `keep_alive_s`: how long the model stays
-        without a request; None: until room is needed."""
+        without a request; None: until room is needed. `is_added`: by a client, not by whoever started the server."""
         self.aliases = aliases
         self.is_pinned = is_pinned
+        self.is_added = is_added
         self.keep_alive_s = keep_alive_s
         self.state: GateState = "unloaded" if engine is None else "loaded"
         self.failure: TokenmillError | None = None

@@ -118,6 +118,11 @@ class ModelLoader:
         gate.load = partial(self.load, gate)
         gate.read = partial(self.read, gate)
 
+    async def remove(self, gate: EngineGate) -> None:
+        """Take a model out of memory for good."""
+        await self.unload(gate)
+        del self._seats[gate]
+
     def memory_of(self, gate: EngineGate) -> ModelMemory | None:
         """What a model takes, while it is in memory and known."""
         seat = self._seats.get(gate)

@@ -2,9 +2,10 @@
 
     1  a model's own name
     2  an alias                       coder = ["gpt-4o-mini"]
-    3  a model created from a served one (`variants.py`)
-    4  an alias with a wildcard       claude-sonnet-*, the longest that fits
-    5  with --any-model-name: the default, which is the first model
+    3  an adapter of a model          coder:sql, or sql alone: the first model that has it
+    4  a model created from a served one (`variants.py`)
+    5  an alias with a wildcard       claude-sonnet-*, the longest that fits
+    6  with --any-model-name: the default, which is the first model
 
 Every model is behind a gate (`gate.py`), which loads it when it is asked for.
 """
@@ -19,7 +20,7 @@ from tokenmill.engine.status import Health, ModelInfo
 from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, UnknownModel
 from tokenmill.server.body import shown
 from tokenmill.server.gate import EngineGate, NotRead
-from tokenmill.server.variants import FoundModel, Variant, created_variant, weights_of
+from tokenmill.server.variants import FoundModel, Variant, adapter_variant, created_variant, weights_of
 from tokenmill.store import Manifest, Store, find_created
 
 WILDCARDS = "*?["
@@ -46,6 +47,10 @@ class ModelRegistry:
         """Serve one more model."""
         require_distinct([*self._gates, gate])
         self._gates.append(gate)
+
+    def remove(self, gate: EngineGate) -> None:
+        """Serve a model no longer, once it is out of memory."""
+        self._gates.remove(gate)
 
     # ── looking ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,6 +106,9 @@ class ModelRegistry:
         for gate in self._gates:
             if name in gate.aliases:
                 return gate
+        for gate, adapter in self._adapters():
+            if name in (f"{gate.name}:{adapter}", adapter):
+                return adapter_variant(gate, gate.info, adapter)
         created = find_created(name, Store())
         if created is not None:
             if (variant := self._variant_of(created)) is not None:
@@ -110,8 +118,16 @@ class ModelRegistry:
         fitting = [(alias, gate) for alias, gate in patterns if fnmatchcase(name, alias)]
         return max(fitting, key=lambda entry: len(entry[0]))[1] if fitting else None
 
+    def _adapters(self) -> Iterator[tuple[EngineGate, str]]:
+        """The adapters of all models whose files were read."""
+        for gate in self._gates:
+            for adapter in gate.known.adapters if gate.known is not None else ():
+                yield gate, adapter
+
     def _variants(self) -> Iterator[Variant]:
         """All names that answer with the engine of a served model."""
+        for gate, adapter in self._adapters():
+            yield adapter_variant(gate, gate.info, adapter)
         for manifest in Store().manifests():
             if manifest.custom is not None and (variant := self._variant_of(manifest)) is not None:
                 yield variant

@@ -111,7 +111,7 @@ def stored_model(base: EngineConfig, plan: PlanMemory, name: str) -> tuple[Engin
         raise UnknownModel(f"no model of the store is called {shown(name)}", param="model")
     found = resolve_model(plain_name(name), allow_pull=False)
     engine = engine_config(base, {"model": plain_name(name), "served_name": found.name})
-    return EngineGate(name=found.name), EngineSource(engine, plan)
+    return EngineGate(name=found.name, is_added=True), EngineSource(engine, plan)
 
 
 def require_servable(config: ServerConfig) -> None:

@@ -1,8 +1,8 @@
-"""Names that answer with another model's engine: models created from a served one.
+"""Names that answer with another model's engine: models created from a served one, and adapters of one.
 
 A variant is a name, what it says of itself, and a change of every request. A model that was created (`tokenmill
-create`, /api/create) gives its system prompt, first messages and chat template to its requests; they then go to the
-engine of the model it was made from. An adapter would set the adapter of its requests in the same place.
+create`, /api/create) gives its system prompt, first messages and chat template to its requests; an adapter gives them
+its name. They then go to the engine of the model that the variant rests on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from tokenmill.engine.customized import customized
 from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
@@ -64,6 +66,15 @@ def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
         manifest=manifest,
     )
     return Variant(parent, info, change)
+
+
+def adapter_variant(parent: EngineGate, base: ModelInfo, adapter: str) -> Variant:
+    """A served model with one of its adapters, called BASE:ADAPTER."""
+
+    def change(request: ClientRequest) -> ClientRequest:
+        return msgspec.structs.replace(request, adapter=adapter)
+
+    return Variant(parent, replace(base, name=f"{parent.name}:{adapter}", adapters=()), change)
 
 
 def weights_of(path: Path) -> tuple[Path, ...]:

@@ -154,12 +154,21 @@ class Library:
     async def delete(self, request: Request) -> Response:
         require_manager(request, self._context.config)
         name = await self._context.parsed(request, asked_model)
+        await self._forget_added(plain_name(name))
         self._refuse_served(name, "deleted")
         manifest = find_created(name, Store()) or find_stored(name)
         if manifest is None:
             raise UnknownModel(f"model '{name[:200]}' not found", param="model")
         await asyncio.to_thread(Store().remove, manifest.name)
         return Response(status_code=200)
+
+    async def _forget_added(self, name: str) -> None:
+        """Serve a model no longer that a client had added, before its files go."""
+        registry = self._context.registry
+        for gate in registry.gates:
+            if gate.is_added and gate.name == name:
+                registry.remove(gate)
+                await self._context.loader.remove(gate)
 
     def _refuse_served(self, name: str, what: str) -> None:
         if plain_name(name) in self._context.registry.names():

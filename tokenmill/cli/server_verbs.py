@@ -1,0 +1,77 @@
+"""`tokenmill ps` and `stop`: the models of a running server, and how they leave its memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from tokenmill.cli.output import print_table, size
+from tokenmill.cli.remote import RemoteServer
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def list_running(*, url: str = DEFAULT_URL, json: Flag = False) -> int:
+    """List the models of a running server: which are in memory, what they take and how long they stay.
+
+    Parameters
+    ----------
+    url
+        Where the server is; its key is TOKENMILL_API_KEY.
+    json
+        One JSON array for programs.
+    """
+    rows = _server(url).get("/models").get("data") or []
+    if json:
+        print(msgspec.json.encode(rows).decode())
+    else:
+        print_table(("NAME", "STATE", "SIZE", "DEVICE", "REQUESTS", "STAYS"), [_in_words(row) for row in rows])
+    return 0
+
+
+def stop_models(model: str, /, *more: str, url: str = DEFAULT_URL) -> int:
+    """Take models out of a running server's memory, after their running requests. The next request loads them again.
+
+    Parameters
+    ----------
+    model
+        Name as `tokenmill ps` shows it.
+    more
+        More of them.
+    url
+        Where the server is; its key is TOKENMILL_API_KEY.
+    """
+    server = _server(url)
+    for name in (model, *more):
+        done = server.change("/models/unload", {"model": name})
+        print(f"{done.get('model', name)} is {done.get('status', 'unloaded')}")
+    return 0
+
+
+def _server(url: str) -> RemoteServer:
+    return RemoteServer(url, os.environ.get("TOKENMILL_API_KEY"))
+
+
+def _in_words(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of `ps`; another engine's server says less of its models."""
+    status = row.get("status") or {}
+    state, taken = str(status.get("value", "")), row.get("memory_bytes")
+    return (
+        str(row.get("id", "")),
+        f"{state}: {status['reason']}" if status.get("reason") else state,
+        "" if taken is None or state == "unloaded" else size(taken),
+        str(row.get("device") or ""),
+        str(row.get("num_running", 0) + row.get("num_waiting", 0)),
+        _stay(row) if state == "loaded" else "",
+    )
+
+
+def _stay(row: dict[str, Any]) -> str:
+    if row.get("is_pinned"):
+        return "for ever"
+    left_s = row.get("expires_in_s")
+    return "until room is needed" if left_s is None else f"{left_s:.0f} s"

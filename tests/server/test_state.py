@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sqlite3
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 
+from tokenmill.config.server import ServerConfig
 from tokenmill.errors import Overloaded
 from tokenmill.server.state import database as database_module
 from tokenmill.server.state.database import Database, StateFailed, is_remote, opened
 from tokenmill.server.state.instance import ServerInstance
 from tokenmill.server.state.rows import Bound, UnknownRow, find, get
 from tokenmill.server.state.schema import VERSIONS
+from tokenmill.server.state.server_state import ServerState
 
 KEPT = "status NOT IN ('queued', 'in_progress')"
 
@@ -150,6 +153,18 @@ def test_a_disk_of_another_machine_is_known_by_its_mount(tmp_path: Path, monkeyp
     monkeypatch.setattr(database_module, "MOUNTS", tmp_path / "mountinfo")
     assert is_remote(tmp_path / "far" / "state" / "t.db")
     assert not is_remote(tmp_path / "near" / "t.db")
+
+
+def test_where_nothing_can_be_written_the_state_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "new" / "state"
+    assert ServerState.of(ServerConfig(state_dir=folder)).folder == folder
+    assert ServerState.of(ServerConfig(state=False)).folder is None
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with caplog.at_level(logging.WARNING, logger="tokenmill"):
+        assert ServerState.of(ServerConfig(state_dir=folder)).folder is None
+    assert f"{tmp_path} can't be written" in caplog.text
 
 
 # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Protocol
 
 from tokenmill.config.server import ServerConfig
+from tokenmill.observe.log import get_log
 from tokenmill.server.state.database import Database
 from tokenmill.server.state.instance import ServerInstance
 from tokenmill.store.layout import store_root
 
+log = get_log("server")
 FILE_NAME = "tokenmill.db"
 
 
@@ -31,9 +34,15 @@ class ServerState:
 
     @classmethod
     def of(cls, config: ServerConfig) -> ServerState:
+        """The state that the settings ask for; where nothing can be written, it is in memory, and the log says so."""
         if not config.state:
             return cls(None)
-        return cls(config.state_dir or store_root() / "state")
+        folder = config.state_dir or store_root() / "state"
+        place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        if os.access(place, os.W_OK | os.X_OK):
+            return cls(folder)
+        log.warning("%s can't be written: responses, files and batches are kept in memory only", place)
+        return cls(None)
 
     async def close(self) -> None:
         await self.database.close()

@@ -28,94 +28,92 @@ def response_endpoints(context: RouteContext) -> list[Endpoint]:
     generator = ResponseGenerator(context)
     background = BackgroundResponses(context, generator)
     context.services.append(background)
-    database, store = context.state.database, generator.store
+    routes = ResponseRoutes(context, generator, background)
+    one, reply, stream = f"{PATH}/{{response_id}}", schemas.RESPONSE_REPLY, schemas.RESPONSE_STREAM
+    body, items = schemas.RESPONSE_BODY, schemas.ITEMS_REPLY
+    create, count = routes.create_response, routes.count_input_tokens
+    return [
+        Endpoint("POST", PATH, create, "OpenAI", reply, READING, body, stream=stream, job=routes.line_job),
+        Endpoint("POST", f"{PATH}/input_tokens", count, "OpenAI", schemas.COUNT_REPLY, READING, body),
+        Endpoint("GET", one, routes.response, "OpenAI", reply, (400, 404), stream=stream),
+        Endpoint("DELETE", one, routes.delete_response, "OpenAI", schemas.DELETED_REPLY, (404,)),
+        Endpoint("POST", f"{one}/cancel", routes.cancel_response, "OpenAI", reply, (400, 404)),
+        Endpoint("GET", f"{one}/input_items", routes.response_input_items, "OpenAI", items, (400, 404)),
+        *conversation_endpoints(context, generator),
+    ]
 
-    async def create_response(request: Request) -> Response:
+
+class ResponseRoutes:
+    """What the endpoints do."""
+
+    def __init__(self, context: RouteContext, generator: ResponseGenerator, background: BackgroundResponses) -> None:
+        self._context = context
+        self._generator = generator
+        self._background = background
+        self._database = context.state.database
+        self._store = generator.store
+
+    async def create_response(self, request: Request) -> Response:
         record: RequestRecord = request.state.record
         record.is_generation = True
-        body = await context.parsed(request, dict[str, Any])
-        made = await generator.make(body, record.key_id)
+        body = await self._context.parsed(request, dict[str, Any])
+        made = await self._generator.make(body, record.key_id)
         if made.call.references.is_background:
             record.is_generation = False  # it is counted when it is over
-            running = await background.begin(made)
-            return follow(running, -1) if made.call.references.is_stream else json_response(made.writer.response)
+            running = await self._background.begin(made)
+            is_stream = made.call.references.is_stream
+            return self._follow(running, -1) if is_stream else json_response(made.writer.response)
         record.model = made.engine.info.name
-        return GenerationResponse(context.start_run(generator.job(made), record), context.config.keep_alive_s)
+        run = self._context.start_run(self._generator.job(made), record)
+        return GenerationResponse(run, self._context.config.keep_alive_s)
 
-    async def count_input_tokens(request: Request) -> Response:
-        body = await context.parsed(request, dict[str, Any])
-        count = await generator.count(body, request.state.record.key_id)
+    async def line_job(self, data: bytes, owner: str) -> GenerationJob:
+        """The response that a line of a batch asks for."""
+        made = await self._generator.make(parse_object(data), owner)
+        if made.call.references.is_background:
+            refuse("background", "is not possible in a batch, which is in the background itself")
+        return self._generator.job(made)
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        body = await self._context.parsed(request, dict[str, Any])
+        count = await self._generator.count(body, request.state.record.key_id)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
-    async def response(request: Request) -> Response:
+    async def response(self, request: Request) -> Response:
         name, owner = named(request)
-        running = background.find(name, owner)
+        running = self._background.find(name, owner)
         if _flag(request, "stream"):
             after = _starting_after(request)
             if running is not None:
-                return follow(running, after)
-            kept, frames = await database.read(partial(store.events, response_id=name, owner=owner))
+                return self._follow(running, after)
+            kept, frames = await self._database.read(partial(self._store.events, response_id=name, owner=owner))
             return replay(kept, frames, after)
         if running is not None:
             return json_response(running.made.writer.response)
-        return json_response(await database.read(partial(store.response, response_id=name, owner=owner)))
+        return json_response(await self._database.read(partial(self._store.response, response_id=name, owner=owner)))
 
-    async def delete_response(request: Request) -> Response:
+    async def delete_response(self, request: Request) -> Response:
         name, owner = named(request)
-        if (running := background.find(name, owner)) is not None:
-            await background.cancel(running)
-        await database.write(partial(store.delete, response_id=name, owner=owner))
+        await self._end(name, owner)
+        await self._database.write(partial(self._store.delete, response_id=name, owner=owner))
         return json_response({"id": name, "object": "response", "deleted": True})
 
-    async def cancel_response(request: Request) -> Response:
+    async def cancel_response(self, request: Request) -> Response:
         name, owner = named(request)
-        if (running := background.find(name, owner)) is not None:
-            await background.cancel(running)
-        return json_response(await database.write(partial(store.cancel, response_id=name, owner=owner)))
+        await self._end(name, owner)
+        return json_response(await self._database.write(partial(self._store.cancel, response_id=name, owner=owner)))
 
-    async def response_input_items(request: Request) -> Response:
+    async def response_input_items(self, request: Request) -> Response:
         name, owner = named(request)
-        items = await database.read(partial(store.input_items, response_id=name, owner=owner))
+        items = await self._database.read(partial(self._store.input_items, response_id=name, owner=owner))
         return json_response(item_page(items, request))
 
-    def follow(running: BackgroundResponse, after: int) -> Response:
-        return events_response(running.follow(after, context.config.keep_alive_s))
+    async def _end(self, name: str, owner: str) -> None:
+        if (running := self._background.find(name, owner)) is not None:
+            await self._background.cancel(running)
 
-    async def response_job(data: bytes, owner: str) -> GenerationJob:
-        made = await generator.make(parse_object(data), owner)
-        if made.call.references.is_background:
-            refuse("background", "is not possible in a batch, which is in the background itself")
-        return generator.job(made)
-
-    one, missing = f"{PATH}/{{response_id}}", (404,)
-    reply = schemas.RESPONSE_REPLY
-    return [
-        Endpoint(
-            "POST",
-            PATH,
-            create_response,
-            "OpenAI",
-            reply,
-            READING,
-            schemas.RESPONSE_BODY,
-            stream=schemas.RESPONSE_STREAM,
-            job=response_job,
-        ),
-        Endpoint(
-            "POST",
-            f"{PATH}/input_tokens",
-            count_input_tokens,
-            "OpenAI",
-            schemas.COUNT_REPLY,
-            READING,
-            schemas.RESPONSE_BODY,
-        ),
-        Endpoint("GET", one, response, "OpenAI", reply, (400, 404), stream=schemas.RESPONSE_STREAM),
-        Endpoint("DELETE", one, delete_response, "OpenAI", schemas.DELETED_REPLY, missing),
-        Endpoint("POST", f"{one}/cancel", cancel_response, "OpenAI", reply, (400, 404)),
-        Endpoint("GET", f"{one}/input_items", response_input_items, "OpenAI", schemas.ITEMS_REPLY, (400, 404)),
-        *conversation_endpoints(context, generator),
-    ]
+    def _follow(self, running: BackgroundResponse, after: int) -> Response:
+        return events_response(running.follow(after, self._context.config.keep_alive_s))
 
 
 def named(request: Request) -> tuple[str, str]:

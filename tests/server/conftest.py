@@ -7,14 +7,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 import uvicorn
 
+from tests.support.browser import PLAYWRIGHT_ARGUMENTS, find_chromium
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
-from tests.support.scripted_server import without_files
+from tests.support.page_script import SCRIPT, TEMPLATE
+from tests.support.scripted_server import ScriptedServer, scripted_server, without_files
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server import signatures
@@ -23,6 +26,9 @@ from tokenmill.server.dialect import Dialects
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.run import uvicorn_config
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -81,3 +87,36 @@ def server(shared_server: RunningServer) -> RunningServer:
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
+
+
+# ── the page ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for the tests of one file: while it is open, nothing else in this process may run an event loop."""
+    from playwright.sync_api import Error, sync_playwright  # slow to import
+
+    path = find_chromium()
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=list(PLAYWRIGHT_ARGUMENTS))
+        except Error as error:
+            pytest.skip(f"{path} does not start here: {error}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model store of the tests' own: what the machine has is not their concern."""
+    home = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENMILL_HOME", str(home))
+        yield home
+
+
+@pytest.fixture(scope="module")
+def page_server(empty_store: Path) -> Iterator[ScriptedServer]:
+    with scripted_server(SCRIPT, template=TEMPLATE) as server:
+        yield server

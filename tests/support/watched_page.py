@@ -16,15 +16,6 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support.timing import SOON_S, eventually
 
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-first-run",
-)
-
 
 @contextmanager
 def watched_page(

@@ -31,9 +31,11 @@ print(reply.choices[0].message)
 function anthropic(body, origin, hasKey) {
   const { system, messages } = anthropicMessages(body.messages);
   const call = { model: body.model, max_tokens: body.max_tokens || 4096, ...(system ? { system } : {}), messages };
-  for (const name of ["temperature", "top_p"]) if (body[name] !== undefined) call[name] = Math.min(body[name], 1);
+  const extra = {}; // what newer versions of the library have no argument for
+  for (const name of ["temperature", "top_p"]) if (body[name] !== undefined) extra[name] = Math.min(body[name], 1);
   if (body.tools) call.tools = body.tools.map(({ function: tool }) => ({ name: tool.name, description: tool.description || "", input_schema: tool.parameters || { type: "object" } }));
   if (body.response_format) call.output_config = { format: { type: "json_schema", schema: body.response_format.json_schema.schema } };
+  if (Object.keys(extra).length) call.extra_body = extra;
   return `import os
 
 from anthropic import Anthropic

@@ -19,6 +19,7 @@ import msgspec
 from tokenmill.params import Guided, SamplingParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+BACKGROUND_PRIORITY = 1000  # lines of batches: see scheduler/background.py
 ToolKind = Literal["function", "custom"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -163,7 +164,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []
     max_tokens: int  # prompt + max_tokens fits the context, unless the context shifts
     seed: int  # the user's, or a random one of the input processor
-    priority: int = 0  # smaller runs first
+    priority: int = 0  # smaller runs first; from BACKGROUND_PRIORITY on behind all that is interactive
     arrival_s: float = 0.0
     cache_salt: str = ""
     pooling: Pooling | None = None

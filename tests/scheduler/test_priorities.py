@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.support.scheduler_bench import Bench, ask, endings, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.params import BeamParams
+from tokenmill.types import BACKGROUND_PRIORITY
 
 
 def names_running(bench: Bench) -> list[str]:
@@ -72,3 +73,62 @@ def test_nobody_goes_in_vain() -> None:
     assert tokens_of(bench.step(), "low")
     assert [name for name, _, _ in endings(bench.drain())] == ["equal", "low", "large"]
     assert bench.scheduler.stats().preemptions == 0
+
+
+# ── the background ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_of_last_step(bench: Bench) -> int:
+    return len(bench.plans[-1].rows)
+
+
+def test_the_background_has_all_when_it_is_alone_and_little_beside_others() -> None:
+    bench = Bench(token_budget=32)
+    lines = [ask(f"line{n}", prompt_len=6, max_tokens=30, priority=BACKGROUND_PRIORITY) for n in range(6)]
+    for line in lines:
+        bench.scheduler.add(line)
+    outputs = bench.step()
+    assert sum(len(row.token_ids) for row in bench.plans[-1].rows) == 32, "its prompts take the whole step"
+    outputs += bench.step() + bench.step()
+    assert rows_of_last_step(bench) == 6
+    talk = ask("talk", prompt_len=40, max_tokens=4)
+    bench.scheduler.add(talk)
+    outputs += bench.step()
+    assert [len(row.token_ids) for row in bench.plans[-1].rows] == [32], "nothing beside a prompt"
+    outputs += bench.step()
+    assert rows_of_last_step(bench) == 1
+    outputs += bench.step()
+    assert rows_of_last_step(bench) == 1 + 2, "a sixteenth of the step beside an answer"
+    while tokens_of(outputs, "talk") != expected_tokens(talk, 0):
+        outputs += bench.step()
+    bench.step()
+    assert rows_of_last_step(bench) == 2, "the next one may come soon"
+    bench.now += 5.0
+    bench.step()
+    assert rows_of_last_step(bench) == 6
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_the_background_says_what_it_would_have_said() -> None:
+    bench = Bench(max_running=3)
+    requests = [ask(f"line{n}", max_tokens=9, priority=BACKGROUND_PRIORITY) for n in range(5)]
+    for request in requests:
+        bench.scheduler.add(request)
+    outputs = bench.step() + bench.step()
+    for n in range(4):
+        requests.append(ask(f"talk{n}", prompt_len=20, max_tokens=3))
+        bench.scheduler.add(requests[-1])
+        outputs += bench.step()
+    outputs += bench.drain()
+    assert {name[:4] for name, _, _ in endings(outputs)[:4]} == {"talk"}
+    for request in requests:
+        assert tokens_of(outputs, request.request_id) == expected_tokens(request, 0)
+
+
+def test_the_background_goes_on_while_another_request_finds_no_room() -> None:
+    bench = Bench(num_blocks=13, prefix_caching=False)
+    bench.scheduler.add(ask("equal", prompt_len=28, max_tokens=3))
+    bench.scheduler.add(ask("line", prompt_len=6, max_tokens=3, priority=BACKGROUND_PRIORITY))
+    bench.step()
+    bench.scheduler.add(ask("large", prompt_len=30, max_tokens=2))
+    assert len(endings(bench.drain())) == 3

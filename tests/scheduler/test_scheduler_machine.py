@@ -21,7 +21,7 @@ from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
 from tokenmill.scheduler.request import mixed_seed
 from tokenmill.scheduler.speculation import NO_DRAFTS
-from tokenmill.types import ContextShift, Pooling, Request, SequenceOutput, StepPlan
+from tokenmill.types import BACKGROUND_PRIORITY, ContextShift, Pooling, Request, SequenceOutput, StepPlan
 
 MAX_STEPS = 3000
 POOLINGS = (Pooling("mean"), Pooling("last"))
@@ -131,7 +131,7 @@ class Life(RuleBasedStateMachine):
         width=st.integers(2, 10),
         prompt_logprobs=st.booleans(),
         ignore_eos=st.booleans(),
-        priority=st.integers(-1, 1),
+        priority=st.sampled_from((-1, 0, 1, BACKGROUND_PRIORITY)),
         salt=st.sampled_from(["", "tenant"]),
         fails=st.integers(0, 9),
         shift=st.sampled_from([None, None, ContextShift(6, 0, 3), ContextShift(11, 2, 4), ContextShift(14, 4, 5)]),

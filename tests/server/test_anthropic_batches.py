@@ -15,8 +15,7 @@ from tests.support.loopback import RunningServer, Serving
 from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.anthropic import batches
-from tokenmill.server.batches.answers import PRIORITY
-from tokenmill.types import ChatRequest
+from tokenmill.types import BACKGROUND_PRIORITY, ChatRequest
 
 MESSAGE: Any = {"model": "fake/tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -57,7 +56,7 @@ def test_a_round_trip(claude: anthropic.Anthropic, server: RunningServer) -> Non
     assert found["n1"].error.error.type == "invalid_request_error" and "max_tokens" in found["n1"].error.error.message
     assert found["n2"].error.error.type == "not_found_error"
     request = server.engine.seen[-1]
-    assert isinstance(request, ChatRequest) and request.priority == PRIORITY, "behind interactive ones"
+    assert isinstance(request, ChatRequest) and request.priority == BACKGROUND_PRIORITY, "behind interactive ones"
     assert batch_id in [batch.id for batch in claude.messages.batches.list(limit=2)]
     assert claude.messages.batches.delete(batch_id).type == "message_batch_deleted"
     with pytest.raises(anthropic.NotFoundError):

@@ -17,10 +17,9 @@ from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.status import EngineStats
 from tokenmill.server.batches import lines as lines_module
-from tokenmill.server.batches.answers import PRIORITY
 from tokenmill.server.batches.runner import BatchRunner
 from tokenmill.server.batches.width import BatchWidth
-from tokenmill.types import ChatRequest
+from tokenmill.types import BACKGROUND_PRIORITY, ChatRequest
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -80,7 +79,7 @@ def test_a_batch_from_its_file_to_its_results(client: openai.OpenAI, server: Run
     assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
     assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages) > 0
     request = server.engine.seen[-1]
-    assert isinstance(request, ChatRequest) and request.priority == PRIORITY, "behind interactive ones"
+    assert isinstance(request, ChatRequest) and request.priority == BACKGROUND_PRIORITY, "behind interactive ones"
     assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
     assert created.id in [one.id for one in client.batches.list(limit=5)]
 

@@ -299,7 +299,7 @@ class RowAnswers:
         if isinstance(row.get("body"), dict):
             row["body"].setdefault("model", self._engine.info.name)
         line = parse_line(number, orjson.dumps(row), list(self._jobs))
-        answer = await answer_line(line, "", self._jobs[line.url], self._context, patience_s=GIVE_UP_S)
+        answer = await answer_line(line, "", self._jobs[line.url], self._context, priority=0, patience_s=GIVE_UP_S)
         result = answered_line(line, answer)[:-1] + b',"line":' + str(number).encode() + b"}"
         problem = orjson.loads(answer.body)["error"]["message"] if answer.is_error else None
         num_tokens = 0 if answer.usage is None else answer.usage.completion_tokens

@@ -30,7 +30,7 @@ from tokenmill.scheduler.plan_builder import PlanBuilder
 from tokenmill.scheduler.request import OutputMode, RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.stats import Counters
-from tokenmill.types import Request, RowInit
+from tokenmill.types import BACKGROUND_PRIORITY, Request, RowInit
 
 
 def build_request_state(
@@ -184,12 +184,13 @@ class Admission:
     def _would_suffice(self, group: SequenceGroup, victims: list[SequenceGroup]) -> bool:
         return self._resources.would_suffice(group, self._cache.miss(), victims)
 
-    def admit(self, builder: PlanBuilder) -> None:
-        """Start waiting groups, in order and up to the first without room, with what is left of the step's tokens."""
+    def admit(self, builder: PlanBuilder, *, background: bool = False) -> None:
+        """Start waiting groups, in order and up to the first without room, with what is left of the step's tokens.
+        `background`: whether background groups may start too."""
         underway = self._hashes_in_flight() if len(self._waiting) else set()
         while builder.budget.spare > 0:
             group = self._waiting.peek()
-            if group is None:
+            if group is None or (group.priority >= BACKGROUND_PRIORITY and not background):
                 return
             self._part(group)
             if (match := self._match_with_room(group)) is None:

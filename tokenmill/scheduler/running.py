@@ -15,6 +15,7 @@ from tokenmill.scheduler.beam import Branch
 from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
 from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.resident_adapters import ResidentAdapters
+from tokenmill.types import BACKGROUND_PRIORITY
 
 
 class RowAllocator:
@@ -62,6 +63,15 @@ class RunningSet:
     @property
     def num_sequences(self) -> int:
         return sum(len(group.members) for group in self.groups)
+
+    def count(self, first: int, end: int) -> int:
+        """How many sequences some of the groups have."""
+        return sum(len(group.members) for group in self.groups[first:end])
+
+    @property
+    def first_background(self) -> int:
+        """The place of the first background group; all behind it are too."""
+        return bisect_left(self.groups, (BACKGROUND_PRIORITY, -1, -1), key=_key)
 
     # ── coming and going ───────────────────────────────────────────────────────────────────────────────
 

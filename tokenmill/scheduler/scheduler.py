@@ -18,6 +18,7 @@ from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.admission import Admission, WaitingQueue, build_request_state, check_feasible
+from tokenmill.scheduler.background import BackgroundShare
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.integrity import check_integrity
@@ -62,6 +63,7 @@ class Scheduler:
         self._continues = continues if drafter is NO_DRAFTS else never
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built
+        self._background = BackgroundShare(config.num_tokens, clock)
 
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
@@ -72,6 +74,7 @@ class Scheduler:
         state = build_request_state(request, self._num_added, self._cache, self._num_rows, self._continues)
         self._num_added += 1
         self._states[request.request_id] = state
+        self._background.note_added(request.priority)
         for group in state.groups:
             self._waiting.push(group)
 
@@ -109,6 +112,7 @@ class Scheduler:
         for group in list(state.groups):
             self._remove(group)
         del self._states[state.request.request_id]
+        self._background.note_closed(state.request.priority)
         self._counters.finished += 1
 
     def _remove(self, group: SequenceGroup) -> None:
@@ -155,12 +159,17 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, as if those in flight were done; None when there is nothing to run before one is applied."""
         self._admission.preempt_for_priority()
-        budget = TokenBudget(self._config.num_tokens, self._running.num_sequences)
+        has_background = self._background.num_requests > 0
+        end = self._running.first_background if has_background else len(self._running)
+        num_sequences = self._running.count(0, end) if has_background else self._running.num_sequences
+        budget = TokenBudget(self._config.num_tokens, num_sequences)
         builder = PlanBuilder(self._running.in_flight.next_step, budget)
         self._drafts = self._drafter.propose(self._running.groups)
-        self._serve_running(builder)
+        self._serve_running(builder, 0, end)
         if not builder.is_short:
             self._admission.admit(builder)
+        if has_background and not builder.is_short:
+            self._plan_background(builder)
         if not builder.planned:
             return None
         self._counters.steps += 1
@@ -168,10 +177,22 @@ class Scheduler:
         self._running.in_flight.add(plan, builder.planned)
         return plan
 
-    def _serve_running(self, builder: PlanBuilder) -> None:
+    def _plan_background(self, builder: PlanBuilder) -> None:
+        """Give background requests what the others leave, or nothing while a prompt of those is computed."""
+        if any(not planned.sequence.has_emitted for planned in builder.planned):
+            return
+        share = min(builder.budget.left, self._background.num_tokens())
+        if not share:
+            return
+        first = self._running.first_background
+        builder.budget = TokenBudget(share, min(share, self._running.count(first, len(self._running))))
+        self._serve_running(builder, first, len(self._running))
+        if not builder.is_short:
+            self._admission.admit(builder, background=True)
+
+    def _serve_running(self, builder: PlanBuilder, position: int, end: int) -> None:
         """Plan running groups in order; the tail may be preempted on the way, so the list is walked by position."""
-        position = 0
-        while position < len(self._running.groups):
+        while position < min(end, len(self._running.groups)):
             if not self._serve(self._running.groups[position], builder):
                 return
             position += 1

@@ -18,10 +18,9 @@ from tokenmill.server.dialect import path_only
 from tokenmill.server.errors import RETRY_AFTER_S, InternalError
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.routing import MakeJob, RouteContext
-from tokenmill.types import Usage
+from tokenmill.types import BACKGROUND_PRIORITY, Usage
 
 log = get_log("server")
-PRIORITY = 1000  # interactive requests have 0, and smaller runs first
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,13 @@ class LineAnswer:
 
 
 async def answer_line(
-    line: BatchLine, owner: str, make_job: MakeJob, context: RouteContext, *, patience_s: float = math.inf
+    line: BatchLine,
+    owner: str,
+    make_job: MakeJob,
+    context: RouteContext,
+    *,
+    priority: int = BACKGROUND_PRIORITY,
+    patience_s: float = math.inf,
 ) -> LineAnswer:
     """Answer a line. One that finds the engine full or starting again waits; one that fails is an answer too.
     `patience_s`: how long a dead engine is waited for; then that is raised."""
@@ -47,7 +52,8 @@ async def answer_line(
     while True:
         request_id = new_id("req-")
         try:
-            return await _answer(line, request_id, owner, make_job, context)
+            job = with_priority(await make_job(line.body, owner), priority)
+            return await _answer(line, request_id, owner, job, context)
         except (Overloaded, EngineDead) as busy:
             if isinstance(busy, EngineDead) and time.monotonic() > until:
                 raise
@@ -65,8 +71,9 @@ def failed_line(line: BatchLine, request_id: str, error: TokenmillError, context
     return LineAnswer(request_id, dialect.error_status(error), dialect.error_body(error, request_id))
 
 
-async def _answer(line: BatchLine, request_id: str, owner: str, make_job: MakeJob, context: RouteContext) -> LineAnswer:
-    job = behind_others(await make_job(line.body, owner))
+async def _answer(
+    line: BatchLine, request_id: str, owner: str, job: GenerationJob, context: RouteContext
+) -> LineAnswer:
     model = job.engine.info.name
     record = RequestRecord(request_id, "POST", line.url, key_id=owner, is_generation=True, model=model)
     run = context.start_run(job, record)
@@ -82,7 +89,7 @@ async def _answer(line: BatchLine, request_id: str, owner: str, make_job: MakeJo
     return LineAnswer(request_id, reply.status_code, bytes(reply.body), record.usage)
 
 
-def behind_others(job: GenerationJob) -> GenerationJob:
-    """A job that runs when interactive ones leave room; lines with a priority of their own keep it among each other."""
-    requests = [msgspec.structs.replace(one, priority=PRIORITY + max(one.priority, 0)) for one in job.requests]
+def with_priority(job: GenerationJob, least: int) -> GenerationJob:
+    """A job of at least this priority number; lines that have one of their own keep it among each other."""
+    requests = [msgspec.structs.replace(one, priority=least + max(one.priority, 0)) for one in job.requests]
     return replace(job, requests=requests)

@@ -340,10 +340,6 @@ def test_a_second_thread_is_refused() -> None:
 # ── adapters ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def factor(rows: int, columns: int) -> Any:
-    return native().pack("F32", rows, columns, np.zeros((rows, columns), np.float32).view(np.uint8))
-
-
 @pytest.mark.parametrize(
     ("slot", "site", "a", "b", "gain"),
     [
@@ -366,8 +362,8 @@ def test_adapters_that_fit_no_matrix_are_refused(
     decoder.set_adapter_sites(2, [(16, 8, False), (8, 20, True)])
     gains = None if gain is None else np.zeros(gain, np.float32)
     with pytest.raises((ValueError, IndexError)):
-        decoder.set_adapter(slot, [(site, factor(*a), factor(*b), gains)])
-    decoder.set_adapter(2, [(0, factor(2, 8), factor(16, 2), None), (1, factor(20, 2), factor(8, 2), None)])
+        decoder.set_adapter(slot, [(site, matrix(*a), matrix(*b), gains)])
+    decoder.set_adapter(2, [(0, matrix(2, 8), matrix(16, 2), None), (1, matrix(20, 2), matrix(8, 2), None)])
 
 
 def test_rows_with_adapters_in_no_slot_are_refused() -> None:

@@ -39,12 +39,17 @@ class AdaptableModel:
 
 
 def adaptable_model(
-    folder: Path, backend: str, num_slots: int, ops: Ops = REFERENCE_OPS, activation_bits: str = "16"
+    folder: Path,
+    backend: str,
+    num_slots: int,
+    ops: Ops = REFERENCE_OPS,
+    activation_bits: str = "16",
+    max_rank: int = 256,
 ) -> AdaptableModel:
     spec = read_spec(folder)
     source = open_weights(folder, spec)
     if backend != "cpu":
-        slots = AdapterSlots(num_slots)
+        slots = AdapterSlots(num_slots, max_rank)
         return AdaptableModel(spec, source, Decoder(spec, Loader(source, ops, torch.float32, CPU, slots), MAX_CONTEXT))
     tables = PositionTables.of(spec, MAX_CONTEXT, CPU).ropes
     ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}

@@ -27,9 +27,11 @@ from tokenmill.types import PENDING, RowPlan
 CPU = torch.device("cpu")
 
 
-def greedy(model: Model, hidden: torch.Tensor, _mode: str = "eager") -> torch.Tensor:
+def greedy(
+    model: Model, hidden: torch.Tensor, _mode: str = "eager", adapters: torch.Tensor | None = None
+) -> torch.Tensor:
     """The most likely tokens, negative where the logits are not finite, as the kernels say it."""
-    logits = model.logits(hidden)
+    logits = model.logits(hidden) if adapters is None else model.logits(hidden, adapters=adapters)
     return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
 
 
@@ -46,6 +48,7 @@ class EagerGraphs:
     ) -> None:
         self._model, self._storage = model, storage
         self.newest = torch.zeros(max_rows, dtype=torch.int64)
+        self.row_slots = torch.zeros(max_rows + 1, dtype=torch.int32)
         self._tables = torch.zeros(len(storage.layout.groups), max_rows, max_blocks, dtype=torch.int32).numpy()
         self._hidden = torch.empty(0)  # where every step leaves its states
         self.rows = SimpleNamespace(change=self._change)
@@ -55,20 +58,21 @@ class EagerGraphs:
         for group, row, start, blocks in changes:
             self._tables[group, row, start : start + len(blocks)] = blocks
 
-    def start(self, inputs: DecodeInputs, kind: str) -> PendingTokens:
+    def start(self, inputs: DecodeInputs, kind: str, *, is_adapted: bool = False) -> PendingTokens:
         assert kind == "greedy"
-        drawn = greedy(self._model, self._forward(inputs))
+        adapters = self.row_slots[inputs.rows] if is_adapted else None
+        drawn = greedy(self._model, self._forward(inputs, is_adapted), "eager", adapters)
         self.newest[inputs.rows] = drawn
         event: Any = Arrived()
         return PendingTokens({row: line for line, row in enumerate(inputs.rows)}, drawn, event)
 
-    def hidden(self, inputs: DecodeInputs) -> torch.Tensor:
-        states = self._forward(inputs)
+    def hidden(self, inputs: DecodeInputs, *, is_adapted: bool = False) -> torch.Tensor:
+        states = self._forward(inputs, is_adapted)
         self._hidden.fill_(float("nan"))  # the states of the step before are overwritten
         self._hidden = states
         return states
 
-    def _forward(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _forward(self, inputs: DecodeInputs, is_adapted: bool) -> torch.Tensor:
         self.num_pending += inputs.tokens.count(PENDING)
         self.num_given += len(inputs.tokens) - inputs.tokens.count(PENDING)
         fed = [
@@ -79,7 +83,8 @@ class EagerGraphs:
             RowPlan(row=row, start=position, token_ids=[max(0, token)])
             for row, position, token in zip(inputs.rows, inputs.positions, fed, strict=True)
         ]
-        batch = build_batch(plans, [[0]] * len(plans), self._tables, self._storage.block_size, CPU)
+        adapters = self.row_slots[inputs.rows].tolist() if is_adapted else None
+        batch = build_batch(plans, [[0]] * len(plans), self._tables, self._storage.block_size, CPU, adapters)
         return self._model.forward(batch, self._storage)
 
 

@@ -45,7 +45,7 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
 def build_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops) -> Decoder:
     """A model that computes layer by layer with a table of ops."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
-    slots = AdapterSlots(config.model.adapter_slots or 0)
+    slots = AdapterSlots(config.model.adapter_slots or 0, config.model.max_adapter_rank or 0)
     return Decoder(spec, Loader(source, ops, dtype, device, slots), config.model.max_context)
 
 

@@ -121,8 +121,9 @@ def resolve(
     adapters = resolve_adapters(config.model, spec, int(DTYPE_BYTES[request.dtype]))
     config = replace(config, model=replace(config.model, adapter_slots=adapters.slots, max_adapter_rank=adapters.rank))
     reasons += adapters.reasons
-    if adapters.slots and device.name != "cpu":
-        raise InvalidConfig("adapters are computed on a CPU only as yet", param="adapter", hint="--device cpu")
+    if adapters.slots and backend.is_slow and device.overlaps_steps:
+        problem = f"adapters with backend {backend.name} on {device.name}: its steps can't be captured with them"
+        raise InvalidConfig(problem, param="adapter", hint="--backend triton")
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
     layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model

@@ -34,10 +34,13 @@ def adapter_size(path: Path) -> AdapterSize:
 
 
 def slot_values(spec: ModelSpec, rank: int) -> int:
-    """Numbers of an adapter of this rank that changes every matrix of the layers but those of experts."""
+    """Numbers of an adapter of this rank that changes every matrix but those of experts."""
     ranks = -(-rank // PANEL) * PANEL
-    matrices = [tensor.shape for tensor in tensors_of(spec).values() if tensor.kind == "linear"]
-    return sum(ranks * sum(shape) for shape in matrices if len(shape) == 2 and shape[0] != spec.vocab_size)
+    kinds = ("linear", "embedding")
+    matrices = [tensor.shape for tensor in tensors_of(spec).values() if tensor.kind in kinds and len(tensor.shape) == 2]
+    if spec.tied_head:
+        matrices.append((spec.vocab_size, spec.hidden_size))
+    return sum(ranks * sum(shape) for shape in matrices)
 
 
 def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -66,6 +66,10 @@ class Projection:
         return self.adapters.add_rows(numbers, out, adapters)
 
     @property
+    def is_adapted(self) -> bool:
+        return self.adapters is not None and self.adapters.is_active
+
+    @property
     def is_self_contained(self) -> bool:
         return self.shard.is_whole
 
@@ -115,17 +119,22 @@ class Loader:
         """A matrix whose rows are looked up; tied models multiply by it too."""
         weight = self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense)
         # What adapters add to the rows that are looked up has as many numbers as those have.
-        return Projection(self.ops, weight, adapters=self._adapters((name,), [weight.columns], weight.rows))
+        return Projection(self.ops, weight, adapters=self._adapters((name,), [weight.columns], weight.rows, True))
 
     def tied_head(self, embedding: Projection) -> Projection:
         """A product with the embedding's matrix, to which adapters add by themselves."""
         return replace(embedding, adapters=self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns))
 
-    def _adapters(self, names: tuple[str, ...], sizes: list[int], columns: int) -> HeldLowRank | None:
+    def _adapters(
+        self, names: tuple[str, ...], sizes: list[int], columns: int, is_embedding: bool = False
+    ) -> HeldLowRank | None:
         if not self.slots.number:
             return None
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        held = self.ops.low_rank.hold(tuple(sizes), columns, self.slots.number, like)
+        slots = self.slots
+        held = self.ops.low_rank.hold(
+            tuple(sizes), columns, slots.number, slots.max_rank, like, is_embedding=is_embedding
+        )
         self.slots.held.append((names, held))
         return held
 
@@ -145,6 +154,8 @@ class AdapterSlots:
     """The slots of a model's adapters, over all its matrices."""
 
     number: int  # 0: no adapter can be loaded
+    max_rank: int = 0
+    version: int = 0  # changes when steps with adapters launch other kernels than before
     held: list[tuple[tuple[str, ...], HeldLowRank]] = field(default_factory=list)
     held_experts: list[tuple[tuple[str | None, str, str], int, HeldExperts]] = field(default_factory=list)
 
@@ -158,7 +169,7 @@ class AdapterSlots:
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         """Let a slot (from 1 on) hold an adapter, in place of the one that it holds."""
         for names, held in self.held:
-            held.put(slot, [matrices.get(name) for name in names])
+            self.version += held.put(slot, [matrices.get(name) for name in names])
         for (gate, up, down), count, experts in self.held_experts:
             experts.put(
                 slot,

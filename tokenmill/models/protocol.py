@@ -74,6 +74,11 @@ class HeldAdapters(Protocol):
         """Slots are numbered from 1 to this; 0: it can hold none."""
         ...
 
+    @property
+    def version(self) -> int:
+        """A number that changes when steps with adapters launch other kernels than before."""
+        ...
+
     def names(self) -> set[str]:
         """The matrices that adapters may change."""
         ...

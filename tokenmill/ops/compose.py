@@ -184,7 +184,7 @@ class ComposedRegions:
         """[T, H] → [T, H]"""
         if not mlp.is_gated:
             inner = self.ops.activate(self.linear(normed, mlp.gate_up), mlp.activation)
-        elif self.adapters is None:
+        elif self.adapters is None or not mlp.gate_up.is_adapted:
             inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
         else:
             inner = self.ops.act_mul(self.linear(normed, mlp.gate_up), mlp.activation)

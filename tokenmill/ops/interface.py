@@ -103,6 +103,11 @@ class ProjectionWeights(Protocol):
         to it. Fused regions take only such projections."""
         ...
 
+    @property
+    def is_adapted(self) -> bool:
+        """True where an adapter may add to the product."""
+        ...
+
     def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
         """x [T, columns] → [T, rows], with what the tokens' adapters add; `adapters`: see `LowRankOps.plan`."""
         ...

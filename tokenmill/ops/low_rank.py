@@ -39,8 +39,14 @@ class LowRank:
 class HeldLowRank(Protocol):
     """The adapters of one projection, in all slots."""
 
-    def put(self, slot: int, parts: Sequence[LowRank | None]) -> None:
-        """Let a slot hold what an adapter adds to each of the stacked matrices; None: nothing."""
+    @property
+    def is_active(self) -> bool:
+        """False while no adapter has ever added anything here."""
+        ...
+
+    def put(self, slot: int, parts: Sequence[LowRank | None]) -> bool:
+        """Let a slot hold what an adapter adds to each of the stacked matrices; None: nothing. True where products
+        launch other kernels from now on."""
         ...
 
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any) -> torch.Tensor:
@@ -74,7 +80,16 @@ class LowRankOps(Protocol):
         """int32 [T], each token's slot → what `add` reads; once a step."""
         ...
 
-    def hold(self, sizes: tuple[int, ...], columns: int, num_slots: int, like: torch.Tensor) -> HeldLowRank:
+    def hold(
+        self,
+        sizes: tuple[int, ...],
+        columns: int,
+        num_slots: int,
+        max_rank: int,
+        like: torch.Tensor,
+        *,
+        is_embedding: bool = False,
+    ) -> HeldLowRank:
         """Room for the adapters of a projection with parts of so many rows; dtype and device are those of `like`."""
         ...
 

@@ -81,7 +81,15 @@ class CudaRunner:
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
         self._preparations: Iterator[Callable[[], object]] = iter(())
-        self.adapters: Mapping[str, Adapter] = {}
+        self._row_slots = [0] * max_rows  # of adapters, as the device has them
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._host.adapters
+
+    @adapters.setter
+    def adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        self._host.adapters = adapters
 
     def continues(self, new: RowInit) -> bool:
         """Tell whether a row can feed its newest token before the host has seen it: it draws on the device."""
@@ -175,9 +183,29 @@ class CudaRunner:
             self._is_guided[new.row] = kind != "host" and new.params.guided is not None
         self._sampler.take([new for new in plan.new_rows if self._kinds[new.row] != "host"])
         self._host.apply_changes(plan)
+        self._note_adapters(plan)
         self._graphs.rows.change(
             [(update.group, row.row, update.start, update.blocks) for row in plan.rows for update in row.table_updates]
         )
+
+    def _note_adapters(self, plan: StepPlan) -> None:
+        """Tell the device which slots new rows use."""
+        changed = [new for new in plan.new_rows if new.adapter_slot != self._row_slots[new.row]]
+        if not changed:
+            return
+        for new in changed:
+            self._row_slots[new.row] = new.adapter_slot
+        rows = self._to_device([new.row for new in changed], torch.int64)
+        slots = self._to_device([new.adapter_slot for new in changed], torch.int32)
+        self._graphs.row_slots.index_copy_(0, rows, slots)
+
+    def _slots(self, plans: Sequence[RowPlan]) -> torch.Tensor | None:
+        """The slots of adapters, one a row; None where none has one."""
+        slots = self._rows.adapters(plans)
+        return None if slots is None else self._to_device(slots, torch.int32)
+
+    def _is_adapted(self, plans: Sequence[RowPlan]) -> bool:
+        return self._rows.adapters(plans) is not None
 
     def _kind_of(self, new: RowInit) -> Kind:
         if not self._sampler.can_draw(new):
@@ -211,19 +239,21 @@ class CudaRunner:
         if self._lacks_masks(plans):
             step.undrawn.append((self._hidden(plans), plans))
         else:
-            step.pending.append((self._graphs.start(_decode_inputs(plans), self._kind(plans)), plans))
+            inputs, is_adapted = _decode_inputs(plans), self._is_adapted(plans)
+            step.pending.append((self._graphs.start(inputs, self._kind(plans), is_adapted=is_adapted), plans))
 
     def _hidden(self, plans: list[RowPlan]) -> torch.Tensor:
         """Hidden states [R, H] of rows that feed one token each. A copy: the graph's own are overwritten by the next
         batch of the same size, which may be launched before they are read."""
-        return self._graphs.hidden(_decode_inputs(plans)).clone()
+        return self._graphs.hidden(_decode_inputs(plans), is_adapted=self._is_adapted(plans)).clone()
 
     def _launch_prefill(self, step: LaunchedStep, plans: list[RowPlan]) -> None:
         # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
         plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
         drawing = [plan for plan in plans if plan.sample]
         wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
-        batch = build_batch(plans, wanted, self._rows.tables, self._storage.block_size, self._storage.device)
+        tables, adapters = self._rows.tables, self._rows.adapters(plans)
+        batch = build_batch(plans, wanted, tables, self._storage.block_size, self._storage.device, adapters)
         hidden = self._model.forward(batch, self._storage)
         if self._lacks_masks(drawing):
             step.undrawn.append((hidden, plans))
@@ -235,7 +265,7 @@ class CudaRunner:
         """Tokens [R] for the rows of `plans`, which become their newest."""
         rows = [plan.row for plan in plans]
         if self._kind(plans) == "greedy":
-            drawn = best_tokens(self._model, hidden, "eager")
+            drawn = best_tokens(self._model, hidden, "eager", self._slots(plans))
             self._graphs.newest.index_copy_(0, self._to_device(rows, torch.int64), drawn)
             return drawn
         indices, last = [plan.output_index for plan in plans], [plan.token_ids[-1] for plan in plans]
@@ -246,7 +276,7 @@ class CudaRunner:
         if PENDING in last:
             fed = torch.where(fed == PENDING, self._graphs.newest[row_ids].int(), fed)
         self._sampler.count_fed(row_ids, output_ids, fed)
-        logits = self._model.logits(hidden, "eager")
+        logits = self._model.logits(hidden, "eager", self._slots(plans))
         if masks is not None:
             self._keep_grammatical(logits, rows, masks)
         return self._sampler.draw(logits, row_ids, output_ids, uniforms, self._graphs.newest)
@@ -284,7 +314,8 @@ class CudaRunner:
             return []
         if isinstance(started, RowsForward):
             return self._host.finish_rows(started, masks)
-        drawn = self._host.sampler.sample(self._model.logits(started.hidden, "eager"), started.plans, masks)
+        logits = self._model.logits(started.hidden, "eager", self._slots(started.plans))
+        drawn = self._host.sampler.sample(logits, started.plans, masks)
         return [drawn_result(plan.row, [one], None) for plan, one in zip(started.plans, drawn, strict=True)]
 
 

@@ -51,6 +51,7 @@ from tokenmill.runner.memory import graph_sizes, table_width
 Kind = Literal["greedy", "sample", "host"]
 IDLE_KINDS: tuple[Kind, ...] = ("greedy", "sample")
 PADDING_ROW = (NO_ROW, 0, -1, 0, 0, 0, 0, 0)  # fills a step up to the size of its graph
+NO_ADAPTERS = -1  # the version of graphs whose rows have none
 FEW_CHANGES = 512  # of block tables in one step: room for so many is there from the start
 
 
@@ -89,10 +90,14 @@ def recording_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def best_tokens(model: Model, hidden: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """The most likely tokens behind hidden states [R, H], int64 [R]; negative where there is none."""
+def best_tokens(model: Model, hidden: torch.Tensor, mode: Mode, adapters: torch.Tensor | None = None) -> torch.Tensor:
+    """The most likely tokens behind hidden states [R, H], int64 [R]; negative where there is none. `adapters` [R]: the
+    slots of theirs."""
     best_logits = model.best_logits
-    tokens, _ = argmax(model.logits(hidden, mode)) if best_logits is None else best_logits(hidden, mode)
+    if best_logits is None:
+        tokens, _ = argmax(model.logits(hidden, mode, adapters))
+    else:
+        tokens, _ = best_logits(hidden, mode, adapters)
     return tokens
 
 
@@ -111,30 +116,42 @@ class DecodeGraphs:
         self._sampler = sampler
         self._max_context = max_context
         self._sizes = graph_sizes(max_rows)
-        self._captured: dict[tuple[int, Kind], DecodeGraph] = {}
+        # Each row's adapter; padding rows have the number -1, and with it the last entry.
+        self.row_slots = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self._captured: dict[tuple[int, Kind, int], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._inputs = PinnedStepInputs(max_rows, device)
         self._padding = new_mailbox(max_rows, device)
 
-    def start(self, inputs: DecodeInputs, kind: Kind) -> PendingTokens:
-        """Put a step on the stream that draws."""
-        tokens, _ = self._launch(inputs, kind)
+    def start(self, inputs: DecodeInputs, kind: Kind, *, is_adapted: bool = False) -> PendingTokens:
+        """Put a step on the stream that draws; `is_adapted`: some rows have adapters."""
+        tokens, _ = self._launch(inputs, kind, is_adapted)
         return PendingTokens({row: line for line, row in enumerate(inputs.rows)}, tokens, self._inputs.launched())
 
-    def hidden(self, inputs: DecodeInputs) -> torch.Tensor:
+    def hidden(self, inputs: DecodeInputs, *, is_adapted: bool = False) -> torch.Tensor:
         """Put a step on the stream; hidden states [R, H], overwritten by the next step of the same size."""
-        _, result = self._launch(inputs, "host")
+        _, result = self._launch(inputs, "host", is_adapted)
         self._inputs.launched()
         return result[: len(inputs.rows)]
 
-    def _launch(self, inputs: DecodeInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    def _launch(self, inputs: DecodeInputs, kind: Kind, is_adapted: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Replay a graph; where its tokens will be in the host's memory, and its result on the device."""
         size = next(size for size in self._sizes if size >= len(inputs.rows))
-        graph = self._captured.get((size, kind)) or self._capture(size, kind)
+        version = self._adapter_version() if is_adapted else NO_ADAPTERS
+        graph = self._captured.get((size, kind, version)) or self._capture(size, kind, version=version)
         uniforms = self._sampler.uniforms(inputs.rows, inputs.indices) if kind == "sample" else None
         tokens = self._inputs.write(size, inputs.rows, inputs.positions, inputs.tokens, inputs.indices, uniforms)
         graph.graph.replay()
         return tokens, graph.result
+
+    def _adapter_version(self) -> int:
+        """What graphs with adapters depend on: which products an adapter has ever added to. Those of before are let
+        go."""
+        slots = self._model.adapter_slots
+        assert slots is not None, "rows have adapters where the model has slots"
+        for key in [key for key in self._captured if key[2] not in (NO_ADAPTERS, slots.version)]:
+            del self._captured[key]
+        return slots.version
 
     def ask_for_kernels(self) -> None:
         """Launch the kernels that are in no other step, for `compile_beside`."""
@@ -154,18 +171,19 @@ class DecodeGraphs:
         are first met; so are all of steps in which the host draws, since those are few."""
         for kind in IDLE_KINDS:
             for size in self._sizes:
-                if (size, kind) not in self._captured:
+                if (size, kind, NO_ADAPTERS) not in self._captured:
                     yield partial(self._capture, size, kind)
 
     def capture_largest(self) -> None:
         """Take the memory that decoding will ever take, with room for the logits of steps that sample."""
         self._capture(self._sizes[-1], "greedy", keeps_room=True)
 
-    def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False) -> DecodeGraph:
-        """`keeps_room`: for logits in float32, which the graphs' memory pool has from then on."""
+    def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False, version: int = NO_ADAPTERS) -> DecodeGraph:
+        """`keeps_room`: for logits in float32, which the graphs' memory pool has from then on. `version`: of steps with
+        adapters."""
 
         def step(mailbox: StepMailbox) -> torch.Tensor:
-            result = self._step(size, mailbox, kind)
+            result = self._step(size, mailbox, kind, is_adapted=version != NO_ADAPTERS)
             if keeps_room:
                 torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=self._storage.device)
             return result
@@ -174,7 +192,7 @@ class DecodeGraphs:
             step(self._padding)  # padding rows change nothing
             torch.cuda.synchronize()
             captured = DecodeGraph(*self._recorded(partial(step, self._inputs.mailbox)))
-        self._captured[(size, kind)] = captured
+        self._captured[(size, kind, version)] = captured
         return captured
 
     def _recorded(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -188,26 +206,27 @@ class DecodeGraphs:
                 graph.capture_end()
         return graph, result
 
-    def _step(self, size: int, mailbox: StepMailbox, kind: Kind) -> torch.Tensor:
+    def _step(self, size: int, mailbox: StepMailbox, kind: Kind, *, is_adapted: bool = False) -> torch.Tensor:
         gathered = self._gather(size, mailbox)
+        adapters = self.row_slots[gathered.rows] if is_adapted else None
         if kind == "sample":
             self._sampler.count_fed(gathered.rows, gathered.indices, gathered.token_ids)
-        hidden = self._model.forward(self._batch(gathered), self._storage)
+        hidden = self._model.forward(self._batch(gathered, adapters), self._storage)
         if kind == "host":
             publish_tokens(gathered, None, mailbox, self.newest)
             return hidden
         if kind == "sample":
-            logits = self._model.logits(hidden, "captured")
+            logits = self._model.logits(hidden, "captured", adapters)
             drawn = self._sampler.draw(logits, gathered.rows, gathered.indices, gathered.uniforms, self.newest)
         else:
-            drawn = best_tokens(self._model, hidden, "captured")
+            drawn = best_tokens(self._model, hidden, "captured", adapters)
         publish_tokens(gathered, drawn, mailbox, self.newest)
         return drawn
 
     def _gather(self, size: int, mailbox: StepMailbox) -> GatheredInputs:
         return gather_inputs(size, mailbox, self.rows.tables, self.newest, self._storage.block_size)
 
-    def _batch(self, gathered: GatheredInputs) -> ForwardBatch:
+    def _batch(self, gathered: GatheredInputs, adapters: torch.Tensor | None) -> ForwardBatch:
         size = len(gathered.rows)
         return ForwardBatch(
             token_ids=gathered.token_ids,
@@ -221,6 +240,7 @@ class DecodeGraphs:
             max_context_len=self._max_context,
             num_single=size,
             mode="captured",
+            adapters=adapters,
         )
 
 

@@ -361,6 +361,8 @@ class Site(NamedTuple):
 class NativeAdapterSlots:
     """The adapters of a native decoder, packed as its kernels read them."""
 
+    version = 0
+
     def __init__(self, decoder: Any, sites: Mapping[str, Site], number: int, spec: ModelSpec, dense: Dense) -> None:
         self.number = number
         self._decoder = decoder

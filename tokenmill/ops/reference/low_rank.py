@@ -31,7 +31,16 @@ class ReferenceLowRankOps:
         used = [slot for slot in torch.unique(slots).tolist() if slot]
         return TokensBySlot(slots, {slot: (slots == slot).nonzero().view(-1) for slot in used})
 
-    def hold(self, sizes: tuple[int, ...], columns: int, num_slots: int, like: torch.Tensor) -> ReferenceLowRank:
+    def hold(
+        self,
+        sizes: tuple[int, ...],
+        columns: int,
+        num_slots: int,
+        max_rank: int,
+        like: torch.Tensor,
+        *,
+        is_embedding: bool = False,
+    ) -> ReferenceLowRank:
         return ReferenceLowRank(sizes, like)
 
     def hold_experts(self, num_experts: int, num_slots: int, like: torch.Tensor) -> ReferenceLowRankExperts:
@@ -44,9 +53,14 @@ class ReferenceLowRank:
         self._like = like
         self._slots: dict[int, list[tuple[int, LowRank]]] = {}  # by slot: first row and part
 
-    def put(self, slot: int, parts: Sequence[LowRank | None]) -> None:
+    @property
+    def is_active(self) -> bool:
+        return any(self._slots.values())
+
+    def put(self, slot: int, parts: Sequence[LowRank | None]) -> bool:
         found = zip(self._starts, parts, strict=False)
         self._slots[slot] = [(first, on_device(part, self._like)) for first, part in found if part is not None]
+        return False
 
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokensBySlot) -> torch.Tensor:
         for slot, tokens in plan.tokens.items():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.ops.triton.adapters.low_rank import TritonLowRankOps
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
 from tokenmill.ops.triton.attention.latent import deterministic_latent_attend, latent_attend
 from tokenmill.ops.triton.attention.plan import plan_attention
@@ -22,7 +23,13 @@ from tokenmill.ops.triton.moe.grouped_gemm import deterministic_experts, experts
 from tokenmill.ops.triton.moe.topk import route
 from tokenmill.ops.triton.recurrent.mixer import deterministic_recurrent, recurrent
 from tokenmill.ops.triton.recurrent.plan import plan_recurrent, plan_token_by_token
-from tokenmill.ops.triton.regions import choose_deterministic, choose_regions, row_borders
+from tokenmill.ops.triton.regions import (
+    adapted_regions,
+    choose_deterministic,
+    choose_regions,
+    deterministic_adapted_regions,
+    row_borders,
+)
 from tokenmill.ops.triton.sampling.argmax import argmax
 
 
@@ -52,6 +59,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         experts=experts,
         argmax=argmax,
         choose_regions=choose_regions,
+        adapted_regions=adapted_regions,
+        low_rank=TritonLowRankOps(),
         row_borders=row_borders,
     )
     if not deterministic:
@@ -65,4 +74,6 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         recurrent=deterministic_recurrent,
         experts=deterministic_experts,
         choose_regions=choose_deterministic,
+        adapted_regions=deterministic_adapted_regions,
+        low_rank=TritonLowRankOps(deterministic=True),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -68,9 +69,19 @@ def choose_deterministic(ops: Ops, layers: Sequence[LayerWeights], batch: BatchC
     return [replace(table, attend=FusedRegions(ops, batch.mode).write_and_attend)] * len(layers)
 
 
+def adapted_regions(ops: Ops, mode: Mode, adapters: Any) -> Regions:
+    """Regions of a batch in which some tokens use adapters: small ops, so that adapters can add to every product"""
+    return FusedRegions(ops, mode, adapters).table()
+
+
+def deterministic_adapted_regions(ops: Ops, mode: Mode, adapters: Any) -> Regions:
+    table = ComposedRegions(ops, mode, adapters=adapters).table()
+    return replace(table, attend=FusedRegions(ops, mode).write_and_attend)
+
+
 class FusedRegions:
-    def __init__(self, ops: Ops, mode: Mode) -> None:
-        self.composed = ComposedRegions(ops, mode, gated_linear)
+    def __init__(self, ops: Ops, mode: Mode, adapters: Any = None) -> None:
+        self.composed = ComposedRegions(ops, mode, gated_linear, adapters)
 
     def table(self) -> Regions:
         return replace(self.composed.table(), attend=self.attend)

@@ -1,0 +1,117 @@
+"""Times decoding steps whose rows have adapters, captured as graphs, beside steps of the model alone.
+
+python benchmarks/gpu_adapters.py DIR_WITH_CONFIG [--rows 32] [--adapters 16] [--rank 16] [--dtype bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import tensors_of
+from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.linear import AdapterSlots, Loader
+from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
+from tokenmill.ops.triton.build import build_ops
+from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs
+from tokenmill.runner.device_sampler import DeviceSampler
+from tokenmill.weights.dummy import dummy_weights
+
+BLOCK, MAX_CONTEXT, CONTEXT = 16, 4096, 512
+TARGETS = {
+    "queries and values": ("q", "v"),
+    "attention": ("q", "k", "v", "o"),
+    "all matrices": ("q", "k", "v", "o", "gate", "up", "down"),
+}
+
+
+class AdaptedSteps:
+    """A model with random weights and its decode graphs."""
+
+    def __init__(self, folder: Path, quantization: str, num_slots: int, rank: int, rows: int) -> None:
+        self.spec, device, dtype = read_spec(folder), torch.device("cuda"), torch.bfloat16
+        weights = dummy_weights(self.spec, dtype=dtype, device=device)
+        self.slots = AdapterSlots(num_slots, rank)
+        self.model = Decoder(
+            self.spec, Loader(weights, build_ops(quantization), dtype, device, self.slots), MAX_CONTEXT
+        )
+        per_row = -(-CONTEXT // BLOCK)
+        layout = KVLayout.from_spec(self.spec, CacheDtypes("bfloat16"))
+        self.storage = KVStorage(layout, 1 + rows * per_row, BLOCK, device)
+        draws = DeviceSampler(self.spec.vocab_size, rows, device)
+        self.graphs = DecodeGraphs(self.model, self.storage, draws, rows, MAX_CONTEXT // BLOCK + 1, MAX_CONTEXT)
+        ids = torch.arange(1, 1 + rows * per_row, device=device, dtype=torch.int32)
+        self.graphs.rows.tables[:, :rows, :per_row] = ids.view(rows, per_row)
+
+    def ms(self, rows: int, slots: list[int] | None, repeats: int = 30) -> float:
+        """Median time of a step; `slots`: of the rows' adapters"""
+        if slots is not None:
+            self.graphs.row_slots[:rows] = torch.tensor(slots, dtype=torch.int32, device="cuda")
+        inputs = DecodeInputs(list(range(rows)), [CONTEXT - 1] * rows, [5] * rows, [0] * rows)
+        self.graphs._captured.clear()
+        for _ in range(RING_SIZE):
+            self.graphs.start(inputs, "greedy", is_adapted=slots is not None)
+        (captured,) = self.graphs._captured.values()
+        times = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            captured.graph.replay()
+            captured.graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 2)
+        return sorted(times)[repeats // 2]
+
+
+def random_adapter(spec: ModelSpec, parts: tuple[str, ...], rank: int) -> dict[str, LowRank]:
+    names = {name.removesuffix(".weight"): one.shape for name, one in tensors_of(spec).items() if one.kind == "linear"}
+    dtype, device = torch.bfloat16, torch.device("cuda")
+    return {
+        name: LowRank(
+            torch.randn(rank, shape[1], dtype=dtype, device=device) * 0.01,
+            torch.randn(shape[0], rank, dtype=dtype, device=device) * 0.01,
+        )
+        for name, shape in names.items()
+        if name.rpartition(".")[2] in parts and len(shape) == 2
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--quantization", default="none", choices=("none", "fp8", "int8", "int4"))
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--adapters", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=16)
+    given = parser.parse_args()
+    without = AdaptedSteps(given.model, given.quantization, 0, 0, given.rows)
+    base = without.ms(given.rows, None)
+    print(f"no slots: {base:.3f} ms", flush=True)
+    del without
+    torch.cuda.empty_cache()
+    steps = AdaptedSteps(given.model, given.quantization, given.adapters, given.rank, given.rows)
+    found = {"no slots": base}
+    for title, parts in TARGETS.items():
+        for slot in range(1, 1 + given.adapters):
+            steps.slots.put(slot, random_adapter(steps.spec, parts, given.rank))
+        each = [1 + row % given.adapters for row in range(given.rows)]
+        for mix, slots in (("base rows only", None), ("one adapter", [1] * given.rows), ("all adapters", each)):
+            found[f"{title}, {mix}"] = ms = steps.ms(given.rows, slots)
+            print(f"{title}, {mix}: {ms:.3f} ms, {ms / base - 1:+.1%}", flush=True)
+    print(json.dumps({"model": given.model.name, **vars(given), "model_folder": None, "ms": found}, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Products with the low-rank matrices of adapters."""

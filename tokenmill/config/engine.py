@@ -31,6 +31,9 @@ class ModelConfig:
     """Name that clients use; the model's own by default."""
     chat_template: str | None = None
     """File with a Jinja chat template to use instead of the model's own."""
+    literal_content: bool = True
+    """Read what spells a control token of the model (`<|im_start|>`) in a message of a conversation as the characters
+    it is made of, so that no text of a user can open a turn. Prompts of completions are always read as they are."""
     load_format: LoadFormat = "auto"
     """`dummy` makes random weights from the config alone, for benchmarks."""
     dtype: DType = "auto"

@@ -48,6 +48,7 @@ class ModelFrontend:
             eos_token_ids=self.eos_token_ids,
             shifting=Shifting(self.config.cache.context_shift, self.config.cache.context_keep),
             speeches=self.speeches,
+            literal_content=self.config.model.literal_content,
         )
 
     @cached_property

@@ -38,6 +38,7 @@ from tokenmill.params import DRY_BREAKERS, MAX_STOP_STRINGS, SamplingParams
 from tokenmill.params.checks import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.fim import FimTokens, find_fim_tokens
+from tokenmill.text.literal import LiteralContents, MarkedText, encode_literally, unmarked
 from tokenmill.text.stops import stop_patterns
 from tokenmill.text.template import (
     OUR_VARIABLES,
@@ -115,8 +116,10 @@ class InputProcessor:
         eos_token_ids: tuple[int, ...],
         shifting: Shifting = NO_SHIFTING,
         speeches: SpeechFinder | None = None,
+        literal_content: bool = True,
     ) -> None:
-        """`speeches`: how the model writes thoughts and tool calls."""
+        """`speeches`: how the model writes thoughts and tool calls. `literal_content`: what spells a control token in a
+        message is text."""
         self.max_context = max_context
         self.adapters: Mapping[str, str] = {}  # names of those that are loaded, and their digests
         self._tokenizer = tokenizer
@@ -125,6 +128,7 @@ class InputProcessor:
         self._shifting = shifting
         self._speeches = speeches or SpeechFinder(tokenizer)
         self._has_warned = False
+        self._literal_content = literal_content
         try:
             _ = self._template  # compiled now, so that no conversation waits for it
         except ModelError as problem:
@@ -223,6 +227,14 @@ class InputProcessor:
         return find_fim_tokens(self.tokenizer)
 
     def chat_text(self, asked: ChatRequest) -> str:
+        """A conversation in the model's chat template."""
+        return self._rendered(asked).text
+
+    @cached_property
+    def _literal(self) -> LiteralContents:
+        return LiteralContents(self.tokenizer)
+
+    def _rendered(self, asked: ChatRequest) -> MarkedText:
         if not asked.messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         if self._template is None:
@@ -230,6 +242,11 @@ class InputProcessor:
         self._warn_of_plain_layout()
         check_tools(asked)
         speech, tools = self._speeches.of(asked.chat_template), shown_tools(asked)
+        marks = ("", "")
+        if self._literal_content:
+            allowed = () if speech is None else tuple(speech.control.values())
+            messages, marks = self._literal.mark(asked.messages, allowed)
+            asked = msgspec.structs.replace(asked, messages=messages)
         messages = history(asked, speech)
         if tools and (speech is None or speech.calls is None):
             raise InvalidRequest("this model calls no tools", param="tools", hint="see --tool-format")
@@ -242,7 +259,8 @@ class InputProcessor:
             add_generation_prompt=asked.add_generation_prompt and not asked.continues_last,
             extra={**self._effort_variables(asked.reasoning), **asked.template_args},
         )
-        return up_to_last(text, asked.messages[-1]) if asked.continues_last else text
+        text = up_to_last(text, asked.messages[-1]) if asked.continues_last else text
+        return unmarked(text, marks)
 
     @property
     def _is_plain(self) -> bool:
@@ -285,13 +303,17 @@ class InputProcessor:
 
     def chat_ids(self, asked: ChatRequest) -> list[int]:
         """The token ids of a conversation. A template that writes the begin token itself does not get a second one."""
-        text = self.chat_text(asked)
+        rendered = self._rendered(asked)
+        text = rendered.text
         # A server checks the length of the messages; what a template adds, reasoning and tool calls are not in that.
         require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
+        bos = self.tokenizer.special_tokens.get("bos_token")
+        adds_bos = not (bos and text.startswith(bos))
+        if rendered.spans:
+            return encode_literally(self.tokenizer, rendered, add_special_tokens=adds_bos)
         if (extended := self._extended(text, asked.extends)) is not None:
             return extended
-        bos = self.tokenizer.special_tokens.get("bos_token")
-        return self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+        return self.tokenizer.encode(text, add_special_tokens=adds_bos)
 
     def _extended(self, text: str, known: TokenPrefix | None) -> list[int] | None:
         """The ids of an earlier turn and those of the text that follows it; None where the text is another one, or

@@ -198,6 +198,15 @@ class Tokenizer:
             ids = _encode_long(reader, text, add_special_tokens)
         return self._framed(ids) if add_special_tokens else ids
 
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, tuple[int, int]]]:
+        """Ids of a text, each with the characters [first, last) that it stands for; none for what frames the text."""
+        (encoding,) = self.backend.encode_batch([_sound(text)], add_special_tokens=add_special_tokens)
+        found = list(zip(encoding.ids, encoding.offsets, strict=True))
+        if not add_special_tokens:
+            return found
+        around = [[(token_id, (0, 0)) for token_id in ids] for ids in (self.traits.prefix_ids, self.traits.suffix_ids)]
+        return [*around[0], *found, *around[1]]
+
     def _framed(self, ids: list[int]) -> list[int]:
         prefix, suffix = self.traits.prefix_ids, self.traits.suffix_ids
         return [*prefix, *ids, *suffix] if prefix or suffix else ids

@@ -15,6 +15,7 @@ from tokenmill.errors import DamagedFile, Draining
 from tokenmill.server import loader as loader_module
 from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.registry import ModelRegistry
 from tokenmill.types import PromptRequest
 
 
@@ -171,6 +172,25 @@ def test_unloading_waits_for_what_runs_and_new_requests_load_again() -> None:
         assert await running == await later == FakeEngine().answer
         await leaving
         assert len(sources["a"].engines) == 2 and sources["a"].num_closed == 1
+        await loader.close()
+
+    run(work)
+
+
+def test_a_model_that_comes_back_does_not_make_the_server_unhealthy() -> None:
+    async def work() -> None:
+        loader, gates, sources = fake_models("a", "b", max_loaded=1)
+        registry = ModelRegistry(*gates.values())
+        sources["a"].load_s = 0.05
+        first = asyncio.create_task(ask(gates["a"]))
+        await asyncio.sleep(0.01)
+        assert registry.health().state == "loading"  # the server has not started yet
+        await first
+        await ask(gates["b"])
+        again = asyncio.create_task(ask(gates["a"]))
+        await asyncio.sleep(0.03)
+        assert gates["a"].state == "loading" and registry.health().state == "ready"
+        await again
         await loader.close()
 
     run(work)

@@ -79,6 +79,8 @@ def test_models_answer_to_names_aliases_and_wildcards(several: Several) -> None:
     unknown = several.chat("gpt-5")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     assert "first, coder, third" in unknown.json()["error"]["message"]
+    answered = several.server.post("/v1/responses", {"model": "claude-opus-5", "input": "Hi"}).json()
+    assert (answered["model"], answered["status"]) == ("third", "completed")
     default = several.server.post("/generate", {"inputs": "Hi"})
     assert default.status_code == 200 and len(several.sources["first"].engines) >= 1
 

@@ -49,6 +49,9 @@ class CoreProcess:
     def folder(self) -> str:
         return self._folder.name
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def wait(self) -> str:
         """Wait until it has ended; how, in words."""
         return describe_exit(self._process.wait())

@@ -17,9 +17,9 @@ from tokenmill.config import EngineConfig
 from tokenmill.config.adapters import named_adapters
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.model_text import ModelText
+from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import InvalidConfig
 from tokenmill.observe.log import get_log
@@ -52,15 +52,15 @@ class EngineSource:
         self,
         config: EngineConfig,
         plan: PlanMemory,
+        spare: SpareCore,
         *,
-        child: CoreProcess | None = None,
         announce: Announce | None = None,
     ) -> None:
-        """`child`: the process of a core that was started already, for the first load. `announce` is called beside the
-        first load, and says what to log before its choices."""
+        """`spare`: a process for the next load, if one waits. `announce` is called beside the first load, and says what
+        to log before its choices."""
         self._config = config
         self._plan = plan
-        self._child = child
+        self._spare = spare
         self._announce = announce
         self._frontend: ModelFrontend | None = None
         self._engine: AsyncEngine | None = None
@@ -84,7 +84,7 @@ class EngineSource:
         return self._plan(PlanRequest(config, frontend.model_path, frontend.name, None, 1))
 
     async def start(self, memory: ModelMemory | None) -> ServedEngine:
-        child, self._child = self._child, None
+        child = self._spare.take(fast_start=self._config.ops.fast_start is not False)
         config = self._config if memory is None else within(memory, self._config)
         frontend = None if self._frontend is None else replace(self._frontend, config=config)
         announce, self._announce = self._announce, None
@@ -96,13 +96,8 @@ class EngineSource:
         for reason in engine.reasons:
             log.info("chosen%s: %s", whose, reason)
         log.info("weights%s loaded in %.2f s", whose, engine.core.load_s)
+        await asyncio.to_thread(self._spare.refill)
         return engine
-
-    def discard(self) -> None:
-        """End the process that was started for the first load, if there was none."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
 
 
 def within(memory: ModelMemory, config: EngineConfig) -> EngineConfig:

@@ -99,6 +99,7 @@ class EngineGate:
         self._engine = engine
         self._reader: ModelReader | None = engine
         self._is_draining = False
+        self._has_opened = engine is not None
 
     # ── who is behind it ───────────────────────────────────────────────────────────────────────────────
 
@@ -153,6 +154,7 @@ class EngineGate:
     def open(self, engine: ServedEngine) -> None:
         """The model is loaded: requests may enter."""
         self._engine = self._reader = engine
+        self._has_opened = True
         self.state, self.failure = "loaded", None
         self.last_used_s = self.loaded_at_s = time.monotonic()
 
@@ -199,7 +201,7 @@ class EngineGate:
             return Health("draining", "running requests are being finished")
         if self._engine is not None:
             return self._engine.health()
-        if self.load is not None and self.state != "loading":
+        if self._has_opened or (self.load is not None and self.state != "loading"):
             return Health("ready", "the model is loaded when it is asked for")
         return Health("loading", "the model is still loading")
 

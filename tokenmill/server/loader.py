@@ -148,7 +148,8 @@ class ModelLoader:
         try:
             gate.describe(await seat.source.read())
         except (TokenmillError, OSError) as problem:
-            self._fail(gate, seat, problem)
+            if gate.loaded is None:
+                self._fail(gate, seat, problem)
         finally:
             seat.reading = None
 

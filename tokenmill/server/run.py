@@ -29,6 +29,7 @@ from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
+from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.errors import TokenmillError, UnknownModel
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
@@ -73,22 +74,23 @@ def run_server(
     `base`: the settings of models that clients add. `fits`: makes what knows which models fit this machine.
     """
     configure_logging(config.log_level)
-    first = EngineSource(models[0].engine, plan, child=child, announce=announce)
+    starts_fast = (base or models[0].engine).ops.fast_start is not False
+    spare = SpareCore(child, is_refilled=len(models) > 1 and starts_fast)
     try:
         loader = loader_of(config)
         gates = [gate_of_config(model) for model in models]
         for gate, model in zip(gates, models, strict=True):
-            source = first if gate is gates[0] else EngineSource(model.engine, plan)
+            source = EngineSource(model.engine, plan, spare, announce=announce if gate is gates[0] else None)
             loader.add(gate, source, waits=len(gates) > 1)
         if len(gates) > 1:
             require_distinct(gates)
-        loader.make_model = partial(stored_model, base or models[0].engine, plan)
+        loader.make_model = partial(stored_model, base or models[0].engine, plan, spare)
         return serve_models(gates, loader, config, Metrics(), fits)
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code
     finally:
-        first.discard()  # the port was busy, or a setting wrong
+        spare.discard()
 
 
 def loader_of(config: ServerConfig) -> ModelLoader:
@@ -105,13 +107,13 @@ def gate_of_config(model: ServedModelConfig) -> EngineGate:
     )
 
 
-def stored_model(base: EngineConfig, plan: PlanMemory, name: str) -> tuple[EngineGate, EngineSource]:
+def stored_model(base: EngineConfig, plan: PlanMemory, spare: SpareCore, name: str) -> tuple[EngineGate, EngineSource]:
     """A model of the store that the server was not started with, for a client that may add it: never a path."""
     if isinstance(parse_name(plain_name(name)), LocalModel):
         raise UnknownModel(f"no model of the store is called {shown(name)}", param="model")
     found = resolve_model(plain_name(name), allow_pull=False)
     engine = engine_config(base, {"model": plain_name(name), "served_name": found.name})
-    return EngineGate(name=found.name, is_added=True), EngineSource(engine, plan)
+    return EngineGate(name=found.name, is_added=True), EngineSource(engine, plan, spare)
 
 
 def require_servable(config: ServerConfig) -> None:

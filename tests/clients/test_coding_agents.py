@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.client_farm import Canary, environment_of, node_program, script_process, serving_script
+from tests.support.client_farm import CLIENTS, Canary, environment_of, node_program, script_process, serving_script
 from tests.support.client_scripts import QWEN3, call, script, think
 
 pytestmark = pytest.mark.slow
@@ -108,30 +109,56 @@ def test_claude_code_reads_why_a_request_does_not_fit(
         assert f"limit {context - 1}" in too_long.stdout
 
 
+CODEX_SETTINGS = """
+model = "{model}"
+model_provider = "tokenmill"
+model_context_window = 131072
+check_for_update_on_startup = false
+analytics.enabled = false
+features = {{ plugins = false, apps = false }}
+model_providers.tokenmill = {{ name = "Tokenmill", base_url = "{url}/v1", wire_api = "responses" }}
+mcp_servers.notes = {{ command = "{python}", args = ["{notes}"], default_tools_approval_mode = "approve" }}
+"""
+
+
+def run_codex(folder: Path, home: Path, canary: Canary, url: str, model: str) -> None:
+    environment = environment_of(home, canary, CODEX_HOME=str(home))
+    notes = CLIENTS / "programs" / "mcp_notes.py"
+    settings = CODEX_SETTINGS.format(model=model, url=url, python=sys.executable, notes=notes)
+    (home / "config.toml").write_text(settings)
+    options = ["--skip-git-repo-check", "--sandbox", "danger-full-access"]
+    done = run([*node_program("codex"), "exec", *options, "Copy a.txt to b.txt"], folder, environment)
+    require_done(done, folder)
+
+
 @pytest.mark.timeout(1500)
 def test_codex(folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path) -> None:
-    codex = node_program("codex")
     model = script(
         {"turn": 1, "say": think("First I read it.") + "I read it.\n" + call("exec_command", cmd="cat a.txt")},
         {"turn": 2, "match": "The mill grinds at noon", "say": call("exec_command", cmd="cat a.txt > b.txt")},
         {"turn": 3, "match": "First I read it", "say": think("That was all.") + "Copied it."},
     )
-    settings = """
-        model = "scripted"
-        model_provider = "tokenmill"
-        model_context_window = 131072
-        check_for_update_on_startup = false
-        analytics.enabled = false
-        features = {{ plugins = false, apps = false }}
-        model_providers.tokenmill = {{ name = "Tokenmill", base_url = "{url}/v1", wire_api = "responses" }}
-    """
     with script_process(tmp_path, model, shared_dir / "templates" / QWEN3) as server:
-        home = tmp_path / "home"
-        environment = environment_of(home, canary, CODEX_HOME=str(home))
-        (home / "config.toml").write_text(settings.format(url=server.url))
-        options = ["--skip-git-repo-check", "--sandbox", "danger-full-access"]
-        require_done(run([*codex, "exec", *options, "Copy a.txt to b.txt"], folder, environment), folder)
+        run_codex(folder, tmp_path / "home", canary, server.url, "scripted")
         require_prefix_hits(server.output())
+
+
+@pytest.mark.timeout(1500)
+def test_codex_with_the_tools_of_a_model_that_it_knows(
+    folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path
+) -> None:
+    """It then sends all kinds of tools: it searches for one of an MCP server, calls that in its namespace, and writes
+    by `apply_patch`, whose input follows a grammar."""
+    patch = f"*** Begin Patch\n*** Add File: b.txt\n+{SECRET}*** End Patch"
+    model = script(
+        {"turn": 1, "say": call("tool_search", query="read a note")},
+        {"turn": 2, "match": "Available now: mcp__notes__read_note", "say": call("mcp__notes__read_note", title="a")},
+        {"turn": 3, "match": "note a: the mill rests", "say": call("apply_patch", input=patch)},
+        {"turn": 4, "match": "Updated the following files", "say": "Copied it."},
+    )
+    template = shared_dir / "templates" / QWEN3
+    with script_process(tmp_path, model, template, "--served-name", "gpt-5.5") as server:
+        run_codex(folder, tmp_path / "home", canary, server.url, "gpt-5.5")
 
 
 @pytest.mark.timeout(1500)

@@ -23,6 +23,27 @@ add_line: "+" /(.*)/ LF -> line
 change: ("+" | "-" | " ") /(.*)/ LF
 LF: /\n/
 """
+CODEX = r"""start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""  # as it sends it with its tool apply_patch
+UPDATE = '*** Begin Patch\n*** Update File: a.py\n@@ def f("x"):\n-\told \\ line\n+\tnew line\n*** End Patch'
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -40,6 +61,9 @@ def escaped(text: str) -> str:
     ("grammar", "good", "bad"),
     [
         (PATCH, '*** Begin Patch\n*** Add File: a.py\n+print("hi\\n")\n+\t# ok\n*** End Patch\n', "*** Begin Patch\n"),
+        (CODEX, UPDATE, UPDATE.replace("@@ ", "@")),
+        ("start: (A | B)+\n%import common (INT, WS_INLINE)\nA: INT\nB: WS_INLINE", "12 \t3", "1\n"),
+        ("start: N\n%import common.SIGNED_NUMBER -> N", "-1.5e3", "1.5.2"),
         (r"start: /[^a]+/", 'x"\\\n\té', "a"),
         (r"start: /(?s:.*)x/", 'a"\nyx', "a"),
         (r"start: /.+/", 'a"\\y', "a\nb"),
@@ -58,7 +82,16 @@ def test_the_same_texts_with_escapes(grammar: str, good: str, bad: str) -> None:
 
 @pytest.mark.parametrize(
     "grammar",
-    ["start: %json {}", "start: /a/i", "%ignore /x/\nstart: /a/", r"start: /\bx/", "start: /(?=x)y/", "start: /[a/"],
+    [
+        "start: %json {}",
+        "start: X\n%import other.X",
+        "start: X\n%import common.X",
+        "start: /a/i",
+        "%ignore /x/\nstart: /a/",
+        r"start: /\bx/",
+        "start: /(?=x)y/",
+        "start: /[a/",
+    ],
 )
 def test_what_has_no_form_inside_json_is_refused(grammar: str) -> None:
     with pytest.raises(InvalidRequest, match="inside JSON"):

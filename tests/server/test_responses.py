@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tests.support.client_scripts import QWEN3, call, script, think
 from tests.support.scripted_server import ScriptedServer, scripted_server
 from tokenmill.config.server import ServerConfig
+from tokenmill.server.openai.responses.parse import VERBOSITY
 
 MODEL = "scripted"
 KEY, OTHER_KEY = "mine", "theirs"
@@ -192,6 +193,14 @@ def test_a_failure_in_the_middle_is_the_last_event(server: ScriptedServer) -> No
     assert server.get(f"/v1/responses/{failed['id']}").json()["status"] == "failed"
 
 
+def test_verbosity_is_said_to_the_model(server: ScriptedServer) -> None:
+    plain = rendered(server, "hi")
+    assert rendered(server, "hi", text={"verbosity": "medium"}) == plain
+    said = [rendered(server, "hi", text={"verbosity": level}) for level in ("low", "high")]
+    assert said == [rendered(server, "hi", instructions=VERBOSITY[level]) for level in ("low", "high")]
+    assert min(said) > plain
+
+
 # ── thoughts ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -210,7 +219,7 @@ def test_a_summary_is_streamed_as_one_where_it_is_wanted(server: ScriptedServer)
     assert item["content"] == [{"type": "reasoning_text", "text": "I need a tool."}]
 
 
-def rendered(server: ScriptedServer, items: list[Any], **fields: Any) -> int:
+def rendered(server: ScriptedServer, items: Any, **fields: Any) -> int:
     body = {"model": MODEL, "input": items, **fields}
     reply = server.post("/v1/responses/input_tokens", body)
     assert reply.status_code == 200, reply.text
@@ -297,8 +306,8 @@ def test_a_search_for_tools_is_the_clients_and_what_it_finds_can_be_called(serve
     again = answered(server, input=items, tools=[search])
     assert (again["output"][-1]["name"], json.loads(again["output"][-1]["arguments"])) == ("later", {"x": 1})
     deferred = {**later, "defer_loading": True}
-    hidden = rendered(server, "hi", tools=[search, deferred])  # type: ignore[arg-type]
-    assert hidden == rendered(server, "hi", tools=[search]) < rendered(server, "hi", tools=[search, later])  # type: ignore[arg-type]
+    hidden = rendered(server, "hi", tools=[search, deferred])
+    assert hidden == rendered(server, "hi", tools=[search]) < rendered(server, "hi", tools=[search, later])
 
 
 def test_a_choice_of_tools(server: ScriptedServer) -> None:
@@ -344,7 +353,7 @@ def test_web_search_is_left_out_beside_other_tools_and_refused_alone(server: Scr
         ({"input": "Hi", "include": ["odd"]}, "include"),
         ({"input": "Hi", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": "Hi", "text": {"format": {"type": "odd"}}}, "text.format.type"),
-        ({"input": "Hi", "text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"input": "Hi", "text": {"verbosity": "odd"}}, "text.verbosity"),
         ({"input": "Hi", "reasoning": {"effort": "odd"}}, "reasoning.effort"),
         ({"input": "Hi", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "Hi", "background": True, "store": False}, "background"),

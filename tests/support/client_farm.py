@@ -152,12 +152,13 @@ def environment_of(home: Path, canary: Canary, **extra: str) -> dict[str, str]:
 
 
 @contextmanager
-def script_process(folder: Path, script: dict[str, Any], template: Path) -> Iterator[ServerProcess]:
-    """`tokenmill serve scripted:FILE`, a process like any user's; the model's name is `scripted`."""
+def script_process(folder: Path, script: dict[str, Any], template: Path, *options: str) -> Iterator[ServerProcess]:
+    """`tokenmill serve scripted:FILE`, a process like any user's; the model's name is `scripted` unless the options say
+    another."""
     file = folder / "scripted.json"
     file.write_text(json.dumps(script))
     port = free_port()
-    arguments = ["serve", f"scripted:{file}", "--chat-template", str(template), "--port", str(port)]
+    arguments = ["serve", f"scripted:{file}", "--chat-template", str(template), "--port", str(port), *options]
     with running(["-m", "tokenmill", *arguments], port, TOKENMILL_HOME=str(folder / "store")) as server:
         server.wait_for("ready")
         yield server

@@ -6,6 +6,7 @@ and line breaks are escaped. So every character is rewritten, and the structure 
     "a\\n"          "a\\\\n"                                            the escape instead of the character
     /[^x]+/        (/[[^x]&&[^"\\\\\\x00-\\x1f]]/ | "\\\\n" | …)+           a class, and escapes of its other characters
     LF: /\\n/       t_lf: "\\\\n"                                       a terminal becomes a rule
+    %import        the terminal that it names, written out first
 
 Terminals become rules of single characters because an escape has two: the lexer of the grammar engine looks one
 character ahead, and after a backslash could not tell which of two terminals goes on.
@@ -20,6 +21,31 @@ from tokenmill.errors import InvalidRequest
 
 ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 MAX_CHARACTERS = 20_000
+_DECIMAL = r"(?:[0-9]+\.[0-9]*|\.[0-9]+)"
+_FLOAT = rf"(?:[0-9]+[eE][+-]?[0-9]+|{_DECIMAL}(?:[eE][+-]?[0-9]+)?)"
+COMMON = {
+    "LF": r"\n",
+    "CR": r"\r",
+    "NEWLINE": r"(?:\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[0-9a-fA-F]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": "[+-]?[0-9]+",
+    "DECIMAL": _DECIMAL,
+    "FLOAT": _FLOAT,
+    "SIGNED_FLOAT": f"[+-]?{_FLOAT}",
+    "NUMBER": f"(?:{_FLOAT}|[0-9]+)",
+    "SIGNED_NUMBER": f"[+-]?(?:{_FLOAT}|[0-9]+)",
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[a-zA-Z]",
+    "WORD": "[a-zA-Z]+",
+    "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
+}
+"""Lark's own terminals that grammars import from its module `common`."""
+_IMPORT = re.compile(r"%import\s+common(?:\.(\w+)(?:\s*->\s*(\w+))?|\s*\(([^)]*)\))")
 _PLAIN = r'[^"\\\x00-\x1f]'  # what JSON holds as it is
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*)
@@ -41,7 +67,17 @@ def json_escaped_lark(grammar: str) -> str:
     """Return a grammar of the same texts with JSON's escapes; raise InvalidRequest for what can't be rewritten."""
     if len(grammar) > MAX_CHARACTERS:
         raise _unfit(f"more than {MAX_CHARACTERS} characters")
-    return _TOKEN.sub(_rewritten, grammar)
+    return _TOKEN.sub(_rewritten, _IMPORT.sub(_imported, grammar))
+
+
+def _imported(found: re.Match[str]) -> str:
+    """The terminals that an import brings, written out: `%import common.LF -> NL`, `%import common (LF, INT)`."""
+    one, alias, several = found.groups()
+    names = [(one, alias or one)] if one else [(name, name) for name in re.findall(r"\w+", several)]
+    unknown = [name for name, _ in names if name not in COMMON]
+    if unknown:
+        raise _unfit(f"%import common.{unknown[0]}")
+    return "\n".join(f"{alias}: /{COMMON[name]}/" for name, alias in names)
 
 
 def _rewritten(found: re.Match[str]) -> str:

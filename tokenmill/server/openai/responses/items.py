@@ -120,8 +120,7 @@ class ItemReader:
 
     def _search_output(self, fields: BodyFields) -> None:
         found = fields.items("tools", MAX_TOOLS) or []
-        self.offered.add_all(found, fields.name("tools"), are_loaded=True)
-        names = [str(tool.get("name")) for tool in found]
+        names = self.offered.add_all(found, fields.name("tools"), are_loaded=True)
         text = f"Available now: {', '.join(names)}." if names else "Nothing was found."
         self._add(Message(role="tool", content=text, tool_call_id=_call_id(fields)))
 

@@ -52,6 +52,8 @@ INCLUDABLE = (
     "web_search_call.results",
 )
 SUMMARIES = ("auto", "concise", "detailed")
+VERBOSITY = {"low": "Keep your answers short.", "medium": "", "high": "Answer at length and in detail."}
+"""What a model is told: it knows of no such setting."""
 MAX_INCLUDES = 64
 MAX_LABEL = 1024  # characters of names that only mean something to the client
 
@@ -153,7 +155,7 @@ def parse_response(
             "service_tier": "default",
             "store": references.is_stored,
             "temperature": params.temperature,
-            "text": {"format": _text_format(fields) or {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": _text_format(fields) or {"type": "text"}, "verbosity": _verbosity(fields)},
             "tool_choice": "auto" if fields.get("tool_choice") is None else fields.get("tool_choice"),
             "tools": shown_tools,
             "top_logprobs": params.logprobs or 0,
@@ -189,14 +191,15 @@ def _conversation_of(
 ) -> tuple[ChatRequest, dict[str, CalledTool], list[dict[str, Any]]]:
     offered = parse_offered(fields)
     reader = ItemReader(signer, offered)
-    if instructions := fields.text("instructions"):
+    instructions = "\n\n".join(filter(None, (fields.text("instructions"), VERBOSITY[_verbosity(fields)])))
+    if instructions:
         reader.messages.append(Message(role="system", content=instructions))
     num_system = len(reader.messages)
     for item in history.items:
         reader.read(item, "previous_response_id")
     for number, item in enumerate(own):
         reader.read(item, f"input[{number}]")
-    if len(reader.messages) == num_system and not instructions:
+    if len(reader.messages) == num_system and not fields.text("instructions"):
         refuse("input", "is required: a string or a list of items")
     offered.require_usable()
     params = _params(fields, info, config)
@@ -251,9 +254,12 @@ def _include(fields: BodyFields) -> list[str]:
 def _text_format(fields: BodyFields) -> dict[str, Any] | None:
     text = fields.object("text")
     given = None if text is None else text.object("format")
-    if text is not None and text.one_of("verbosity", ("low", "medium", "high")) not in (None, "medium"):
-        refuse("text.verbosity", "is not supported")
     return None if given is None else given.values
+
+
+def _verbosity(fields: BodyFields) -> str:
+    text = fields.object("text")
+    return (None if text is None else text.one_of("verbosity", tuple(VERBOSITY))) or "medium"
 
 
 def _chat_format(fields: BodyFields) -> dict[str, Any] | None:

@@ -56,12 +56,11 @@ class OfferedTools:
     deferred: dict[str, Tool] = field(default_factory=dict)  # not shown before a search has found them
     _dropped: str | None = None
 
-    def add_all(self, given: Iterable[Any], path: str, *, are_loaded: bool = False) -> None:
-        """Add tools of a body; `are_loaded`: they were found by a search."""
+    def add_all(self, given: Iterable[Any], path: str, *, are_loaded: bool = False) -> list[str]:
+        """Add tools of a body and return their names, as the model sees them. `are_loaded`: a search has found them."""
         values = [_fields(value, f"{path}[{number}]") for number, value in enumerate(given)]
         searches_here = any(one.get("type") == TOOL_SEARCH and one.get("execution") != "client" for one in values)
-        for one in values:
-            self._add(one, shows_all=are_loaded or searches_here)
+        return [name for one in values for name in self._add(one, shows_all=are_loaded or searches_here)]
 
     def require_usable(self) -> None:
         if self._dropped is not None and not self.tools:
@@ -74,22 +73,23 @@ class OfferedTools:
         if (tool := self.deferred.pop(name, None)) is not None:
             self.tools.append(tool)
 
-    def _add(self, fields: BodyFields, *, shows_all: bool) -> None:
+    def _add(self, fields: BodyFields, *, shows_all: bool) -> list[str]:
         match fields.required_text("type"):
             case "function" | "custom":
-                self._add_one(fields, None, shows_all=shows_all)
+                names = [self._add_one(fields, None, shows_all=shows_all)]
             case "namespace":
-                self._add_namespace(fields, shows_all=shows_all)
+                names = self._add_namespace(fields, shows_all=shows_all)
             case "tool_search":
-                self._add_search(fields)
+                names = self._add_search(fields)
             case kind if kind in DROPPED:
                 self._dropped = fields.name("type")
-                return
+                return []
             case kind:
                 refuse(fields.name("type"), f"must be {KNOWN}, got {shown(kind)}")
         self.repeated.append(_repeated(fields.values))
+        return names
 
-    def _add_one(self, fields: BodyFields, namespace: str | None, *, shows_all: bool) -> None:
+    def _add_one(self, fields: BodyFields, namespace: str | None, *, shows_all: bool) -> str:
         kind: CallKind = "custom" if fields.get("type") == "custom" else "function"
         tool = function_tool(fields) if kind == "function" else _custom_tool(fields)
         called = CalledTool(kind, tool.name, namespace)
@@ -106,34 +106,38 @@ class OfferedTools:
             seen in self.deferred or shows_all
         ):  # found by a search, described again
             self.load(seen)
-            return
+            return seen
         self.called[seen] = called
         if fields.boolean("defer_loading") and not shows_all:
             self.deferred[seen] = tool
         else:
             self.tools.append(tool)
+        return seen
 
-    def _add_namespace(self, fields: BodyFields, *, shows_all: bool) -> None:
+    def _add_namespace(self, fields: BodyFields, *, shows_all: bool) -> list[str]:
         namespace = fields.required_text("name")
         fields.text("description", MAX_DESCRIPTION)
         inner = fields.items("tools", MAX_TOOLS)
         if not inner:
             refuse(fields.name("tools"), "is required and must not be empty")
+        names = []
         for number, value in enumerate(inner):
             one = _fields(value, f"{fields.name('tools')}[{number}]")
             kind = one.required_text("type")
             if kind not in ("function", "custom"):
                 refuse(one.name("type"), f"must be function or custom, got {shown(kind)}")
-            self._add_one(one, namespace, shows_all=shows_all)
+            names.append(self._add_one(one, namespace, shows_all=shows_all))
+        return names
 
-    def _add_search(self, fields: BodyFields) -> None:
+    def _add_search(self, fields: BodyFields) -> list[str]:
         if fields.one_of("execution", ("server", "client")) != "client":
-            return
+            return []
         parameters = fields.object("parameters")
         description = fields.text("description", MAX_DESCRIPTION) or "Searches for tools that are not shown yet."
         schema = ANY_QUERY if parameters is None else parameters.values
         self.tools.append(Tool(name=TOOL_SEARCH, description=description, parameters=schema))
         self.called[TOOL_SEARCH] = CalledTool("tool_search", TOOL_SEARCH)
+        return [TOOL_SEARCH]
 
 
 def parse_offered(fields: BodyFields) -> OfferedTools:

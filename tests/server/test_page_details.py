@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from tests.support.server_process import ServerProcess, free_port, running
 from tests.support.watched_page import ask, is_too_wide, wait_for_answer, wait_until, watched_page
 
 pytestmark = pytest.mark.slow
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
 @pytest.fixture
@@ -125,6 +127,56 @@ def test_a_failed_answer_says_why(page: Page) -> None:
 def test_pictures_are_refused_where_the_model_reads_text_only(page: Page) -> None:
     page.click("[aria-label='Attach a picture']")
     expect(page.locator(".toast")).to_contain_text("reads text only")
+
+
+def test_pictures_go_to_models_that_take_them(chromium: Browser, page_server: ScriptedServer, tmp_path: Path) -> None:
+    """No scripted model sees, so the page is told that this one does; the server's own refusal is shown."""
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(base64.b64decode(DOT))
+    sent: list[dict[str, Any]] = []
+    with watched_page(chromium, page_server.url, expects="400") as page:
+        page.route("**/api/show", lambda route: route.fulfill(json={"capabilities": ["completion", "vision"]}))
+        page.reload()
+        page.wait_for_selector(".welcome")
+        page.on("request", lambda one: one.url.endswith("completions") and sent.append(json.loads(one.post_data or "")))
+        with page.expect_file_chooser() as chooser:
+            page.click("[aria-label='Attach a picture']")
+        chooser.value.set_files(picture)
+        expect(page.locator(".thumb img")).to_be_visible()
+        ask(page, "What is this?")
+        expect(page.locator(".problem")).to_contain_text("not supported by this model")
+        expect(page.locator(".message.user img")).to_be_visible()
+    text, image = sent[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is this?"}
+    assert image == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DOT}"}}
+
+
+MARKDOWN = {
+    "*a **b** c*": "<p><em>a <strong>b</strong> c</em></p>",
+    "**a *b***": "<p><strong>a <em>b</em></strong></p>",
+    "a * b * c, snake_case_name": "<p>a * b * c, snake_case_name</p>",
+    "`a*b*` \\*c\\*": "<p><code>a*b*</code> *c*</p>",
+    "- a\n  - b\n\n1. c": '<ul><li>a<ul><li>b</li></ul></li></ul><ol start="1"><li>c</li></ol>',
+    "> q\n> > r": "<blockquote><p>q</p><blockquote><p>r</p></blockquote></blockquote>",
+    "a\n\n---\n\n## b": "<p>a</p><hr><h4>b</h4>",
+    "<b>x</b> &amp;": "<p>&lt;b&gt;x&lt;/b&gt; &amp;amp;</p>",
+}
+HOSTILE = [
+    "**a " * 15_000, "[a](" * 15_000, "`a ``b ```c " * 6_000, "*_*_" * 15_000, ">" * 5_000, "```\n" * 20_000,
+    "\n".join("  " * depth + "- x" for depth in range(300)), "|a" * 20_000 + "\n" + "|-" * 20_000, "http://" * 8_000,
+    "```js\n" + '"\\' * 25_000, "<" * 50_000, "- " * 20_000 + "x",
+]  # fmt: skip
+
+
+def test_markdown_is_read_as_meant_and_in_little_time(page: Page) -> None:
+    render = """async text => { const {renderMarkdown} = await import("/ui/markdown.js");
+        const box = document.createElement("div"), began = performance.now(); renderMarkdown(box, text);
+        return [box.innerHTML, performance.now() - began]; }"""
+    assert {text: page.evaluate(render, text)[0] for text in MARKDOWN} == MARKDOWN
+    link = page.evaluate(render, "[x](https://a.example/b_(c)) and https://a.example/d.")[0]
+    assert 'href="https://a.example/b_(c)"' in link and 'href="https://a.example/d"' in link
+    for text in HOSTILE:
+        assert page.evaluate(render, text)[1] < 5_000, text[:20]
 
 
 def test_conversations_travel_as_files(

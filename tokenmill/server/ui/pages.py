@@ -25,6 +25,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
+    "vary": "accept",  # other clients get something else at `/`
     "x-content-type-options": "nosniff",
 }
 MEDIA_TYPES = {

@@ -65,8 +65,11 @@ function startsBlock(line) {
   return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || /^ {0,3}>/.test(line) || ITEM.test(line);
 }
 
+const isOrdered = (item) => /\d/.test(item[2]);
+
 function listEnd(lines, at) {
-  const indent = lines[at].match(ITEM)[1].length;
+  const first = lines[at].match(ITEM);
+  const indent = first[1].length;
   let end = at + 1;
   for (; end < lines.length; end++) {
     const line = lines[end];
@@ -76,6 +79,8 @@ function listEnd(lines, at) {
       continue;
     }
     const isIndented = line.match(/^ */)[0].length > indent;
+    const item = line.match(ITEM);
+    if (item && !isIndented && isOrdered(item) !== isOrdered(first)) break; // a list of the other kind
     if (!isIndented && !ITEM.test(line) && (startsBlock(line) || !lines[end - 1].trim())) break;
     if (RULE.test(line) && !isIndented) break;
   }
@@ -112,8 +117,7 @@ function list(lines, inner) {
     if (item && item[1].length <= first[1].length + 1) items.push({ width: item[0].length, lines: [line.slice(item[0].length)] });
     else items[items.length - 1].lines.push(line.slice(Math.min(items[items.length - 1].width, line.match(/^ */)[0].length)));
   }
-  const isOrdered = /\d/.test(first[2]);
-  return h(isOrdered ? "ol" : "ul", isOrdered ? { start: parseInt(first[2], 10) } : {}, items.map((item) => h("li", {}, listItem(item.lines, inner))));
+  return h(isOrdered(first) ? "ol" : "ul", isOrdered(first) ? { start: parseInt(first[2], 10) } : {}, items.map((item) => h("li", {}, listItem(item.lines, inner))));
 }
 
 function listItem(lines, inner) {
@@ -131,7 +135,7 @@ function listItem(lines, inner) {
 function table(lines) {
   const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replace(/\\\|/g, "|"));
   const align = cells(lines[1]).map((cell) => (/^:.*:$/.test(cell) ? "center" : /:$/.test(cell) ? "right" : ""));
-  const row = (tag, line) => h("tr", {}, cells(line).slice(0, 64).map((cell, at) => h(tag, { class: align[at] || "" }, inline(cell))));
+  const row = (tag, line) => h("tr", {}, cells(line).map((cell, at) => h(tag, { class: align[at] || "" }, inline(cell))));
   return h("div", { class: "table-box", tabindex: 0 }, h("table", {}, h("thead", {}, row("th", lines[0])), h("tbody", {}, lines.slice(2).map((line) => row("td", line)))));
 }
 
@@ -196,6 +200,8 @@ function emphasis(text, at, missing, inner) {
   if (missing.has(marks) || (mark === "~" && width < 2) || /\s/.test(text[at + width] || " ")) return null;
   if (mark === "_" && /\w/.test(text[at - 1] || "")) return null;
   for (let end = text.indexOf(marks, at + width); end >= 0; end = text.indexOf(marks, end + 1)) {
+    const run = runLength(text, end);
+    if (width === 1 && run === 2) { end += 1; continue; } // of strong text inside
     if (/\s/.test(text[end - 1]) || text[end - 1] === "\\" || (mark === "_" && /\w/.test(text[end + width] || ""))) continue;
     while (text[end + width] === mark) end++; // the outermost of a run
     const content = inner(at + width, end);
@@ -209,11 +215,21 @@ function emphasis(text, at, missing, inner) {
 function link(text, at, inner, prefix) {
   const close = text.indexOf("](", at);
   if (close < 0 || close - at > 1000) return null;
-  const end = text.indexOf(")", close);
-  if (end < 0 || end - close > 2000) return null;
+  const end = closingBracket(text, close + 1);
+  if (end < 0) return null;
   const url = text.slice(close + 2, end).trim().split(/\s+/)[0].replace(/^<|>$/g, "");
   const label = inner(at + 1, close);
   return safe(url) ? [anchor(url, prefix ? [prefix, ...label] : label), end + 1] : null;
+}
+
+/** The bracket that closes the one at `at`, others inside it counted; -1 if it is not near. */
+function closingBracket(text, at) {
+  let depth = 0;
+  for (let end = at; end < Math.min(text.length, at + 2000); end++) {
+    if (text[end] === "(") depth++;
+    if (text[end] === ")" && --depth === 0) return end;
+  }
+  return -1;
 }
 
 function angleLink(text, at) {

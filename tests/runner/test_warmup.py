@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from tests.support.warm_up import BUDGET, GEMMA, LFM2, LLAMA, MAX_ROWS, QWEN, asked_at_once, warm_up_for
 from tokenmill.ops.triton.launch.kernel import Kernel
-from tokenmill.runner.decode_graphs import IDLE_KINDS
+from tokenmill.runner.decode_graphs import IDLE_KINDS, NO_ADAPTERS
 from tokenmill.runner.memory import graph_sizes
 
 PROMPTS = [2, 5, 12, 16, 17, 24, 33, 64, 65, 100, 128, 129, 300, 600, 900]
@@ -55,7 +55,7 @@ def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time()
     captured: list[tuple[int, str]] = []
 
     def capture(size: int, kind: Any, *, keeps_room: bool = False) -> None:
-        graphs._captured[(size, kind)] = Mock()
+        graphs._captured[(size, kind, NO_ADAPTERS)] = Mock()
         captured.append((size, kind))
 
     with patch.object(graphs, "_capture", capture):

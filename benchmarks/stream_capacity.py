@@ -98,11 +98,18 @@ def run_core(
     max_context: int = MAX_CONTEXT,
     num_blocks: int = MAX_ROWS * MAX_CONTEXT // BLOCK_SIZE,
     token_budget: int = 8192,
+    max_running: int = MAX_ROWS,
 ) -> int:
     cache = KVCache(windows=(None,), num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    config = SchedulerConfig(max_running=MAX_ROWS, token_budget=token_budget)
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
     scheduler = Scheduler(config=config, cache=cache, max_rows=MAX_ROWS, clock=time.monotonic)
-    info = CoreInfo(max_context=max_context, num_blocks=cache.num_usable, block_size=BLOCK_SIZE, pid=os.getpid())
+    info = CoreInfo(
+        max_context=max_context,
+        num_blocks=cache.num_usable,
+        block_size=BLOCK_SIZE,
+        max_running=max_running,
+        pid=os.getpid(),
+    )
     mailbox = SocketMailbox(folder, parent_pid)
     mailbox.take(None)  # the message to start, which names a model
     run_loop(EngineCore(scheduler, runner, info), mailbox)
@@ -126,9 +133,8 @@ def run_front(model: str, port: int, core: list[str]) -> int:
         await engine.open()
         return engine
 
-    return serve(
-        start_engine, ServerConfig(port=(port,), any_model_name=True, log_level="warning"), Metrics(model=model)
-    )
+    settings = ServerConfig(port=(port,), any_model_name=True, state=False, log_level="warning")
+    return serve(start_engine, settings, Metrics(model=model))
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm, pick_hopper_co
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Product, int_form
 from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
+from tokenmill.ops.triton.moe.hopper_fp4 import TILES as FP4_TILES
+from tokenmill.ops.triton.moe.hopper_fp4 import _hopper_grouped_fp4, pick_hopper_fp4_config
 from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
 from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int, pick_hopper_int_config
 
@@ -78,7 +80,24 @@ def check_products(num_rows: int, element: str, columns: int, activation: str) -
     assert asked_before == (cut.ring - 1) * cut.tile_n // own, "the matrix is not asked for early"
 
 
+def check_experts(pairs_each: int, activation: str) -> None:
+    cut = pick_hopper_fp4_config(pairs_each)
+    inputs = f"tensordesc<bf16[{cut.rows},64],{FP4_TILES!r}>"
+    types = {"x": inputs, "words": "*i16", "scales": "*i16", "bias": "*bf16", "out": "*bf16", "order": "*i64"}
+    types |= {"offsets": "*i64", "shares": "*fp32"}
+    types |= dict.fromkeys(("num_out", "num_in", "num_experts", "scale_stride"), "i32")
+    constants = {
+        "ROWS": cut.rows, "TILE_N": cut.tile_n, "RING": cut.ring, "WARPS": cut.warps, "AHEAD": cut.ahead,
+        "KIND": activation, "IS_SHARED_OUT": not activation, "HAS_BIAS": True,
+    }  # fmt: skip
+    factors = left_factors(made(_hopper_grouped_fp4, types, constants, cut.warps), f"m64n{cut.rows}k16")
+    assert len(factors) == 4 * cut.ahead * cut.tile_n // (16 * cut.warps), "a chunk is four products"
+    assert set(factors) == {"{"}, "weights do not come from registers"
+
+
 if __name__ == "__main__":
+    check_experts(16, "swiglu_oai")
+    check_experts(200, "")
     check_strips(64, 8, 16, "*fp16")
     check_strips(128, 4, 32, "*i32")
     check_products(128, "bf16", 64, "silu")

@@ -22,7 +22,7 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_
 from tokenmill.ops.triton.moe import gemv as moe_gemv
 from tokenmill.ops.triton.moe import gemv as moe_gemv_int
 from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
-from tokenmill.ops.triton.quant import quantized
+from tokenmill.ops.triton.quant import fp4, quantized
 from tokenmill.runner import memory
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import random_blocks
@@ -173,6 +173,7 @@ def check_quantised_experts(
         (("Q4_K", "Q4_K", "Q8_0"), 256, 64, 1),
         (("Q5_0", "Q5_0", "Q5_1"), 64, 64, 2),
         (("Q8_0", "Q8_0", "Q4_1"), 64, 128, 1),
+        (("MXFP4", "MXFP4", "MXFP4"), 192, 128, 2),
     ],
 )
 def test_quantised_experts_of_a_file(quants: tuple[str, ...], hidden: int, inter: int, k: int) -> None:
@@ -183,6 +184,45 @@ def test_quantised_experts_of_a_file(quants: tuple[str, ...], hidden: int, inter
 
 def test_experts_of_mixed_formats_are_not_fused() -> None:
     check_quantised_experts(("Q4_K", "Q6_K", "Q5_0"), 256, 64, is_fused=False)
+    check_quantised_experts(("MXFP4", "Q8_0", "MXFP4"), 64, 64, is_fused=False)
+
+
+def mxfp4(shape: tuple[int, ...], part: str, seed: int) -> RawTensor:
+    """Any numbers, with scales from 2 ** -124 to 2 ** 1 (the interpreter knows no subnormal bfloat16)"""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = random_blocks(shape, "MXFP4", generator).view(-1, fp4.BLOCK_BYTES)
+    blocks[:, 0] = torch.randint(3, fp4.MAX_EXPONENT + 1, (len(blocks),), generator=generator)
+    return RawTensor(f"layers.0.experts.{part}.weight", shape, blocks.view(*shape[:-1], -1), "MXFP4")
+
+
+@pytest.mark.parametrize("columns", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_is_expanded_bit_for_bit(columns: int, dtype: torch.dtype) -> None:
+    raw = mxfp4((2, 40, columns), "up", 5)
+    matrix = fp4.fp4_from_blocks(raw.data.flatten(0, 1))
+    expected = dequantize(raw).flatten(0, 1)
+    assert torch.equal(fp4.dequantize_fp4(matrix, slice(8, 72), dtype).float(), expected[8:72])
+
+
+def test_mxfp4_experts_with_biases_as_gpt_oss_has_them() -> None:
+    """One token, and many that fill several tiles of an expert; with other scales they are not kept so."""
+    num_experts, hidden, inter, k = 3, 64, 128, 2
+    shapes = {"gate": (num_experts, inter, hidden), "up": (num_experts, inter, hidden)}
+    raws = [
+        RawTensor(f"layers.0.experts.{part}.weight", shape, random_blocks(shape, "MXFP4", torch.Generator()), "MXFP4")
+        for part, shape in {**shapes, "down": (num_experts, hidden, inter)}.items()
+    ]
+    biases = {"gate_up_bias": torch.randn(num_experts, 2 * inter), "down_bias": torch.randn(num_experts, hidden)}
+    dense = partial(dequantize, dtype=torch.bfloat16)
+    packed = replace(OPS.pack_experts(raws[0], raws[1], raws[2], dense), **biases)
+    exact = replace(PLAIN.pack_experts(raws[0], raws[1], raws[2], dequantize), **biases)
+    assert moe_gemv.kind_of(packed) == "fp4"
+    for tokens in (1, 40):
+        x, chosen = torch.randn(tokens, hidden), PLAIN.route(torch.randn(tokens, num_experts), Routing(k))
+        expected = PLAIN.experts(x, *chosen, exact, "swiglu_oai")
+        assert_near(OPS.experts(x, *chosen, packed, "swiglu_oai"), expected, tolerance=1e-4)
+    raws[0].data.view(-1, fp4.BLOCK_BYTES)[0, 0] = fp4.MAX_EXPONENT + 1
+    assert moe_gemv.kind_of(OPS.pack_experts(raws[0], raws[1], raws[2], dense)) == "mixed"
 
 
 def test_experts_rounded_while_loading_and_expanded_two_at_a_time() -> None:

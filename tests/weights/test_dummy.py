@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.packed_formats import Stored
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import UnsupportedModel
 from tokenmill.weights.dequantize import dequantize
@@ -52,6 +53,12 @@ def test_random_blocks_have_the_usual_deviation(quant: str) -> None:
     assert raw.quant == quant and torch.isfinite(values).all()
     assert values.std().item() == pytest.approx(0.02, rel=0.1)
     assert abs(values.mean().item()) < 0.004
+
+
+def test_blocks_where_a_checkpoint_would_have_them() -> None:
+    stored = {"layers.0.up.weight": Stored("MXFP4"), "layers.0.q.weight": Stored("Q4_0", same_scales=4)}
+    weights = dummy_weights(SPEC, stored=stored)
+    assert [weights.get(f"layers.0.{part}.weight").quant for part in ("up", "gate", "q")] == ["MXFP4", None, None]
 
 
 def test_rows_that_no_block_fits_stay_plain() -> None:

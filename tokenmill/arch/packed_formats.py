@@ -4,6 +4,7 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value; formats of 4 bits with a table too
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
+    MXFP4 experts    as they are: 4 bits a value, and a byte for each 32 (`ops/triton/quant/fp4.py`)
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ WHOLE = ("router.weight",)  # small, and other kernels read it
 MAX_GROUP = 128
 UNQUANTIZED = ("head.weight", "router.weight")  # small, or the last thing that should be rounded while it is loaded
 INT8_GROUP = 32  # columns that share a scale of two bytes in weights quantised to 8 bits while they are loaded
+MX_GROUP = 32  # columns that share a power of two in MXFP4
+MX_CHUNK = 64  # columns that kernels take of a row of it at a time
 INT4_GROUP = 128  # the same for 4 bits; a matrix whose columns it does not divide is not quantised
 EXPANDED_BYTES = 128 << 20  # of a matrix at a time, at most, for products of many rows
 
@@ -42,9 +45,12 @@ class PackedIntFormat:
     has_minima: bool
     span: int  # words whose first values are neighbours, as their second, ...
     is_of_experts: bool = False  # matrices of many experts, one below the other
+    is_fp4: bool = False  # MXFP4's own numbers and scales, which have no spans
 
     def num_bytes(self, size: int) -> int:
         """Bytes of `size` values; scales of large groups are kept twice, in both orders, except for experts"""
+        if self.is_fp4:
+            return size // 2 + size // self.group
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
@@ -76,6 +82,8 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
     if stored is None or stored.quant not in _FORMATS or len(shape) < 2 or name.endswith(WHOLE):
         return None
     found, columns = _FORMATS[stored.quant], shape[-1]
+    if stored.quant == "MXFP4" and len(shape) == 3 and columns % MX_CHUNK == 0:
+        return PackedIntFormat(4, MX_GROUP, has_minima=False, span=0, is_of_experts=True, is_fp4=True)
     group = found.group * stored.same_scales
     group = next(size for size in (MAX_GROUP, 64, found.group) if group % size == 0 and columns % size == 0)
     for bits in (4, 8):

@@ -7,12 +7,14 @@ are ones, everything else has a deviation of 0.02, so that activations stay fini
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
+from tokenmill.arch.packed_formats import Stored
 from tokenmill.arch.spec import ModelSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import UnsupportedModel
@@ -41,7 +43,7 @@ class DummyWeights:
     tensors: dict[str, TensorSpec]
     seed: int
     dtype: torch.dtype
-    quant: str | None
+    quants: Mapping[str, str]  # formats of matrices that are blocks
     device: torch.device  # where values are drawn; each kind of device has its own
 
     def names(self) -> list[str]:
@@ -56,8 +58,9 @@ class DummyWeights:
             fill = 1.0 if "norm" in name else 0.0
             return RawTensor(name, tensor.shape, torch.full(tensor.shape, fill))
         generator = torch.Generator(self.device).manual_seed(_seed(self.seed, name))
-        if self.quant is not None and tensor.shape[-1] % GGML_TYPE_BY_NAME[self.quant].block_size == 0:
-            return RawTensor(name, tensor.shape, random_blocks(tensor.shape, self.quant, generator), self.quant)
+        quant = self.quants.get(name)
+        if quant is not None and tensor.shape[-1] % GGML_TYPE_BY_NAME[quant].block_size == 0:
+            return RawTensor(name, tensor.shape, random_blocks(tensor.shape, quant, generator), quant)
         values = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
         return RawTensor(name, tensor.shape, values.normal_(std=DEVIATION, generator=generator))
 
@@ -68,14 +71,18 @@ def dummy_weights(
     dtype: torch.dtype = torch.float32,
     quant: str | None = None,
     device: torch.device | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> DummyWeights:
-    """Return random weights; with `quant`, matrices are blocks of that format where its block length fits their
-    rows."""
+    """Return random weights; with `quant`, matrices are blocks of that format where its block length fits their rows.
+    `stored`: formats of a checkpoint; those of blocks that can be drawn are followed."""
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
     _make_generators_possible()
-    return DummyWeights(tensors_of(spec), seed, dtype, quant, device or torch.device("cpu"))
+    tensors, found = tensors_of(spec), (stored or {}).items()
+    drawn = {name: one.quant for name, one in found if one.quant in _BLOCK_SCALES and one.same_scales == 1}
+    quants = drawn if quant is None else dict.fromkeys(tensors, quant)
+    return DummyWeights(tensors, seed, dtype, quants, device or torch.device("cpu"))
 
 
 def _make_generators_possible() -> None:

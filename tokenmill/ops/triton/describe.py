@@ -18,7 +18,7 @@ from tokenmill.arch.spec import Gqa, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
-from tokenmill.ops.triton.gemm.product import FP8, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
+from tokenmill.ops.triton.gemm.product import FP4, FP8, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
 from tokenmill.ops.triton.gemm.select import choose
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
@@ -26,6 +26,7 @@ from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_
 MAX_ROWS = 4096
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 EPILOGUES: dict[str, Epilogue] = {"gate_up": "gated", "o": "add", "down": "add", "conv_out": "add"}
+EXPERTS_KINDS: dict[str, ExpertsKind] = {"plain": "plain", "int": "int", "fp4": "fp4"}
 Answer = TypeVar("Answer")
 
 
@@ -74,7 +75,7 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
     if stored is not None and (dtype != torch.float32 or weights.quantization != "none"):
         found = packed_int_format(name, shape, stored)
         if found is not None:
-            return int_form(dtype, found.bits, found.span)
+            return FP4[dtype] if found.is_fp4 else int_form(dtype, found.bits, found.span)
     is_expert = len(shape) == 3
     if weights.quantization == "none" or shape[-1] % INT4_GROUP or (name.endswith(UNQUANTIZED) and not is_expert):
         return PLAIN[dtype]
@@ -154,7 +155,7 @@ def experts_section(moe: MoeSpec, hidden: int, name: str, weights: PlannedWeight
     forms = [planned_form(f"{name}.experts.{part}.weight", shape, weights) for part, shape in shapes.items()]
     kinds = {form.kind for form in forms}
     is_apart = forms[0] != forms[1]  # gates and ups of different forms are multiplied one by one
-    kind: ExpertsKind = "mixed" if len(kinds) > 1 or is_apart else "plain" if kinds == {"plain"} else "int"
+    kind: ExpertsKind = "mixed" if len(kinds) > 1 or is_apart else EXPERTS_KINDS[kinds.pop()]
     expert_bytes = 2 * inter * hidden * weights.dtype.itemsize
 
     def answer(num_tokens: int) -> tuple[str, str, str]:

@@ -101,7 +101,7 @@ CHUNK = gl.constexpr(128)  # bytes of each matrix row and input that are multipl
 
 
 @gluon.jit
-def _activate(gate, KIND: gl.constexpr):
+def activate(gate, KIND: gl.constexpr):
     """As in `activation`"""
     if KIND == "silu":
         return gate / (1.0 + gl.exp(-gate))
@@ -200,7 +200,7 @@ def _hopper_gemm(
             sums += gl.expand_dims(_of_matrix_rows(bias, matrix_row, num_out, TILE_N, IS_GATED, SUMS), 1)
         if IS_GATED:
             gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
-            store_tile(_activate(gate, KIND) * up, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
+            store_tile(activate(gate, KIND) * up, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
         else:
             store_tile(sums, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
 

@@ -22,6 +22,7 @@ from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, act_mul
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Epilogue
 from tokenmill.ops.triton.gemm.select import Choice, choose
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
+from tokenmill.ops.triton.quant.fp4 import BLOCK_BYTES, Fp4Matrix, fp4_from_blocks, has_fitting_scales, interleaved_fp4
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, quantize_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
 from tokenmill.ops.triton.quant.quantized import (
@@ -35,8 +36,6 @@ from tokenmill.ops.triton.quant.quantized import (
     to_int4,
     to_int8,
 )
-
-MXFP4_BYTES = 17  # of a block: an exponent, and 32 numbers of 4 bits
 
 
 class PackLinear:
@@ -73,12 +72,16 @@ class PackLinear:
             gate_up = torch.cat(gate_up, dim=1)
         elif isinstance(gates, PackedIntMatrix) and isinstance(ups, PackedIntMatrix) and is_of_one_form(gates, ups):
             gate_up = interleaved(gates, ups, gate.shape[0])
+        elif isinstance(gates, Fp4Matrix) and isinstance(ups, Fp4Matrix):
+            gate_up = interleaved_fp4(gates, ups, gate.shape[0])
         return ExpertsWeight(gate.shape[0], (gate_up, downs))
 
-    def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix:
+    def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix | Fp4Matrix:
         """Plain [experts, lines, columns], or words with all lines one below the other"""
         like = dense(RawTensor("", (0,), torch.empty(0)))
         form = self._form(raw, like.dtype)
+        if form is not None and form.is_fp4:
+            return fp4_from_blocks(raw.data.to(like.device).flatten(0, 1))
         if form is not None:
             return packed_from_blocks(raw.data.to(like.device).flatten(0, 1), str(raw.quant), form, like.dtype)
         matrices = dense(raw).contiguous()  # a transposed one is a view
@@ -91,9 +94,11 @@ class PackLinear:
         """None: expanded, or plain to begin with"""
         if part.quant is None or not self._keeps_blocks or (dtype == torch.float32 and self._quantization == "none"):
             return None
-        if part.quant == "MXFP4" and not _has_moderate_scales(part):
-            return None
-        return packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales))
+        form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales))
+        if form is not None and part.quant == "MXFP4":
+            fits = has_fitting_scales(part.data) if form.is_fp4 else _has_moderate_scales(part)
+            return form if fits else None
+        return form
 
     def _piece(
         self, form: PackedIntFormat | None, parts: Sequence[RawTensor], like: torch.Tensor, dense: Dense
@@ -164,7 +169,7 @@ def gemv_int4_linear(
 
 def _has_moderate_scales(part: RawTensor) -> bool:
     """Return whether all scales of an MXFP4 matrix are numbers of half precision, as packed integers have them."""
-    exponents = part.data.view(*part.data.shape[:-1], -1, MXFP4_BYTES)[..., 0]
+    exponents = part.data.view(*part.data.shape[:-1], -1, BLOCK_BYTES)[..., 0]
     return bool((exponents >= 128 - 24).all()) and bool((exponents <= 128 + 15).all())
 
 

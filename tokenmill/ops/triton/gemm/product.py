@@ -15,7 +15,7 @@ import torch
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-Kind = Literal["plain", "fp8", "int"]
+Kind = Literal["plain", "fp8", "int", "fp4"]
 Epilogue = Literal["none", "gated", "add"]
 """What the same kernel does with the product: nothing; act(gate) * up of two halves; add it to the residual stream"""
 
@@ -33,7 +33,7 @@ class WeightForm(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.kind == "plain" else "fp8" if self.kind == "fp8" else f"int{self.bits}"
+        return {"plain": dtype, "fp8": "fp8", "int": f"int{self.bits}", "fp4": "mxfp4"}[self.kind]
 
 
 INTERLEAVE = 32  # of packed integers, where every kernel takes them; 16 where rows are too short for that
@@ -41,6 +41,8 @@ PLAIN = {
     dtype: WeightForm("plain", dtype, 8 * dtype.itemsize) for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 FP8 = {dtype: WeightForm("fp8", dtype, 8) for dtype in PLAIN}
+FP4 = {dtype: WeightForm("fp4", dtype, 4) for dtype in PLAIN}
+"""MXFP4, of experts"""
 
 
 @cache

@@ -1,11 +1,11 @@
 """Routed experts of any number of tokens, without the host knowing which experts were chosen.
 
 A few tokens: each (token, expert) pair streams its expert's matrices. More tokens: pairs are sorted by expert and
-multiplied in tiles. Which expert a tile belongs to is found on the device: expert e's tiles begin at
-offsets[e] // TILE + e, which leaves each expert room for its last, partly filled one.
+multiplied in tiles (`moe/pairs.py`).
 
-Packed integers are expanded on their way to the matrix units, as split-K does for a matrix that all rows share; where
-experts have very many pairs, the matrices of some experts at a time are expanded before (`moe/select.py`).
+MXFP4 has kernels of its own (`moe/fp4.py`). Packed integers are expanded on their way to the matrix units, as split-K
+does for a matrix that all rows share; where experts have very many pairs, the matrices of some experts at a time are
+expanded before (`moe/select.py`).
 `deterministic_experts` computes with one tile and adds a token's experts in one order whatever the batch.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from tokenmill.arch.spec import Activation
@@ -23,12 +22,13 @@ from tokenmill.ops.triton.elementwise.activation import act_mul
 from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, precision_of
+from tokenmill.ops.triton.moe.fp4 import grouped_fp4
 from tokenmill.ops.triton.moe.gemv import kind_of, moe_gemv_chosen
+from tokenmill.ops.triton.moe.pairs import SortedPairs, expert_of_tile, sort_pairs
 from tokenmill.ops.triton.moe.select import num_expanded, streams_experts
+from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, dequantize_fp4
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, dequantized_rows
-
-MAX_FEW_PAIRS = 8192  # that one kernel sorts, faster than a dozen that sort any number
 
 
 class GroupedConfig(NamedTuple):
@@ -39,69 +39,6 @@ class GroupedConfig(NamedTuple):
     stride: int
     warps: int
     stages: int
-
-
-@triton.jit
-def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constexpr = False):
-    """Find the expert of this program's tile, the index of its first pair and the end of that expert's pairs.
-    IS_PART: `offsets` begins with another expert's than the first."""
-    tile = tl.program_id(0)
-    if IS_PART:
-        tile += tl.load(offsets) // TILE
-    low, high = 0, num_experts
-    while high - low > 1:  # the last expert whose tiles begin at or before this one
-        middle = (low + high) // 2
-        if tl.load(offsets + middle) // TILE + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    expert = low
-    begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-    first = begin + (tile - begin // TILE - expert) * TILE
-    return expert, first, end
-
-
-@kernel_unspecialized("num_pairs")
-def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr) -> None:
-    """A program finds one expert's pairs and puts them, in their order, behind those of the experts before; the last
-    one, which has none, says where all end."""
-    expert = tl.program_id(0)
-    chunk = tl.arange(0, CHUNK)
-    place = 0
-    for first in range(0, num_pairs, CHUNK):
-        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
-        place += tl.sum((found < expert).to(tl.int32), axis=0)
-    tl.store(offsets + expert, place.to(tl.int64))  # type: ignore[attr-defined]
-    for first in range(0, num_pairs, CHUNK):
-        found = tl.load(ids + first + chunk, mask=first + chunk < num_pairs, other=num_experts + 1)
-        is_own = (found == expert).to(tl.int32)
-        targets = place + tl.cumsum(is_own, axis=0) - 1
-        tl.store(order + targets, (first + chunk).to(tl.int64), mask=is_own > 0)
-        place += tl.sum(is_own, axis=0)
-
-
-class SortedPairs(NamedTuple):
-    order: torch.Tensor  # int64 [P]: pairs in the order of their experts
-    offsets: torch.Tensor  # int64 [experts + 1]: where each expert's begin
-    shares: torch.Tensor  # float32 [T, k]: how much each pair counts
-    num_experts: int
-
-    @property
-    def k(self) -> int:
-        """Choices of a token"""
-        return self.shares.shape[1]
-
-
-def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> SortedPairs:
-    """Sort (token, expert) pairs by expert; `weights` and `ids` of the chosen experts are [T, k]."""
-    ids, weights = ids.contiguous().flatten(), weights.contiguous()
-    if len(ids) > MAX_FEW_PAIRS:
-        sorted_ids, order = ids.sort(stable=True)
-        offsets = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
-    else:
-        order, offsets = torch.empty_like(ids), ids.new_empty(num_experts + 1)
-        _sort_pairs[(num_experts + 1,)](ids, order, offsets, len(ids), num_experts, 1024, num_warps=4)
-    return SortedPairs(order, offsets, weights, num_experts)
 
 
 @kernel
@@ -161,9 +98,6 @@ def pick_grouped_int_config(pairs_each: float) -> tuple[int, int, int, int]:
     if pairs_each <= 4:
         return 8, 64, 4, 3
     return (32, 64, 4, 3) if pairs_each <= 16 else (64, 128, 8, 2)
-
-
-STRIP = 2  # matrix rows a program streams
 
 
 @kernel_unspecialized("num_experts")
@@ -228,11 +162,15 @@ def sorted_experts(
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
-    inner = act_mul(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
+    if isinstance(gate_up, Fp4Matrix) and not _num_expanded(x, gate_up, pairs):
+        inner = grouped_fp4(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
+    else:
+        inner = act_mul(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
     return _multiply(inner, down, pairs, tile, packed.down_bias, is_gathered=False).view(*ids.shape, -1)
 
 
-Matrices = torch.Tensor | PackedIntMatrix | tuple[torch.Tensor | PackedIntMatrix, ...]
+Packed = PackedIntMatrix | Fp4Matrix
+Matrices = torch.Tensor | Packed | tuple[torch.Tensor | Packed, ...]
 """Of all experts: plain [experts, num_out, num_in], words with their lines one below the other, or, where gates and ups
 are not of one form, both apart"""
 
@@ -253,20 +191,25 @@ def _multiply(
         parts = zip(matrices, biases, strict=True)
         return torch.cat([_multiply(x, one, pairs, tile, own, is_gathered=is_gathered) for one, own in parts], dim=1)
     bias = None if bias is None else bias.contiguous()
-    if isinstance(matrices, PackedIntMatrix):
-        num_out = len(matrices.words) // pairs.num_experts
-        expert_bytes = num_out * matrices.num_columns * x.element_size()
-        if count := num_expanded(len(pairs.order), pairs.num_experts, expert_bytes, capabilities_of(x.device)):
+    if not isinstance(matrices, torch.Tensor):
+        if count := _num_expanded(x, matrices, pairs):
             return _multiply_expanded(x, matrices, pairs, tile, bias, count, is_gathered=is_gathered)
+        if isinstance(matrices, Fp4Matrix):
+            return grouped_fp4(x, matrices, pairs, is_gathered=is_gathered, bias=bias)
         return moe_grouped_gemm_int(x, matrices, pairs, is_gathered=is_gathered, bias=bias)
     out = x.new_empty(len(pairs.order), matrices.shape[1])
     _launch(x, matrices, out, pairs, tile, bias, is_gathered=is_gathered)
     return out
 
 
+def _num_expanded(x: torch.Tensor, matrix: Packed, pairs: SortedPairs) -> int:
+    expert_bytes = len(matrix.words) // pairs.num_experts * matrix.num_columns * x.element_size()
+    return num_expanded(len(pairs.order), pairs.num_experts, expert_bytes, capabilities_of(x.device))
+
+
 def _multiply_expanded(
     x: torch.Tensor,
-    matrix: PackedIntMatrix,
+    matrix: Packed,
     pairs: SortedPairs,
     tile: GroupedConfig,
     bias: torch.Tensor | None,
@@ -278,10 +221,16 @@ def _multiply_expanded(
     out = x.new_empty(len(pairs.order), num_out)
     for first in range(0, pairs.num_experts, count):
         lines = slice(first * num_out, (first + count) * num_out)
-        some = dequantized_rows(matrix, lines, x.dtype).view(-1, num_out, matrix.num_columns)
+        some = _expanded(matrix, lines, x.dtype).view(-1, num_out, matrix.num_columns)
         own = None if bias is None else bias[first:]
         _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, own, is_gathered=is_gathered)
     return out
+
+
+def _expanded(matrix: Packed, lines: slice, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(matrix, Fp4Matrix):
+        return dequantize_fp4(matrix, lines, dtype)
+    return dequantized_rows(matrix, lines, dtype)
 
 
 def _launch(

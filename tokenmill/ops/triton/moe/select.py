@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from tokenmill.arch.packed_formats import EXPANDED_BYTES
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-ExpertsKind = Literal["plain", "int", "mixed"]
-"""All matrices plain, all packed integers, or some of either"""
+ExpertsKind = Literal["plain", "int", "fp4", "mixed"]
+"""All matrices plain, all packed integers, all MXFP4, or some of either"""
 
 
 class ExpertsProduct(NamedTuple):
@@ -39,7 +39,7 @@ class ExpertsRow(NamedTuple):
 
 def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is_fused: bool) -> bool:
     """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too."""
-    has_kernel = kind == "plain" or (is_fused and kind == "int")
+    has_kernel = kind in ("plain", "fp4") or (is_fused and kind == "int")
     return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
 
 
@@ -66,6 +66,11 @@ EXPERTS: tuple[ExpertsRow, ...] = (
         "expand_grouped_gemm",
         _is_expanded,
         "very many tokens an expert: packed matrices are expanded, some experts at a time",
+    ),
+    ExpertsRow(
+        "grouped_gemm_fp4",
+        lambda p: p.kind == "fp4",
+        "pairs sorted by expert, 4-bit numbers expanded in registers, gates applied before anything is written",
     ),
     ExpertsRow(
         "grouped_gemm_int",

@@ -1,0 +1,206 @@
+"""Sorted pairs times their experts' MXFP4 matrices, on Hopper (`quant/fp4.py`, `moe/pairs.py`).
+
+A program owns a tile of an expert's matrix rows, which is the left factor, and a tile of its pairs:
+
+    tile [TILE_N, columns] · tokens [columns, ROWS] → sums [TILE_N, ROWS]
+
+With gates, the first half of the tile are gates and the second the ups that belong to them, so that the thread that
+holds a row's gate holds its up too. As in `quant/hopper_gemm_int.py` three things go on at once: tokens are copied into
+a ring of tiles in shared memory by the copying unit (TMA), words and scales of the next chunks are on their way into
+registers, and while the matrix units multiply one chunk, the others turn words into the next chunk's weights, in the
+very registers where the matrix units take them from. The copying unit follows no pointers, so tokens are put in the
+order of their pairs before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.triton.gemm.hopper import activate, barrier, copy_to_shared, new_barriers
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
+from tokenmill.ops.triton.moe.pairs import SortedPairs, gather_tokens
+from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, ptx_fp4
+
+CHUNK = gl.constexpr(64)  # columns
+WORDS = gl.constexpr(16)  # of a chunk
+PTX = gl.constexpr(ptx_fp4())
+TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+class HopperFp4Config(NamedTuple):
+    """How products are cut into programs."""
+
+    rows: int  # pairs
+    ahead: int = 4  # chunks on their way; an even number, since two are multiplied in turns
+    ring: int = 6  # tiles of tokens
+    warps: int = 4
+
+    @property
+    def tile_n(self) -> int:
+        """Matrix rows: twice as many as the warps multiply at a time, gates and ups"""
+        return 32 * self.warps
+
+
+def pick_hopper_fp4_config(pairs_each: float) -> HopperFp4Config:
+    """Most experts' pairs are one tile, so that their matrices are expanded once."""
+    if pairs_each <= 96:
+        rows = 16 if pairs_each <= 8 else 32 if pairs_each <= 24 else 64
+        return HopperFp4Config(rows)
+    return HopperFp4Config(128, ahead=2)
+
+
+@gluon.jit
+def _expert_of_tile(offsets, num_experts, TILE: gl.constexpr):
+    """As in `moe/pairs.py`"""
+    tile = gl.program_id(0)
+    low, high = 0, num_experts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(offsets + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    begin, end = gl.load(offsets + low).to(gl.int32), gl.load(offsets + low + 1).to(gl.int32)
+    return low, begin + (tile - begin // TILE - low) * TILE, end
+
+
+@gluon.jit
+def _weights(words, scales, TILE_N: gl.constexpr):
+    """A chunk's weights from its words [TILE_N, WORDS] and scales [TILE_N]: [TILE_N, CHUNK]"""
+    first = gl.expand_dims(((scales << 7) & 0x7F80).to(gl.int16).to(gl.bfloat16, bitcast=True), 1)
+    second = gl.expand_dims(((scales >> 1) & 0x7F80).to(gl.int16).to(gl.bfloat16, bitcast=True), 1)
+    a, b, c, d = gl.inline_asm_elementwise(
+        PTX, "=r,=r,=r,=r,r,r,r", [words, first, second],
+        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+    low = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (TILE_N, CHUNK // 2))
+    high = gl.reshape(gl.permute(gl.join(c, d), (0, 2, 1)), (TILE_N, CHUNK // 2))
+    return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (TILE_N, CHUNK))
+
+
+@gluon.jit
+def _load_chunks(matrix, scales, first, num_chunks, scale_stride, AHEAD: gl.constexpr):
+    """Words and scales of AHEAD chunks from chunk `first` on; of the last one where there are no more"""
+    at = gl.minimum(first, num_chunks - 1)
+    words, found = (gl.load(matrix + at * WORDS),), (gl.load(scales + at * scale_stride),)
+    for i in gl.static_range(1, AHEAD):
+        at = gl.minimum(first + i, num_chunks - 1)
+        words = words + (gl.load(matrix + at * WORDS),)  # type: ignore[assignment]
+        found = found + (gl.load(scales + at * scale_stride),)  # type: ignore[assignment]
+    return words, found
+
+
+@gluon.jit
+def _copy_tile(x, tiles, copied, number, row, total, ROWS: gl.constexpr, RING: gl.constexpr):
+    """Chunk `number` of the tokens, if there is one, is asked for into the tile that is its."""
+    slot = number % RING
+    mbarrier.expect(copied.index(slot), ROWS * CHUNK * 2, pred=number < total)
+    copy_to_shared(x, [row, number * CHUNK], copied.index(slot), tiles.index(slot), pred=number < total)
+
+
+@gluon.jit
+def _gated(gate, up, KIND: gl.constexpr):
+    if KIND == "swiglu_oai":
+        gate, up = gl.minimum(gate, 7.0), gl.minimum(gl.maximum(up, -7.0), 7.0)
+        return gate / (1.0 + gl.exp(-1.702 * gate)) * (up + 1.0)
+    return activate(gate, KIND) * up
+
+
+@kernel_unspecialized("num_experts", jit=gluon.jit)
+def _hopper_grouped_fp4(
+    x, words, scales, bias, out, order, offsets, shares, num_out, num_in, num_experts, scale_stride,
+    ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    KIND: gl.constexpr, IS_SHARED_OUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+) -> None:  # fmt: skip
+    """num_out: of the result, so half an expert's matrix rows where there are gates (KIND). IS_SHARED_OUT: results are
+    multiplied by their shares, and stand at their pairs' places, not in the order of the experts."""
+    expert, row, end = _expert_of_tile(offsets, num_experts, ROWS)
+    if row < end:
+        IS_GATED: gl.constexpr = KIND != ""
+        OWN: gl.constexpr = TILE_N // 2 if IS_GATED else TILE_N
+        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+        LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+        num_chunks, first_row = num_in // CHUNK, gl.program_id(1) * OWN
+        tiles = gl.allocate_shared_memory(x.dtype, [RING, ROWS, CHUNK], x.layout)
+        copied = new_barriers(RING)
+        total = gl.cdiv(num_chunks, AHEAD) * AHEAD  # tokens have zeros behind their last column
+        for i in gl.static_range(RING - 1):
+            _copy_tile(x, tiles, copied, i, row, total, ROWS, RING)
+
+        numbers = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, LEFT))
+        if IS_GATED:  # rows beyond the last are read as others
+            rows = expert.to(gl.int64) * 2 * num_out + (first_row + numbers % OWN) % num_out + numbers // OWN * num_out
+        else:
+            rows = expert.to(gl.int64) * num_out + (first_row + numbers) % num_out
+        word_ids = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LEFT))
+        matrix = words + gl.expand_dims(rows * (num_in // 4), 1) + gl.expand_dims(word_ids, 0)
+        here, found = _load_chunks(matrix, scales + rows, 0, num_chunks, scale_stride, AHEAD)
+        sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
+        for first in range(0, num_chunks, AHEAD):
+            then, found_then = _load_chunks(matrix, scales + rows, first + AHEAD, num_chunks, scale_stride, AHEAD)
+            for i in gl.static_range(AHEAD):
+                number = first + i
+                left = gl.convert_layout(_weights(here[i], found[i], TILE_N), LEFT, assert_trivial=True)
+                mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
+                sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
+                sums = warpgroup_mma_wait(1, deps=[sums])
+                barrier()  # all have multiplied the chunk before, whose tile is free now
+                _copy_tile(x, tiles, copied, number + RING - 1, row, total, ROWS, RING)
+            here, found = then, found_then
+        sums = warpgroup_mma_wait(0, deps=[sums])
+
+        if HAS_BIAS:
+            own = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
+            if IS_GATED:
+                places = expert * 2 * num_out + (first_row + own % OWN) % num_out + own // OWN * num_out
+            else:
+                places = expert * num_out + (first_row + own) % num_out
+            sums += gl.expand_dims(gl.load(bias + places).to(gl.float32), 1)
+        if IS_GATED:
+            gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
+            sums = _gated(gate, up, KIND)
+        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [OWN // 8, 256 // OWN], [1, WARPS], [0, 1])
+        columns = gl.expand_dims(first_row + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT)), 1)
+        stands = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+        is_pair = stands < end
+        targets = stands.to(gl.int64)
+        result = gl.convert_layout(sums, OUT)
+        if IS_SHARED_OUT:
+            targets = gl.load(order + stands, mask=is_pair, other=0)
+            result *= gl.expand_dims(gl.load(shares + targets, mask=is_pair, other=0.0), 0)
+        place = out + gl.expand_dims(targets * num_out, 0) + columns
+        gl.store(place, result.to(out.dtype.element_ty), mask=gl.expand_dims(is_pair, 0) & (columns < num_out))
+
+
+def hopper_grouped_fp4(
+    x: torch.Tensor,
+    matrix: Fp4Matrix,
+    pairs: SortedPairs,
+    *,
+    is_gathered: bool,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    config: HopperFp4Config | None = None,
+) -> torch.Tensor:
+    """See `grouped_fp4`."""
+    num_experts, num_pairs = pairs.num_experts, len(pairs.order)
+    num_out = len(matrix.words) // num_experts // (2 if activation else 1)
+    config = config or pick_hopper_fp4_config(num_pairs / num_experts)
+    tokens = gather_tokens(x, pairs) if is_gathered else x
+    out = x.new_empty(num_pairs, num_out)
+    own = config.tile_n // 2 if activation else config.tile_n
+    _hopper_grouped_fp4[(num_pairs // config.rows + num_experts, cdiv(num_out, own))](
+        TensorDescriptor.from_tensor(tokens, [config.rows, 64], TILES), matrix.words, matrix.scales,
+        x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.shares, num_out, matrix.num_columns,
+        num_experts, matrix.scales.stride(0), config.rows, config.tile_n, config.ring, config.warps, config.ahead,
+        activation or "", not is_gathered, bias is not None,
+        num_warps=config.warps,
+    )  # fmt: skip
+    return out

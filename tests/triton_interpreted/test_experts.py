@@ -121,6 +121,37 @@ def test_norm_router_and_experts_in_one_op(num_tokens: int, num_experts: int, re
     assert_near(done.total, total)
 
 
+@pytest.mark.parametrize(("num_tokens", "score"), [(1, "softmax"), (2, "sigmoid"), (9, "softmax")])
+def test_a_shared_expert_is_some_more_experts(num_tokens: int, score: Any) -> None:
+    """Twice as wide as the others: two that every token has. Not where it is stored otherwise than they are."""
+    num_experts, hidden, inter, k = 5, 48, 40, 2
+    shapes = {"gate": (num_experts, inter, hidden), "up": (num_experts, inter, hidden)}
+    shapes |= {"down": (num_experts, hidden, inter)}
+    gate, up, down = (RawTensor(name, shape, torch.randn(shape)) for name, shape in shapes.items())
+    wide = {"gate": (2 * inter, hidden), "up": (2 * inter, hidden), "down": (hidden, 2 * inter)}
+    first, second, third = (RawTensor(name, shape, torch.randn(shape)) for name, shape in wide.items())
+    packed = OPS.pack_experts(gate, up, down, dequantize, (first, second, third))
+    assert (packed.num_experts, packed.num_shared) == (7, 2)
+    quantized_one = replace(third, quant="Q8_0")
+    assert OPS.pack_experts(gate, up, down, dequantize, (first, second, quantized_one)).num_shared == 0
+
+    x, residual, norm = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden), torch.rand(hidden) + 0.5
+    router, spec = torch.randn(num_experts, hidden) * 0.3, RoutingSpec(score, renormalize=False)
+    normed, _ = PLAIN.add_rms_norm(x, residual, norm, 1e-5)
+    logits = normed @ router.T
+    chosen = PLAIN.route(logits, Routing(k, spec))
+    expected = PLAIN.experts(normed, *chosen, PLAIN.pack_experts(gate, up, down, dequantize), "silu")
+    expected += PLAIN.act_mul(normed @ torch.cat((first.data, second.data)).T, "silu") @ third.data.T
+    routing = Routing(k, spec, num_shared=2)
+    found = OPS.route(logits, routing)
+    assert torch.equal(found[1][:, :k], chosen[1]) and found[1][:, k:].tolist() == [[5, 6]] * num_tokens
+    assert_near(OPS.experts(normed, *found, packed, "silu"), expected, tolerance=1e-4)
+    if num_tokens <= 2:
+        weight = LinearWeight(num_experts, hidden, router)
+        done = moe_gemv.add_norm_experts(x, residual, norm, 1e-5, weight, packed, routing, "silu")
+        assert_near(done.result, expected, tolerance=1e-4)
+
+
 def check_quantised_experts(
     quants: tuple[str | None, ...],
     hidden: int,

@@ -82,7 +82,7 @@ def test_which_regions_are_fused_depends_on_weights_and_rows(kind: str, few: set
             assert fused(chosen(layer, num_rows, mode)) == few, num_rows
         for num_rows in (512, 5000):
             assert fused(chosen(layer, num_rows, mode)) == many, num_rows
-    one = {"norm_project", "project_add", "gated_mlp"} if kind != "plain" else set()
+    one = {"norm_project", "project_add", "gated_mlp"} if kind != "plain" else {"norm_project"}
     assert fused(chosen(layer, 1)) == one
 
 
@@ -104,7 +104,22 @@ def test_what_is_added_to_a_product_keeps_it_from_being_fused() -> None:
 def test_one_matrix_of_another_form_keeps_all_layers_from_quantised_norms() -> None:
     layers = [layer_of(PACKS["int4"]), layer_of(plain)]
     tables = choose_regions(OPS, layers, CLASSES)
-    assert not any(fused(table[CLASSES.of(1, "eager")]) for table in tables)
+    assert [fused(table[CLASSES.of(1, "eager")]) for table in tables] == [set(), {"norm_project"}]
+
+
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_norm_and_projection_of_a_single_row(has_delta: bool) -> None:
+    layer = layer_of(plain)
+    assert isinstance(layer.project_in, Projection)
+    biased = replace(layer.project_in, weight=replace(layer.project_in.weight, bias=torch.randn(96).bfloat16()))
+    stream = PlainStream(torch.randn(1, HIDDEN).bfloat16(), torch.randn(1, HIDDEN).bfloat16() if has_delta else None)
+    for own in (layer.project_in, biased):
+        found, left = chosen(layer, 1).norm_project(stream, NORM, own)
+        (composed,) = PLAIN.choose_regions(PLAIN, [layer], CLASSES.of(1, "eager"))
+        expected, total = composed.norm_project(stream, NORM, own)
+        assert_near(found.float(), expected.float(), 0.01)
+        assert_near(left.residual.float(), total.residual.float(), 0.01)  # the interpreter rounds down
+        assert left.delta is None
 
 
 def test_experts_of_up_to_four_tokens_are_fused() -> None:

@@ -110,6 +110,11 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     return {name: Stored(quant) for name, quant in found.items() if quant in _FORMATS}
 
 
+def drawable_formats(stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
+    """Those formats of a checkpoint that random weights in its place have too: blocks with scales of their own"""
+    return {name: one for name, one in stored.items() if one.same_scales == 1}
+
+
 def grouped_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:
     """GPTQ's and AWQ's: the matrices of all layers, unless their columns are out of order; MXFP4's: those of experts.
     `config` is a quantization_config."""

@@ -14,7 +14,7 @@ A variant that these fields cannot express is refused by the reader, by name; it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tokenmill.arch.cache_parts import CacheField
@@ -282,6 +282,15 @@ class MoeSpec:
     shared: MlpSpec | None = None  # every token goes through this one too
     has_shared_gate: bool = False  # weighted by the sigmoid of one more row of the router, not by 1
     latent_size: int | None = None  # experts work on a projection of the stream to so many numbers, and back
+
+    @property
+    def is_shared_like_experts(self) -> bool:
+        """True where the shared MLP is as some more experts would be that every token has with weight 1."""
+        shared, expert = self.shared, self.expert
+        if shared is None or self.has_shared_gate or self.latent_size is not None or self.routing.weights_input:
+            return False
+        is_alike = replace(shared, intermediate_size=expert.intermediate_size) == expert
+        return is_alike and expert.is_gated and shared.intermediate_size % expert.intermediate_size == 0
 
 
 FeedSpec = MlpSpec | MoeSpec

@@ -39,6 +39,7 @@ from tokenmill.ops.interface import (
     SideBySideWeights,
     Stream,
 )
+from tokenmill.ops.raw import RawTensor
 
 
 class Mixer(Protocol):
@@ -158,7 +159,7 @@ class LayerLoader:
         names = (feed.gates, feed.ups, feed.downs)
         gate, up, down = (None if name is None else load.source.get(f"{name}.weight") for name in names)
         assert up is not None and down is not None
-        experts = load.ops.pack_experts(gate, up, down, load.dense)
+        experts = load.ops.pack_experts(gate, up, down, load.dense, self._joined_shared(feed))
         if feed.spec.expert.bias:
             experts = replace(experts, gate_up_bias=self._gate_up_bias(feed), down_bias=self._bias(feed.downs))
         return MoeWeights(
@@ -166,7 +167,7 @@ class LayerLoader:
             load.projection(feed.router),
             experts,
             feed.spec,
-            self._shared(feed),
+            None if experts.num_shared else self._shared(feed),
             self._norm(feed.post_norm),
             None if feed.choice_bias is None else load.vector(feed.choice_bias),
             None if feed.expert_scales is None else load.vector(feed.expert_scales),
@@ -175,6 +176,14 @@ class LayerLoader:
             feed.scale,
             load.expert_adapters(names, feed.spec.num_experts),
         )
+
+    def _joined_shared(self, feed: Experts) -> tuple[RawTensor, RawTensor, RawTensor] | None:
+        """The matrices of the shared expert, where a backend may compute it as some more experts"""
+        if feed.shared is None or not feed.spec.is_shared_like_experts or not self.load.ops.joins_shared:
+            return None
+        (gate, up), (down,) = (matrices.names for matrices in feed.shared)
+        first, second, third = (self.load.source.get(f"{name}.weight") for name in (gate, up, down))
+        return first, second, third
 
     def _bias(self, name: str) -> torch.Tensor:
         return self.load.vector(f"{name}.bias").to(self.load.dtype)

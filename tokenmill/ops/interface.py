@@ -42,11 +42,12 @@ class LinearWeight:
 class ExpertsWeight:
     """MLPs of all experts of a layer, packed by one backend."""
 
-    num_experts: int
+    num_experts: int  # those that every token goes through included
     packed: Any
     is_gated: bool = True
     gate_up_bias: torch.Tensor | None = None  # [experts, 2 * inter], of up alone where there is no gate
     down_bias: torch.Tensor | None = None  # [experts, H]
+    num_shared: int = 0  # the last ones, which every token goes through with weight 1
 
     @property
     def has_bias(self) -> bool:
@@ -60,6 +61,7 @@ class Routing(NamedTuple):
     spec: RoutingSpec = RoutingSpec()
     choice_bias: torch.Tensor | None = None  # float32 [experts]
     expert_scales: torch.Tensor | None = None  # float32 [experts]
+    num_shared: int = 0  # experts behind those that are chosen from, which every token has with weight 1
 
     @property
     def is_plain(self) -> bool:
@@ -156,7 +158,8 @@ class MoeWeights:
 
     @cached_property
     def routing(self) -> Routing:
-        return Routing(self.spec.num_active, self.spec.routing, self.choice_bias, self.expert_scales)
+        shared = self.experts.num_shared
+        return Routing(self.spec.num_active, self.spec.routing, self.choice_bias, self.expert_scales, shared)
 
 
 @dataclass(frozen=True)
@@ -327,6 +330,21 @@ class Recur(Protocol):
         ...
 
 
+class PackExperts(Protocol):
+    def __call__(
+        self,
+        gate: RawTensor | None,
+        up: RawTensor,
+        down: RawTensor,
+        dense: Dense,
+        shared: tuple[RawTensor, RawTensor, RawTensor] | None = None,
+    ) -> ExpertsWeight:
+        """gate (or None) and up [experts, inter, H], down [experts, H, inter]. `shared`: gate, up and down of an MLP as
+        wide as some experts, which every token goes through; a backend may make experts of it (`num_shared`), and
+        leaves it to its caller otherwise."""
+        ...
+
+
 class GatedLinear(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager"
@@ -343,8 +361,7 @@ class Ops:
     """Matrices with the same input, stacked by rows in the order given; bias [all rows] or None."""
     pack_embedding: Callable[[RawTensor, Dense], LinearWeight]
     """A matrix that `embed` reads rows of; tied models multiply by it too."""
-    pack_experts: Callable[[RawTensor | None, RawTensor, RawTensor, Dense], ExpertsWeight]
-    """gate (or None) and up [experts, inter, H], down [experts, H, inter]."""
+    pack_experts: PackExperts
     # ── once a step and KV group ──
     plan_attention: PlanAttention
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -379,7 +396,7 @@ class Ops:
     activate: Callable[[torch.Tensor, Activation], torch.Tensor]
     """act(x), where there is no gate"""
     route: Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor]]
-    """(router logits [T, experts], how) → float32 weights [T, k], int64 expert ids [T, k]"""
+    """(router logits [T, experts], how) → float32 weights [T, k], int64 expert ids [T, k], shared experts last"""
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsWeight, Activation], torch.Tensor]
     """(x [T, H], weights, ids, packed, activation) → weighted sum of the chosen experts [T, H]"""
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
@@ -392,5 +409,6 @@ class Ops:
     row_borders: Callable[[torch.device], tuple[int, ...]] = no_row_borders
     """Numbers of rows from which on regions may be chosen otherwise on a device, ascending"""
     # ── where a backend has it ──
+    joins_shared: bool = False  # `pack_experts` makes experts of an MLP that every token goes through, where it can
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     """Logits of any precision [L, vocab] → see `BestLogits` of models"""

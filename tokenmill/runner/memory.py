@@ -113,7 +113,10 @@ def _feed_width(feed: FeedSpec | None, hidden: int) -> int:
         return 0
     if not isinstance(feed, MoeSpec):
         return 3 * feed.intermediate_size
-    shared = 3 * feed.shared.intermediate_size + hidden if feed.shared else 0
+    shared = 0
+    if feed.shared is not None:
+        count = feed.shared.intermediate_size // feed.expert.intermediate_size if feed.is_shared_like_experts else 1
+        shared = 3 * feed.shared.intermediate_size + count * hidden
     return feed.num_active * (3 * feed.expert.intermediate_size + hidden) + shared + 2 * (feed.latent_size or 0)
 
 

@@ -74,14 +74,13 @@ def dummy_weights(
     stored: Mapping[str, Stored] | None = None,
 ) -> DummyWeights:
     """Return random weights; with `quant`, matrices are blocks of that format where its block length fits their rows.
-    `stored`: formats of a checkpoint; those of blocks that can be drawn are followed."""
+    `stored`: formats of some matrices (`drawable_formats`)."""
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
     _make_generators_possible()
-    tensors, found = tensors_of(spec), (stored or {}).items()
-    drawn = {name: one.quant for name, one in found if one.quant in _BLOCK_SCALES and one.same_scales == 1}
-    quants = drawn if quant is None else dict.fromkeys(tensors, quant)
+    tensors = tensors_of(spec)
+    quants = dict.fromkeys(tensors, quant) if quant else {name: one.quant for name, one in (stored or {}).items()}
     return DummyWeights(tensors, seed, dtype, quants, device or torch.device("cpu"))
 
 

@@ -20,7 +20,10 @@ Adapt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 AdaptExpert = Callable[[int, torch.Tensor], tuple[Adapt, Adapt] | None]
 
 
-def pack_experts(gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
+def pack_experts(
+    gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense, shared: object = None
+) -> ExpertsWeight:
+    """The shared expert is left to the caller."""
     ups = dense(up) if gate is None else torch.cat((dense(gate), dense(up)), dim=1)  # [experts, (2 *) inter, H]
     return ExpertsWeight(ups.shape[0], (ups, dense(down)), is_gated=gate is not None)
 

@@ -44,6 +44,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         pack_linear=pack,
         pack_embedding=pack.embedding,
         pack_experts=pack.experts,
+        joins_shared=True,
         embed=embed,
         linear=linear,
         rms_norm=rms_norm,

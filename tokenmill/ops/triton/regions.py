@@ -6,6 +6,7 @@ norm_project,   matrices of fp8, or of 4 bits with a single row: the norm and th
 gated_mlp       that the product multiplies (see `quant/fused_norm_quant.py`). All layers of a model, or none
 project_add,    hundreds of rows with plain matrices: cuBLAS adds the residual stream itself (see `gemm/epilogues.py`)
 gated_mlp
+norm_project    a single row with a plain matrix of some megabytes: one kernel (see `elementwise/norm.py`)
 experts         a few tokens: addition, norm, router and the chosen experts in three kernels (see `moe/gemv.py`)
 
 The other regions are composed of small ops, with the activation as an epilogue of its product where that is faster.
@@ -35,6 +36,7 @@ from tokenmill.ops.interface import (
 from tokenmill.ops.triton.attention.decode import fused_decode_attention
 from tokenmill.ops.triton.attention.kv_cache import norm_rope_write_kv
 from tokenmill.ops.triton.attention.select import takes_fused_decode
+from tokenmill.ops.triton.elementwise.norm import norm_gemv, takes_norm_gemv
 from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.moe.gemv import add_norm_experts, kind_of
@@ -90,6 +92,8 @@ class FusedRegions:
         table, feed = self.table(), layer.feed
         if not is_plain_layer(layer):
             return table
+        if batch.max_rows == 1 and _takes_norm_gemv(layer.project_in):
+            table = replace(table, norm_project=self.norm_project_row)
         if layer.scale == 1.0 and _adds_in_place(layer.project_out, layer.post_norm, batch):
             table = replace(table, project_add=self.add_in_place)
         if isinstance(feed, GatedMlpWeights):
@@ -114,6 +118,15 @@ class FusedRegions:
         qkv, cache, slots, norms, eps, cos_sin, plan, args = inputs[:8]
         queries = norm_rope_write_kv(qkv, cache, slots, norms, eps, cos_sin)
         return self.composed.ops.attention(queries, cache, plan, args)
+
+    def norm_project_row(
+        self, stream: PlainStream, norm: Norm | None, projection: ProjectionWeights
+    ) -> tuple[torch.Tensor, PlainStream]:
+        assert norm is not None, "see `is_plain_layer`"
+        first, residual = (stream.residual, None) if stream.delta is None else (stream.delta, stream.residual)
+        weight = projection.weight
+        result, total = norm_gemv(first, residual, norm.weight, norm.eps, weight.packed, weight.bias)
+        return result, PlainStream(total)
 
     def add_in_place(
         self,
@@ -143,6 +156,11 @@ class FusedRegions:
         if moe.shared is not None:
             result = result + self.composed.shared_expert(normed, moe.shared)
         return self.composed.added(result, PlainStream(total), moe.post_norm, moe.scale)
+
+
+def _takes_norm_gemv(projection: ProjectionWeights) -> bool:
+    matrix = projection.weight.packed
+    return projection.is_self_contained and isinstance(matrix, torch.Tensor) and takes_norm_gemv(matrix)
 
 
 def _adds_in_place(projection: ProjectionWeights, post_norm: Norm | None, batch: BatchClass) -> bool:

@@ -34,6 +34,7 @@ from tokenmill.ops.triton.attention.softmax import (
     oldest_seen,
     window_of,
 )
+from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
@@ -87,17 +88,7 @@ def _attend(
     if ARE_SINGLE:  # one query a row
         row, begin, length, offset = tile, tile, 1, 0
     else:
-        low_row, high_row = 0, num_rows
-        while high_row - low_row > 1:  # the last row whose tiles begin at or before this one
-            middle = (low_row + high_row) // 2
-            if tl.load(query_starts + middle) // QUERIES + middle <= tile:
-                low_row = middle
-            else:
-                high_row = middle
-        row = low_row
-        begin = tl.load(query_starts + row)
-        length = tl.load(query_starts + row + 1) - begin
-        offset = (tile - begin // QUERIES - row) * QUERIES
+        row, begin, length, offset = row_of_tile(query_starts, tile, 0, num_rows, QUERIES)
     context = tl.load(contexts + row)
     if offset < length:  # a row that only pads the batch has context 0, sees nothing and gets zeros
         lines = tl.arange(0, LINES)

@@ -5,8 +5,7 @@ reading the entries takes. Kernels of a layer:
 
     _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
     _attend     tiles of (query, head) lines over entries; a context is cut into splits that run side by side
-    _merge      what the splits of a line found, where there are several
-    _expand     mixtures of latents × each head's matrix → values
+    _expand     mixtures of latents × each head's matrix → values; what the splits of a line found is merged before
 
 A tile has 16 lines where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
 `_absorb` and `_expand` load their matrices before the kernel that precedes them has ended.
@@ -24,14 +23,15 @@ from tokenmill.ops.interface import LatentInputs
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.select import TILE
 from tokenmill.ops.triton.attention.softmax import LOG2E, add_keys, attention_output, empty_state
+from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
 VALUE_BLOCK = 32  # and of `_expand`
 MAX_SPLITS = 64  # of a context
-MERGED = 64  # values of a line that a program of `_merge` adds up
+VERY_FEW_TOKENS = 4  # multiplied by a head's matrix one by one
 FEW_TOKENS = 16  # multiplied by a head's matrix together, unless a step has hundreds
 
 
@@ -134,7 +134,7 @@ def _attend(
     ROPE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_merge`"""
+    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand`"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     QUERIES: tl.constexpr = LINES // MEMBERS  # of a tile
@@ -144,18 +144,7 @@ def _attend(
     if ARE_SINGLE:  # one query a row
         row, begin, length, offset = first_row + tile, first_row + tile, 1, 0
     else:
-        origin = tl.load(query_starts + first_row)
-        low_row, high_row = first_row, num_rows
-        while high_row - low_row > 1:  # the last row whose tiles begin at or before this one
-            middle = (low_row + high_row) // 2
-            if (tl.load(query_starts + middle) - origin) // QUERIES + (middle - first_row) <= tile:
-                low_row = middle
-            else:
-                high_row = middle
-        row = low_row
-        begin = tl.load(query_starts + row)
-        length = tl.load(query_starts + row + 1) - begin
-        offset = (tile - (begin - origin) // QUERIES - (row - first_row)) * QUERIES
+        row, begin, length, offset = row_of_tile(query_starts, tile, first_row, num_rows, QUERIES)
     if offset < length:
         context = tl.load(contexts + row)
         lines = tl.arange(0, LINES)
@@ -195,32 +184,38 @@ def _attend(
             tl.store(lse + index * 2 + 1, l_i, mask=is_line)
 
 
-@kernel
-def _merge(
-    parts, lse, mixed,
-    RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """mixed [T * HEADS, RANK] from what the splits of a line found; CHUNK values of one line a program"""
-    launch_dependents(OVERLAPS)
-    wait_for_previous(OVERLAPS)
-    q_row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    splits = q_row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    m_i, l_i = tl.load(lse + splits * 2), tl.load(lse + splits * 2 + 1)
-    acc = tl.load(parts + splits[:, None] * RANK + columns[None, :], mask=(columns < RANK)[None, :], other=0.0)
-    weights = tl.exp2(m_i - tl.max(m_i, axis=0))
-    total = tl.maximum(tl.sum(weights * l_i, axis=0), 1e-30)
-    result = tl.sum(acc * weights[:, None], axis=0) / total
-    tl.store(mixed + q_row * RANK + columns, result.to(mixed.dtype.element_ty), mask=columns < RANK)
+@triton.jit
+def _merged(
+    parts, lse, q_rows, is_token, columns, inside, RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Some columns of the mixtures of TOKENS lines, float32 [TOKENS, columns], from what their splits found"""
+    splits = q_rows[:, None] * NUM_SPLITS + tl.arange(0, NUM_SPLITS)[None, :]
+    m_i = tl.load(lse + splits * 2, mask=is_token[:, None], other=0.0)
+    l_i = tl.load(lse + splits * 2 + 1, mask=is_token[:, None], other=0.0)
+    m_new = tl.max(m_i, axis=1)
+    total = tl.maximum(tl.sum(tl.exp2(m_i - m_new[:, None]) * l_i, axis=1), 1e-30)
+    if TOKENS == 1:  # all splits at once
+        weights = tl.exp2(m_i - m_new[:, None]) / total[:, None]
+        every = parts + splits[:, :, None] * RANK + columns[None, None, :]
+        found = tl.load(every, mask=inside[None, None, :], other=0.0)
+        return tl.sum(found * weights[:, :, None], axis=1)
+    acc = tl.zeros((TOKENS, columns.shape[0]), tl.float32)
+    for split in range(NUM_SPLITS):
+        index = q_rows * NUM_SPLITS + split
+        weight = tl.exp2(tl.load(lse + index * 2, mask=is_token, other=0.0) - m_new) / total
+        source = parts + index[:, None] * RANK + columns[None, :]
+        acc += tl.load(source, mask=is_token[:, None] & inside[None, :], other=0.0) * weight[:, None]
+    return acc
 
 
 @kernel_unspecialized("num_tokens")
 def _expand(
-    mixed, expand, out, num_tokens,
-    HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    mixed, lse, expand, out, num_tokens,
+    HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS * VALUE]; the latents are taken CHUNK values at a time"""
+    """out [T, HEADS * VALUE]; the latents are taken CHUNK values at a time. `mixed` [T, HEADS, RANK], or with several
+    splits what each of them found [T, HEADS, NUM_SPLITS, RANK]"""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -233,12 +228,19 @@ def _expand(
     q_rows = tokens.to(tl.int64) * HEADS + head
     product = tl.zeros((TOKENS, BLOCK), tl.float32)
     for first in tl.static_range(0, RANK, CHUNK):
-        inside = (first + offs_r < RANK)[None, :]
+        inside = first + offs_r < RANK
         if first:
-            matrix = tl.load(source + first, mask=(rows < VALUE)[:, None] & inside, other=0.0)
-        latents = mixed + q_rows[:, None] * RANK + first + offs_r[None, :]
-        latent = tl.load(latents, mask=is_token[:, None] & inside, other=0.0)
-        product = tl.dot(latent, tl.trans(matrix), product, input_precision=PRECISION)
+            matrix = tl.load(source + first, mask=(rows < VALUE)[:, None] & inside[None, :], other=0.0)
+        if NUM_SPLITS > 1:
+            found = _merged(mixed, lse, q_rows, is_token, first + offs_r, inside, RANK, NUM_SPLITS, TOKENS)
+            latent = found.to(matrix.dtype)
+        else:
+            latents = mixed + q_rows[:, None] * RANK + first + offs_r[None, :]
+            latent = tl.load(latents, mask=is_token[:, None] & inside[None, :], other=0.0)
+        if TOKENS == 1:
+            product += tl.sum(latent.to(tl.float32) * matrix.to(tl.float32), axis=1)[None, :]
+        else:
+            product = tl.dot(latent, tl.trans(matrix), product, input_precision=PRECISION)
     target = out + (q_rows * VALUE)[:, None] + rows[None, :]
     tl.store(target, product.to(out.dtype.element_ty), mask=is_token[:, None] & (rows < VALUE)[None, :])
 
@@ -256,23 +258,25 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     plan: AttentionPlan = inputs.plan
     absorbed = absorb_queries(inputs)
     num_heads, num_rows, single = absorbed.shape[1], plan.contexts.shape[0], plan.num_single
-    mixed = inputs.queries.new_empty(len(absorbed), num_heads, inputs.absorb.shape[1])
-    if single:
-        num_programs = single * cdiv(num_heads, tiles_for(absorbed.dtype, num_heads, are_single=True).lines)
-        splits = num_latent_splits(num_programs, plan.max_context, capabilities_of(absorbed.device))
-        _attend_rows(inputs, absorbed, mixed, range(single), splits)
+    num_programs = single * cdiv(num_heads, tiles_for(absorbed.dtype, num_heads, are_single=True).lines)
+    splits = num_latent_splits(num_programs, plan.max_context, capabilities_of(absorbed.device))
+    out = absorbed.new_empty(len(absorbed), inputs.expand.shape[0] * inputs.expand.shape[1])
+    if single:  # rows with one query each come first
+        expand_mixtures(_attend_rows(inputs, absorbed, range(single), splits), slice(single), inputs.expand, out)
     if single < num_rows:
-        _attend_rows(inputs, absorbed, mixed, range(single, num_rows), 1)
-    return expand_mixtures(mixed, inputs.expand)
+        found = _attend_rows(inputs, absorbed, range(single, num_rows), 1)
+        expand_mixtures(found, slice(single, None), inputs.expand, out)
+    return out
 
 
 def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
     """The same with sums that depend on a query and its context alone: every line is computed by one program of one
     form, which adds up its entries in their order."""
     absorbed = absorb_queries(inputs, are_alike=True)
-    mixed = inputs.queries.new_empty(*absorbed.shape[:2], inputs.absorb.shape[1])
-    _attend_rows(inputs, absorbed, mixed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
-    return expand_mixtures(mixed, inputs.expand, are_alike=True)
+    found = _attend_rows(inputs, absorbed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
+    out = absorbed.new_empty(len(absorbed), inputs.expand.shape[0] * inputs.expand.shape[1])
+    expand_mixtures(found, slice(None), inputs.expand, out, are_alike=True)
+    return out
 
 
 def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Tensor:
@@ -294,26 +298,30 @@ def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Te
     return out
 
 
+class Mixtures(NamedTuple):
+    """Latents weighted by attention, of all heads of some tokens"""
+
+    values: torch.Tensor  # [T, heads, rank]; with several splits what each found, float32 [T, heads, splits, rank]
+    lse: torch.Tensor  # [T, heads, splits, 2]: m_i and l_i of each split, where there are several
+    splits: int
+
+
 def _attend_rows(
-    inputs: LatentInputs,
-    absorbed: torch.Tensor,
-    mixed: torch.Tensor,
-    rows: range,
-    splits: int,
-    *,
-    are_alike: bool = False,
-) -> None:
-    """Some rows of a step into `mixed` [T, heads, rank]. `are_alike`: one form of program for rows of any length"""
+    inputs: LatentInputs, absorbed: torch.Tensor, rows: range, splits: int, *, are_alike: bool = False
+) -> Mixtures:
+    """Of some rows of a step, at their tokens' places; several splits only of the first rows, which have one query
+    each. `are_alike`: one form of program for rows of any length"""
     plan: AttentionPlan = inputs.plan
-    (num_tokens, num_heads, width), rank = absorbed.shape, mixed.shape[2]
+    (num_tokens, num_heads, width), rank = absorbed.shape, inputs.absorb.shape[1]
     are_single = not are_alike and rows.stop <= plan.num_single
     tiles = tiles_for(absorbed.dtype, num_heads, are_single=are_single, keys_each=plan.max_context // splits)
     members = min(next_power_of_2(num_heads), tiles.lines)
     queries = tiles.lines // members
-    parts = lse = mixed
-    if splits > 1:  # rows with one query each come first
-        parts = torch.empty(len(rows), num_heads, splits, rank, dtype=torch.float32, device=mixed.device)
-        lse = torch.empty(len(rows), num_heads, splits, 2, dtype=torch.float32, device=mixed.device)
+    if splits > 1:
+        mixed = parts = torch.empty(len(rows), num_heads, splits, rank, dtype=torch.float32, device=absorbed.device)
+        lse = torch.empty(len(rows), num_heads, splits, 2, dtype=torch.float32, device=absorbed.device)
+    else:
+        mixed = parts = lse = absorbed.new_empty(num_tokens, num_heads, rank)
     num_tiles = len(rows) if are_single else (num_tokens - rows.start) // queries + len(rows)
     options = {"enable_fp_fusion": False} if are_alike else {}
     _attend[(num_tiles, cdiv(num_heads, members), splits)](
@@ -323,11 +331,7 @@ def _attend_rows(
         inputs.latents.shape[1], tiles.lines, tiles.keys, splits, are_single, precision_of(absorbed),
         num_warps=tiles.warps, num_stages=tiles.stages, **options, **launch_options(),
     )  # fmt: skip
-    if splits > 1:
-        chunk = min(MERGED, next_power_of_2(rank))
-        _merge[(len(rows) * num_heads, cdiv(rank, chunk))](
-            parts, lse, mixed, rank, splits, chunk, num_warps=4, **launch_options()
-        )
+    return Mixtures(mixed, lse, splits)
 
 
 def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
@@ -335,15 +339,16 @@ def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
     return FEW_TOKENS if are_alike or len(x) <= 256 or x.dtype == torch.float32 else 64
 
 
-def expand_mixtures(mixed: torch.Tensor, expand: torch.Tensor, *, are_alike: bool = False) -> torch.Tensor:
-    """[T, heads, rank] → [T, heads * value_dim]"""
-    (num_heads, value_dim, rank), num_tokens = expand.shape, len(mixed)
-    out = mixed.new_empty(num_tokens, num_heads * value_dim)
-    tokens = _tokens_of_tile(mixed, are_alike=are_alike)
+def expand_mixtures(
+    found: Mixtures, tokens: slice, expand: torch.Tensor, out: torch.Tensor, *, are_alike: bool = False
+) -> None:
+    """Values of some tokens into their rows of `out` [T, heads * value_dim]"""
+    (num_heads, value_dim, rank), values, own = expand.shape, found.values[tokens], out[tokens]
+    num_tokens = len(own)
+    each = 1 if num_tokens <= VERY_FEW_TOKENS and not are_alike else _tokens_of_tile(own, are_alike=are_alike)
     block = min(next_power_of_2(value_dim), VALUE_BLOCK if num_tokens <= FEW_TOKENS or are_alike else 128)
-    _expand[(cdiv(num_tokens, tokens), num_heads, cdiv(value_dim, block))](
-        mixed, expand, out, num_tokens,
-        num_heads, rank, value_dim, tokens, max(16, block), min(128, max(16, next_power_of_2(rank))),
-        precision_of(mixed), num_warps=4, **launch_options(),
+    _expand[(cdiv(num_tokens, each), num_heads, cdiv(value_dim, block))](
+        values, found.lse, expand, own, num_tokens,
+        num_heads, rank, value_dim, found.splits, each, max(16, block), min(128, max(16, next_power_of_2(rank))),
+        precision_of(out), num_warps=4, **launch_options(),
     )  # fmt: skip
-    return out

@@ -33,6 +33,7 @@ from tokenmill.ops.triton.attention.softmax import (
     oldest_seen,
     window_of,
 )
+from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -99,19 +100,7 @@ def _prefill(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     kv_head = head // (NUM_HEADS // KV_HEADS)
-    origin = tl.load(query_starts + first_row)
-    low_row, high_row = first_row, num_rows
-    while high_row - low_row > 1:  # the last row whose tiles begin at or before this one
-        middle = (low_row + high_row) // 2
-        begins = (tl.load(query_starts + middle) - origin) // QUERIES + (middle - first_row)
-        if begins <= tile:
-            low_row = middle
-        else:
-            high_row = middle
-    row = low_row
-    begin = tl.load(query_starts + row)
-    length = tl.load(query_starts + row + 1) - begin
-    offset = (tile - (begin - origin) // QUERIES - (row - first_row)) * QUERIES
+    row, begin, length, offset = row_of_tile(query_starts, tile, first_row, num_rows, QUERIES)
     if offset < length:
         context = tl.load(contexts + row)
         offs_d = tl.arange(0, DIM_PADDED)

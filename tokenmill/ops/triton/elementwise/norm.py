@@ -1,7 +1,8 @@
 """RMSNorm with the residual addition before it: one program a row, one pass over memory.
 
 For a few rows with a narrow matrix behind it, a router, the product is part of it: each program norms its row anew,
-which costs less than waiting for another kernel.
+which costs less than waiting for another kernel. For a single row this holds for matrices of some megabytes too, which
+are all on their way before the row is known.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from tokenmill.ops.triton.launch.kernel import kernel, next_power_of_2
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 
@@ -58,6 +59,64 @@ def _norm_and_multiply(
         tl.store(normed + at, result, mask=inside)
     product = tl.sum(result.to(tl.float32) * factors, axis=0)
     tl.store(out + row * num_out + line, product.to(out.dtype.element_ty))
+
+
+@kernel
+def _norm_gemv(
+    x, residual, weight, matrix, bias, out, total, size, num_out, eps,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """TILE_N outputs of one row; the first program leaves the sum."""
+    launch_dependents(OVERLAPS)
+    rows, columns = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, BLOCK)
+    is_row, inside = rows < num_out, columns < size
+    source = matrix + rows[:, None] * size + columns[None, :]
+    part = tl.load(source, mask=is_row[:, None] & inside[None, :], other=0.0)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
+    values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(total + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+    normed = (values * inverse * scale).to(out.dtype.element_ty).to(tl.float32)
+    result = tl.sum(part.to(tl.float32) * normed[None, :], axis=1)
+    if HAS_BIAS:
+        result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
+
+
+MAX_NORM_GEMV = 1 << 24  # numbers of a matrix, and of its columns
+MAX_NORM_GEMV_COLUMNS = 8192
+
+
+def takes_norm_gemv(matrix: torch.Tensor) -> bool:
+    """Return whether `norm_gemv` multiplies by a plain matrix."""
+    is_small = matrix.numel() <= MAX_NORM_GEMV and matrix.shape[1] <= MAX_NORM_GEMV_COLUMNS
+    return is_small and matrix.dtype != torch.float32
+
+
+def norm_gemv(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    matrix: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [1, H], matrix [N, H] → rms_norm(x + residual) @ matrix.T + bias, x + residual"""
+    x, (num_out, size) = x.contiguous(), matrix.shape
+    block = next_power_of_2(size)
+    out, total, tile = x.new_empty(1, num_out), x if residual is None else torch.empty_like(x), max(1, 8192 // block)
+    _norm_gemv[(cdiv(num_out, tile),)](
+        x, x if residual is None else residual, weight, matrix, x if bias is None else bias, out, total, size, num_out,
+        eps, residual is not None, bias is not None, tile, block, num_warps=4, **launch_options(),
+    )  # fmt: skip
+    return out, total
 
 
 def norm_and_multiply(

@@ -62,11 +62,27 @@ class PackLinear:
         form = self._form(raw, like.dtype)
         return self._piece(form, [raw], like, dense) if form else _whole(dense(raw))
 
-    def experts(self, gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense) -> ExpertsWeight:
-        """Gates and ups of each expert one below the other; apart where they are not of one form"""
+    def experts(
+        self,
+        gate: RawTensor | None,
+        up: RawTensor,
+        down: RawTensor,
+        dense: Dense,
+        shared: tuple[RawTensor, RawTensor, RawTensor] | None = None,
+    ) -> ExpertsWeight:
+        """Gates and ups of each expert one below the other; apart where they are not of one form. A shared expert
+        becomes some of them where all are plain."""
         if gate is None:
             raise NotImplementedError("experts without a gate: `unsupported_reason` refuses such models")
         gates, ups, downs = (self._of_experts(raw, dense) for raw in (gate, up, down))
+        num_shared, inter = 0, gate.shape[1]
+        if shared is not None and self._are_plain((gate, up, down, *shared)):
+            num_shared = shared[0].shape[0] // inter
+            more_gates, more_ups, more_downs = map(dense, shared)
+            more_downs = more_downs.view(-1, num_shared, inter).transpose(0, 1)
+            more = more_gates.view(num_shared, inter, -1), more_ups.view(num_shared, inter, -1), more_downs
+            routed = (one for one in (gates, ups, downs) if isinstance(one, torch.Tensor))
+            gates, ups, downs = (torch.cat(both) for both in zip(routed, more, strict=True))
         gate_up: Any = gates, ups
         if isinstance(gates, torch.Tensor) and isinstance(ups, torch.Tensor):
             gate_up = torch.cat(gate_up, dim=1)
@@ -74,7 +90,10 @@ class PackLinear:
             gate_up = interleaved(gates, ups, gate.shape[0])
         elif isinstance(gates, Fp4Matrix) and isinstance(ups, Fp4Matrix):
             gate_up = interleaved_fp4(gates, ups, gate.shape[0])
-        return ExpertsWeight(gate.shape[0], (gate_up, downs))
+        return ExpertsWeight(gate.shape[0] + num_shared, (gate_up, downs), num_shared=num_shared)
+
+    def _are_plain(self, raws: Sequence[RawTensor]) -> bool:
+        return self._quantization == "none" and all(raw.quant is None for raw in raws)
 
     def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix | Fp4Matrix:
         """Plain [experts, lines, columns], or words with all lines one below the other"""

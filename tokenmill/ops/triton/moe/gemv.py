@@ -4,7 +4,8 @@
 
 Where a softmax decides, the chosen experts are not written down: a program finds the expert it works for in its token's
 logits, and then streams rows of that expert's matrices. Other kinds of routing are a kernel of their own before that. A
-program is a single warp where it can be, and there are about as many programs as the GPU holds at once.
+program is a single warp where it can be, and there are about as many programs as the GPU holds at once. Experts that
+every token has are known beforehand: their matrices are asked for while the router is still being computed.
 
 Experts of packed integers have kernels of their own: a row of a matrix is taken in chunks, neighbouring words whose
 i-th values share a scale, and multiplied in pairs of float16 numbers (`quant/fp16x2.py`). What lies between the two
@@ -25,7 +26,7 @@ from tokenmill.ops.triton.elementwise.activation import gated
 from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
-from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
+from tokenmill.ops.triton.launch.pdl import fetch_early, launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.moe.fp4 import gemv_fp4
 from tokenmill.ops.triton.moe.select import ExpertsKind
 from tokenmill.ops.triton.moe.topk import choice_of, logit_of, next_choice, ordered_logits, route
@@ -37,23 +38,44 @@ from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 LINES = 2  # of down that a program computes
 
 
+@triton.jit
+def _fetch_shared(gate_up, expert, is_shared, first, last, hidden, inter, THREADS: tl.constexpr):
+    """Rows [first, last) of an expert's gates and ups, if it is one that every token has"""
+    if is_shared:
+        rows = gate_up.to(tl.int64) + (expert * 2 * inter + first).to(tl.int64) * hidden * 2
+        part = (last - first) * hidden * 2 // THREADS
+        fetch_early(rows + tl.arange(0, THREADS) * part, part)
+        fetch_early(rows + tl.cast(inter, tl.int64) * hidden * 2 + tl.arange(0, THREADS) * part, part)
+
+
 @kernel
 def _moe_gemv_up(
     x, choices, gate_up, bias, out, hidden, inter, num_experts, lines_each,
-    K: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ARE_IDS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ARE_IDS: tl.constexpr, HAS_BIAS: tl.constexpr, THREADS: tl.constexpr, FETCHES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T * K, inter] = act(gate x) * up x; choices: the router's logits [T, experts], or ids [T, K]"""
+    """out [T * (K + SHARED), inter] = act(gate x) * up x; choices: the router's logits [T, num_experts], or ids [T, K]
+    with those that every token has among them. FETCHES: a program's rows are whole parts for each of its threads."""
+    pair = tl.program_id(0)
+    token, choice = pair // (K + SHARED), pair % (K + SHARED)
+    first = tl.program_id(1) * lines_each
+    last = tl.minimum(first + lines_each, inter)
+    if OVERLAPS and FETCHES and SHARED > 0:
+        _fetch_shared(gate_up, num_experts + choice - K, choice >= K, first, last, hidden, inter, THREADS)
     wait_for_previous(OVERLAPS)
     launch_dependents(OVERLAPS)  # not before the choices are there: the next kernel reads them without waiting
-    pair = tl.program_id(0)
-    token, choice = pair // K, pair % K
     columns = tl.arange(0, WIDTH)
     inside = columns < hidden
     factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
-    expert = tl.load(choices + pair) if ARE_IDS else choice_of(choices, token, choice, num_experts, K, BLOCK)
-    first = tl.program_id(1) * lines_each
-    last = tl.minimum(first + lines_each, inter)
+    if ARE_IDS:
+        expert = tl.load(choices + pair)
+    elif SHARED == 0:
+        expert = choice_of(choices, token, choice, num_experts, K, BLOCK)
+    else:
+        expert = (num_experts + choice - K).to(tl.int64)
+        if choice < K:
+            expert = choice_of(choices, token, choice, num_experts, K, BLOCK)
     source = gate_up + (expert * 2 * inter + first) * hidden + columns
     gate = tl.load(source, mask=inside, other=0.0)
     up = tl.load(source + inter * hidden, mask=inside, other=0.0)
@@ -71,11 +93,20 @@ def _moe_gemv_up(
         gate, up = next_gate, next_up
 
 
+@triton.jit
+def _next_down(left, num_experts, NUMBER: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr):
+    """The expert that is added next, its logit, and what is left to choose from: those that every token has come first,
+    since they are known before the logits are"""
+    if NUMBER < SHARED:
+        return tl.cast(num_experts + NUMBER, tl.int64), 0.0, left
+    return next_choice(left, BLOCK)
+
+
 @kernel
 def _moe_gemv_down(
     inner, logits, down, out, hidden, inter, num_experts,
-    K: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, hidden], LINES of one token a program; the first experts' are on their way before `inner` is known"""
     launch_dependents(OVERLAPS)
@@ -85,30 +116,41 @@ def _moe_gemv_down(
     lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
     is_there = (lines < hidden)[:, None] & inside[None, :]
     source = down + lines[:, None] * inter + columns[None, :]
+    COUNT: tl.constexpr = K + SHARED
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
-    expert, highest, left = next_choice(ordered, BLOCK)
-    part, logit = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0), highest
+    highest = logit_of(tl.max(ordered, axis=0))
+    expert, logit, left = _next_down(ordered, num_experts, 0, SHARED, BLOCK)
+    part = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
     second, second_logit = part, logit
-    if K > 1:
-        expert, second_logit, left = next_choice(left, BLOCK)
+    if COUNT > 1:
+        expert, second_logit, left = _next_down(left, num_experts, 1, SHARED, BLOCK)
         second = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((LINES, WIDTH), tl.float32)
+    always = tl.zeros((LINES, WIDTH), tl.float32)
     whole = 0.0
-    for choice in tl.static_range(K):
+    for number in tl.static_range(COUNT):
         third, third_logit = second, second_logit
-        if choice + 2 < K:
-            expert, third_logit, left = next_choice(left, BLOCK)
+        if number + 2 < COUNT:
+            expert, third_logit, left = _next_down(left, num_experts, number + 2, SHARED, BLOCK)
             third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
-        share = tl.exp(logit - highest)
-        whole += share
-        factors = tl.load(inner + (token * K + choice) * inter + columns, mask=inside, other=0.0)
-        sums += part.to(tl.float32) * (factors.to(tl.float32) * share)[None, :]
+        place = K + number if number < SHARED else number - SHARED
+        row = inner + (token * COUNT + place) * inter
+        factors = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+        if number < SHARED:
+            always += part.to(tl.float32) * factors[None, :]
+        else:
+            share = tl.exp(logit - highest)
+            whole += share
+            sums += part.to(tl.float32) * (factors * share)[None, :]
         part, logit, second, second_logit = second, second_logit, third, third_logit
     if not RENORMALIZE:
         shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
         whole = tl.sum(shares, axis=0)
-    tl.store(out + token * hidden + lines, (tl.sum(sums, axis=1) / whole).to(out.dtype.element_ty), mask=lines < hidden)
+    total = tl.sum(sums, axis=1) / whole
+    if SHARED > 0:
+        total += tl.sum(always, axis=1)
+    tl.store(out + token * hidden + lines, total.to(out.dtype.element_ty), mask=lines < hidden)
 
 
 @kernel
@@ -158,7 +200,7 @@ def moe_gemv_chosen(
     if isinstance(down, Fp4Matrix):
         return gemv_fp4(x, weights, ids, packed, activation)
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
-    inner, out, wide = _gate_up(x, ids, packed, k, activation), torch.empty_like(x), next_power_of_2(inter)
+    inner, out, wide = _gate_up(x, ids, packed, k, 0, activation), torch.empty_like(x), next_power_of_2(inter)
     _moe_gemv_down_of[(cdiv(hidden, LINES), num_tokens)](
         inner, ids, weights, down, down if packed.down_bias is None else packed.down_bias, out, hidden, inter, k, LINES,
         wide, packed.has_bias, num_warps=_warps_for(wide, 1024), **launch_options(),
@@ -167,19 +209,25 @@ def moe_gemv_chosen(
 
 
 def _gate_up(
-    x: torch.Tensor, choices: torch.Tensor, packed: ExpertsWeight, num_active: int, activation: Activation
+    x: torch.Tensor,
+    choices: torch.Tensor,
+    packed: ExpertsWeight,
+    num_active: int,
+    num_shared: int,
+    activation: Activation,
 ) -> torch.Tensor:
-    """→ [T * k, inter]; choices: ids [T, k], or logits of any other type"""
+    """→ [T * (k + shared), inter]; choices: ids [T, k], or logits of any other type"""
     gate_up, _ = packed.packed
     (num_tokens, hidden), inter = x.shape, gate_up.shape[1] // 2
-    pairs, wide = num_tokens * num_active, next_power_of_2(hidden)
+    pairs, wide, num_routed = num_tokens * (num_active + num_shared), next_power_of_2(hidden), choices.shape[1]
     inner = x.new_empty(pairs, inter)
     each = cdiv(inter, max(1, capabilities_of(x.device).tuning.moe_gemv_programs // pairs))
+    warps = _warps_for(wide, 2048)
     _moe_gemv_up[(pairs, cdiv(inter, each))](
         x, choices, gate_up, x if packed.gate_up_bias is None else packed.gate_up_bias, inner, hidden, inter,
-        packed.num_experts, each, num_active, activation, wide, next_power_of_2(packed.num_experts),
-        choices.dtype == torch.int64, packed.has_bias,
-        num_warps=_warps_for(wide, 2048), **launch_options(),
+        num_routed, each, num_active, num_shared, activation, wide, next_power_of_2(num_routed),
+        choices.dtype == torch.int64, packed.has_bias, 32 * warps, hidden % (256 * warps) == 0,
+        num_warps=warps, **launch_options(),
     )  # fmt: skip
     return inner
 
@@ -198,11 +246,12 @@ def moe_gemv(
     x, logits = x.contiguous(), logits.contiguous()
     if isinstance(gate_up, PackedIntMatrix):
         return moe_gemv_int(x, logits, gate_up, down, num_active, activation, renormalize=renormalize)
-    (num_tokens, hidden), inter = x.shape, down.shape[2]
-    inner, out, wide = _gate_up(x, logits, packed, num_active, activation), torch.empty_like(x), next_power_of_2(inter)
+    (num_tokens, hidden), inter, shared, num_routed = x.shape, down.shape[2], packed.num_shared, logits.shape[1]
+    inner, out = _gate_up(x, logits, packed, num_active, shared, activation), torch.empty_like(x)
+    wide = next_power_of_2(inter)
     _moe_gemv_down[(cdiv(hidden, LINES), num_tokens)](
-        inner, logits, down, out, hidden, inter, packed.num_experts, num_active, renormalize, LINES, wide,
-        next_power_of_2(packed.num_experts), num_warps=_warps_for(wide, 1024), **launch_options(),
+        inner, logits, down, out, hidden, inter, num_routed, num_active, shared, renormalize, LINES, wide,
+        next_power_of_2(num_routed), num_warps=_warps_for(wide, 1024), **launch_options(),
     )  # fmt: skip
     return out
 

@@ -60,9 +60,9 @@ def _best_groups(
 @kernel
 def _route(
     logits, choice_bias, expert_scales, weights, ids, num_experts, scale, epsilon, group_size,
-    K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TWO_BEST: tl.constexpr, OVERLAPS: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, TWO_BEST: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
@@ -91,22 +91,27 @@ def _route(
     chosen *= scale
     if HAS_SCALES:
         chosen *= tl.load(expert_scales + chosen_ids, mask=places < K, other=0.0)
-    tl.store(weights + token * K + places, chosen, mask=places < K)
-    tl.store(ids + token * K + places, chosen_ids, mask=places < K)
+    if SHARED:
+        chosen = tl.where(places < K, chosen, 1.0)
+        chosen_ids = tl.where(places < K, chosen_ids, (num_experts + places - K).to(tl.int64))
+    is_place = places < K + SHARED
+    tl.store(weights + token * (K + SHARED) + places, chosen, mask=is_place)
+    tl.store(ids + token * (K + SHARED) + places, chosen_ids, mask=is_place)
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    spec, num_active = routing.spec, routing.num_active
+    spec, num_active, num_shared = routing.spec, routing.num_active, routing.num_shared
     num_tokens, num_experts = logits.shape
-    weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_tokens, num_active, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_tokens, num_active + num_shared, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, num_active + num_shared, dtype=torch.int64, device=logits.device)
     bias, scales = routing.choice_bias, routing.expert_scales
     if num_tokens:
         _route[(num_tokens,)](
             logits.contiguous(), weights if bias is None else bias, weights if scales is None else scales, weights, ids,
             num_experts, spec.scale, spec.epsilon, num_experts // spec.num_groups,
-            num_active, next_power_of_2(num_active), next_power_of_2(num_experts), spec.score, spec.renormalize,
-            bias is not None, scales is not None, spec.num_groups, spec.kept_groups, spec.group_score == "two_best",
+            num_active, num_shared, next_power_of_2(num_active + num_shared), next_power_of_2(num_experts),
+            spec.score, spec.renormalize, bias is not None, scales is not None, spec.num_groups, spec.kept_groups,
+            spec.group_score == "two_best",
             num_warps=1, **launch_options(),
         )  # fmt: skip
     return weights, ids

@@ -1,0 +1,29 @@
+"""Tiles of queries: the queries of every row of a step are cut into tiles of equal size, one program each.
+
+Which row a tile belongs to is found on the device, since the host does not know how long the rows of a captured step
+will be: the tiles of row r begin at (its first query) // QUERIES + r, which leaves each row room for its last, partly
+filled one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_of_tile(query_starts, tile, first_row, num_rows, QUERIES: tl.constexpr):
+    """The row of a tile, its first query, the number of its queries, and how many of them lie before the tile. Tiles
+    are counted from `first_row` on; a tile that no row fills lies behind the end of its row."""
+    origin = tl.load(query_starts + first_row)
+    low_row, high_row = first_row, num_rows
+    while high_row - low_row > 1:  # the last row whose tiles begin at or before this one
+        middle = (low_row + high_row) // 2
+        if (tl.load(query_starts + middle) - origin) // QUERIES + (middle - first_row) <= tile:
+            low_row = middle
+        else:
+            high_row = middle
+    begin = tl.load(query_starts + low_row)
+    length = tl.load(query_starts + low_row + 1) - begin
+    offset = (tile - (begin - origin) // QUERIES - (low_row - first_row)) * QUERIES
+    return low_row, begin, length, offset

@@ -4,7 +4,7 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value; formats of 4 bits with a table too
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
-    MXFP4 experts    as they are: 4 bits a value, and a byte for each 32 (`ops/triton/quant/fp4.py`)
+    MXFP4 experts    as they are: 4 bits a value (`ops/triton/quant/fp4.py`)
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class PackedIntFormat:
 
     def num_bytes(self, size: int) -> int:
         """Bytes of `size` values; scales of large groups are kept twice, in both orders, except for experts"""
-        if self.is_fp4:
-            return size // 2 + size // self.group
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 

@@ -309,8 +309,8 @@ class Mixtures(NamedTuple):
 def _attend_rows(
     inputs: LatentInputs, absorbed: torch.Tensor, rows: range, splits: int, *, are_alike: bool = False
 ) -> Mixtures:
-    """Of some rows of a step, at their tokens' places; several splits only of the first rows, which have one query
-    each. `are_alike`: one form of program for rows of any length"""
+    """Attend with some rows of a step: what they find, at their tokens' places. Several splits only of the first rows,
+    which have one query each. `are_alike`: one form of program for rows of any length"""
     plan: AttentionPlan = inputs.plan
     (num_tokens, num_heads, width), rank = absorbed.shape, inputs.absorb.shape[1]
     are_single = not are_alike and rows.stop <= plan.num_single

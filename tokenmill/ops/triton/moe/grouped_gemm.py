@@ -204,7 +204,8 @@ def _multiply(
 
 def _num_expanded(x: torch.Tensor, matrix: Packed, pairs: SortedPairs) -> int:
     expert_bytes = len(matrix.words) // pairs.num_experts * matrix.num_columns * x.element_size()
-    return num_expanded(len(pairs.order), pairs.num_experts, expert_bytes, capabilities_of(x.device))
+    is_fp4, gpu = isinstance(matrix, Fp4Matrix), capabilities_of(x.device)
+    return num_expanded(len(pairs.order), pairs.num_experts, expert_bytes, gpu, is_fp4=is_fp4)
 
 
 def _multiply_expanded(

@@ -26,11 +26,11 @@ from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.gemm.hopper import activate, barrier, copy_to_shared, new_barriers
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.moe.pairs import SortedPairs, gather_tokens
-from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, ptx_fp4
+from tokenmill.ops.triton.quant.fp4 import PTX_FP4_TYPES, Fp4Matrix, ptx_fp4
 
 CHUNK = gl.constexpr(64)  # columns
 WORDS = gl.constexpr(16)  # of a chunk
-PTX = gl.constexpr(ptx_fp4())
+PTX, PTX_TYPES = gl.constexpr(ptx_fp4()), gl.constexpr(PTX_FP4_TYPES.value)
 TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -38,7 +38,7 @@ class HopperFp4Config(NamedTuple):
     """How products are cut into programs."""
 
     rows: int  # pairs
-    ahead: int = 4  # chunks on their way; an even number, since two are multiplied in turns
+    ahead: int = 2  # chunks on their way; an even number, since two are multiplied in turns
     ring: int = 6  # tiles of tokens
     warps: int = 4
 
@@ -49,11 +49,8 @@ class HopperFp4Config(NamedTuple):
 
 
 def pick_hopper_fp4_config(pairs_each: float) -> HopperFp4Config:
-    """Most experts' pairs are one tile, so that their matrices are expanded once."""
-    if pairs_each <= 96:
-        rows = 16 if pairs_each <= 8 else 32 if pairs_each <= 24 else 64
-        return HopperFp4Config(rows)
-    return HopperFp4Config(128, ahead=2)
+    """Most experts' pairs are one tile or two, so that their matrices are expanded as often; the fastest on an H200."""
+    return HopperFp4Config(next((rows for rows, most in ((16, 8), (32, 48), (64, 160)) if pairs_each <= most), 128))
 
 
 @gluon.jit
@@ -74,10 +71,8 @@ def _expert_of_tile(offsets, num_experts, TILE: gl.constexpr):
 @gluon.jit
 def _weights(words, scales, TILE_N: gl.constexpr):
     """A chunk's weights from its words [TILE_N, WORDS] and scales [TILE_N]: [TILE_N, CHUNK]"""
-    first = gl.expand_dims(((scales << 7) & 0x7F80).to(gl.int16).to(gl.bfloat16, bitcast=True), 1)
-    second = gl.expand_dims(((scales >> 1) & 0x7F80).to(gl.int16).to(gl.bfloat16, bitcast=True), 1)
     a, b, c, d = gl.inline_asm_elementwise(
-        PTX, "=r,=r,=r,=r,r,r,r", [words, first, second],
+        PTX, PTX_TYPES, [words, gl.expand_dims(scales, 1)],
         (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
     low = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (TILE_N, CHUNK // 2))

@@ -43,16 +43,20 @@ def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is
     return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
 
 
-def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities) -> int:
+FP4_MORE_PAIRS = 4  # times as many as packed integers: their kernel keeps up with plain matrices for longer
+
+
+def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities, *, is_fp4: bool) -> int:
     """How many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied as they are"""
-    if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts:
+    if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts * (FP4_MORE_PAIRS if is_fp4 else 1):
         return 0
     return min(num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
 
 
 def _is_expanded(product: ExpertsProduct) -> bool:
     num_pairs = product.num_tokens * product.num_active
-    count = num_expanded(num_pairs, product.num_experts, product.expert_bytes, product.capabilities)
+    gpu, is_fp4 = product.capabilities, product.kind == "fp4"
+    count = num_expanded(num_pairs, product.num_experts, product.expert_bytes, gpu, is_fp4=is_fp4)
     return product.kind != "plain" and count > 0
 
 

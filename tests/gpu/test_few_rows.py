@@ -64,7 +64,7 @@ def test_placing_and_attending_at_once(
         newest, newest, starts, lengths, (GroupTables(tables, slots),), newest, BLOCK, 1, 8192, num_rows
     )
     plan, args = ops.plan_attention(batch, 0, None), AttentionArgs(DIM**-0.5, window)
-    assert takes_fused_decode(num_rows, kv_heads, plan.max_context, capabilities_of(qkv.device))
+    assert takes_fused_decode(num_rows, kv_heads, DIM, plan.max_context, capabilities_of(qkv.device))
     for _ in range(2):  # counters are set back
         found = fused_decode_attention(qkv, ours, norms, 1e-6, angles, plan, args)
     is_row = lengths > 0

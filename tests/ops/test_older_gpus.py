@@ -180,6 +180,8 @@ def test_recurrent_layers_are_compiled(name: int | str) -> None:
         (QWEN, {"deterministic": True}),
         (GEMMA, {"dtype": torch.float32}),
         (GEMMA, {"deterministic": True, "kv_dtype": torch.int8}),
+        (GEMMA | {"head_dim": 512, "num_key_value_heads": 2}, {}),
+        (GEMMA | {"head_dim": 512}, {"deterministic": True}),
     ],
 )
 def test_kernels_fit_other_gpus(name: int | str, config: dict[str, Any], how: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ def check_attention(
         (4, 2, 20, "plain", torch.float32),
         (2, 1, 16, "all", torch.float32),
         (2, 1, 16, "chunks", torch.float32),
+        (2, 1, 512, "plain", torch.float32),
         *((2, 1, 16, "all", dtype) for dtype in ONE_BYTE),
     ],
 )

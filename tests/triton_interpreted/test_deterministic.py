@@ -59,6 +59,7 @@ def test_a_product_with_another_border_has_other_bits() -> None:
         (3, 1, 16, 262, torch.float8_e4m3fn, DECODE),
         (2, 1, 16, 23, torch.int8, MIXED),
         (2, 1, 20, None, torch.float32, MIXED),
+        (2, 1, 300, None, torch.float32, DECODE),
     ],
 )
 def test_attention_agrees_with_the_reference(

@@ -9,7 +9,7 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 RECURRENT_DIMS = (16, 32, 64, 128, 256)
 MAX_RECURRENT_STATE = 128 * 128
 

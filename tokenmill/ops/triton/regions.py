@@ -106,9 +106,9 @@ class FusedRegions:
         qkv, cache, _, norms, eps, cos_sin, plan, args = inputs[:8]
         if inputs.spec is not None:
             return self.composed.attend(inputs)
-        num_tokens, kv_heads, gpu = len(qkv), cache.keys.shape[1], capabilities_of(qkv.device)
+        num_tokens, (_, kv_heads, _, dim), gpu = len(qkv), cache.keys.shape, capabilities_of(qkv.device)
         is_decode = plan.num_single == num_tokens
-        if is_decode and takes_fused_decode(num_tokens, kv_heads, plan.max_context, gpu):
+        if is_decode and takes_fused_decode(num_tokens, kv_heads, dim, plan.max_context, gpu):
             return fused_decode_attention(qkv, cache, norms, eps, cos_sin, plan, args)
         return self.write_and_attend(inputs)
 

@@ -198,7 +198,7 @@ def decode_attention(
     assert group <= 16, "a KV head serves at most 16 query heads"
     sinks = args.sinks if args.sinks is not None else queries
     padded = max(16, next_power_of_2(dim))
-    tile = tile or (TILE if padded * queries.element_size() <= 512 else TILE // 2)  # to fit shared memory
+    tile = tile or TILE * 512 // max(512, padded * queries.element_size())  # to fit shared memory
     _decode[(kv_heads, num_rows, num_splits)](
         queries, *cache_tensors(cache), out, *_split_buffers(out, num_splits), tables, contexts, sinks,
         args.scale, args.softcap or 1.0, window_of(args), tables.stride(0),

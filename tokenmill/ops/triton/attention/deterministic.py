@@ -172,6 +172,8 @@ def deterministic_attention(
     group = num_heads // kv_heads
     members = next_power_of_2(group)
     lines, tile, warps, stages = (64, 64, 4, 2) if queries.dtype != torch.float32 else (16, 32, 4, 2)
+    if dim > 256:
+        lines, tile = 16, 16
     are_single = plan.max_queries == 1
     tiles = num_rows if are_single else num_tokens // (lines // members) + num_rows
     num_segments = next_power_of_2(cdiv(plan.max_position, SEGMENT))  # few variants to compile

@@ -50,6 +50,8 @@ class PrefillConfig(NamedTuple):
 
 def pick_prefill_config(dtype: torch.dtype, dim_padded: int, *, are_short: bool) -> PrefillConfig:
     """Short chunks are cut into smaller tiles: half-empty tiles would cost more than large ones save."""
+    if dim_padded > 256:
+        return PrefillConfig(16, 16, 4, 2) if dtype == torch.float32 else PrefillConfig(32, 16, 4, 2)
     if dtype == torch.float32 or dim_padded > 128:
         return PrefillConfig(32, 32, 4, 2)
     return PrefillConfig(64, 64, 4, 2) if are_short else PrefillConfig(128, 64, 8, 2)

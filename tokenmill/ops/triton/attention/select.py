@@ -20,6 +20,7 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities
 TILE = 64  # keys that a program looks at together
 MAX_SPLITS = 32  # of a context
 DENSE_HEAD_DIMS = (64, 96, 128)
+MAX_FUSED_HEAD_DIM = 256
 
 
 class AttentionStep(NamedTuple):
@@ -49,9 +50,11 @@ def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabili
     return 1 << (splits.bit_length() - 1)
 
 
-def takes_fused_decode(num_rows: int, kv_heads: int, max_context: int, gpu: Capabilities) -> bool:
-    """Return whether rows of one query each are so few that the gaps between kernels take most of the time."""
-    return num_splits_for(num_rows, kv_heads, max_context, gpu) >= gpu.tuning.attention_fused_min_splits
+def takes_fused_decode(num_rows: int, kv_heads: int, head_dim: int, max_context: int, gpu: Capabilities) -> bool:
+    """Return whether rows of one query each are so few that the gaps between kernels take most of the time. Tiles of
+    larger heads have no room in registers."""
+    splits = num_splits_for(num_rows, kv_heads, max_context, gpu)
+    return splits >= gpu.tuning.attention_fused_min_splits and head_dim <= MAX_FUSED_HEAD_DIM
 
 
 def is_whole_prompt(num_queries: int, context: int, gpu: Capabilities) -> bool:
@@ -67,7 +70,9 @@ def can_be_dense(dtype: torch.dtype, head_dim: int, *, has_extras: bool) -> bool
 ATTENTION: tuple[AttentionRow, ...] = (
     AttentionRow(
         "fused_decode",
-        lambda s: s.num_queries == 1 and takes_fused_decode(s.num_rows, s.kv_heads, s.context, s.capabilities),
+        lambda s: (
+            s.num_queries == 1 and takes_fused_decode(s.num_rows, s.kv_heads, s.head_dim, s.context, s.capabilities)
+        ),
         "few rows decode: norm, rotation, cache write and attention are one kernel",
     ),
     AttentionRow(

@@ -1,8 +1,7 @@
 """A single row times a big matrix: the time is what reading the matrix once takes.
 
 One program owns a tile of matrix rows and streams along them; the products are plain multiply-adds. The first part of
-the tile is fetched before the kernel that computes the input has ended; the rest is brought into the L2 cache then, if
-the whole matrix has room there.
+the tile is fetched before the kernel that computes the input has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 import triton.language as tl
 
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
-from tokenmill.ops.triton.gemm.splitk import prefetch_tile
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
@@ -21,12 +19,9 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 @kernel
 def _gemv_kernel(
     x, weight, bias, out, num_out, num_in,
-    TILE_N: tl.constexpr, STRIDE: tl.constexpr, NEAR: tl.constexpr, HAS_BIAS: tl.constexpr, THREADS: tl.constexpr,
-    FETCHED: tl.constexpr, OVERLAPS: tl.constexpr,
+    TILE_N: tl.constexpr, STRIDE: tl.constexpr, NEAR: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
-    if FETCHED and OVERLAPS:
-        prefetch_tile(weight, 0, num_out, num_in, 2, FETCHED, TILE_N, THREADS)
     rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     is_row = rows < num_out
     columns = tl.arange(0, STRIDE)
@@ -46,9 +41,6 @@ def _gemv_kernel(
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
-
-
-MAX_FETCHED_BYTES = 16 << 20  # of a matrix, in a cache of 50 MB that others use too
 
 
 @dataclass(frozen=True)
@@ -76,11 +68,10 @@ def gemv_linear(
     """x [1, num_in], weight [num_out, num_in] → [1, num_out]"""
     x = x.contiguous()
     num_out, num_in = weight.shape
-    out, threads = x.new_empty(1, num_out), 32 * config.warps
-    is_fetched = weight.nbytes <= MAX_FETCHED_BYTES and num_in % (8 * threads // config.tile_n) == 0
+    out = x.new_empty(1, num_out)
     _gemv_kernel[(cdiv(num_out, config.tile_n),)](
         x, weight, bias if bias is not None else x, out, num_out, num_in, config.tile_n, config.stride, config.near,
-        bias is not None, threads, 2 * num_in if is_fetched else 0,
+        bias is not None,
         num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out

@@ -309,24 +309,28 @@ class InputProcessor:
         require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
         bos = self.tokenizer.special_tokens.get("bos_token")
         adds_bos = not (bos and text.startswith(bos))
-        if rendered.spans:
-            return encode_literally(self.tokenizer, rendered, add_special_tokens=adds_bos)
-        if (extended := self._extended(text, asked.extends)) is not None:
-            return extended
-        return self.tokenizer.encode(text, add_special_tokens=adds_bos)
+        return self._extended(rendered, asked.extends) or self._encoded(rendered, add_special_tokens=adds_bos)
 
-    def _extended(self, text: str, known: TokenPrefix | None) -> list[int] | None:
+    def _encoded(self, rendered: MarkedText, *, add_special_tokens: bool) -> list[int]:
+        if rendered.spans:
+            return encode_literally(self.tokenizer, rendered, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(rendered.text, add_special_tokens=add_special_tokens)
+
+    def _extended(self, rendered: MarkedText, known: TokenPrefix | None) -> list[int] | None:
         """The ids of an earlier turn and those of the text that follows it; None where the text is another one, or
         where no added token stands between the two, so that a token could reach from one into the other."""
-        if known is None or text_digest(text[: known.num_characters]) != known.digest:
+        if known is None or text_digest(rendered.text[: known.num_characters]) != known.digest:
             return None
-        ids, rest = known.token_ids, text[known.num_characters :]
+        ids, start = known.token_ids, known.num_characters
         last = self.tokenizer.token_text(ids[-1])
         if self.tokenizer.added_tokens.get(last) == ids[-1]:  # it is tokenised again, with the text after it
-            ids, rest = ids[:-1], last + rest
-        if not rest.startswith(tuple(self.tokenizer.added_tokens)):
+            ids, start = ids[:-1], start - len(last)
+        rest = MarkedText(
+            rendered.text[start:], [(first - start, end - start) for first, end in rendered.spans if end > start]
+        )
+        if not rest.text.startswith(tuple(self.tokenizer.added_tokens)) or any(first < 1 for first, _ in rest.spans):
             return None
-        return [*ids, *self.tokenizer.encode(rest, add_special_tokens=False)]
+        return [*ids, *self._encoded(rest, add_special_tokens=False)]
 
     @staticmethod
     def _prompt_params(asked: PromptRequest) -> SamplingParams:

@@ -68,6 +68,7 @@ def test_every_view_fits_its_window(
             page.wait_for_selector(f".{view}")
             page.wait_for_timeout(1200)
             look(view)
+        assert page.locator(".requests tbody").bounding_box()["height"] > 20  # type: ignore[index]
         page.goto(f"{page_server.url}/docs")
         page.locator(".operation", has_text="/v1/chat/completions").locator("summary").click()
         page.wait_for_selector(".operation-body")

@@ -84,7 +84,7 @@ export class MessageView {
     this.thought.textContent = node.thinking;
     const isThinking = isLive && !node.content && !node.calls?.length;
     this.thinking.classList.toggle("busy", isThinking);
-    this.thoughtLabel.textContent = isThinking ? "Thinking …" : node.stats?.thoughtS ? `Thought for ${duration(node.stats.thoughtS)}` : "Thought";
+    this.thoughtLabel.textContent = isThinking ? "Thinking …" : node.stats?.thoughtS > 0.05 ? `Thought for ${duration(node.stats.thoughtS)}` : "Thought";
   }
 
   updateFoot(place) {

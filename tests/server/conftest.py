@@ -24,6 +24,7 @@ from tokenmill.server import signatures
 from tokenmill.server.app import DIALECTS, create_app
 from tokenmill.server.dialect import Dialects
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.run import uvicorn_config
 
@@ -50,10 +51,11 @@ def serving(own_home: Path) -> Iterator[Serving]:
         gate: EngineGate | list[EngineGate] | None = None,
         dialects: Dialects = DIALECTS,
         loader: ModelLoader | None = None,
+        keys: KeyRing | None = None,
     ) -> RunningServer:
         engine = FakeEngine()
         metrics = Metrics(model=engine.info.name)
-        app = create_app(gate or engine, without_files(config), metrics, dialects=dialects, loader=loader)
+        app = create_app(gate or engine, without_files(config), metrics, dialects=dialects, loader=loader, keys=keys)
         listener = socket.create_server(("127.0.0.1", 0))
         front = uvicorn.Server(uvicorn_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)

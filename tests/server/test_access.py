@@ -14,9 +14,10 @@ from tests.support.loopback import CHAT, GENERATIONS, RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig, Overloaded, RequestFailed
 from tokenmill.server.app import DIALECTS
-from tokenmill.server.auth import PUBLIC_METHODS, PUBLIC_PATHS, load_keys, require_safe_exposure
+from tokenmill.server.auth import PUBLIC_METHODS, PUBLIC_PATHS, require_safe_exposure
 from tokenmill.server.dialect import RequestHead
 from tokenmill.server.errors import error_headers
+from tokenmill.server.keys import KeyRing, load_keys
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 KEY = "a-long-secret"
@@ -118,14 +119,14 @@ def test_a_key_file_without_keys_is_an_error(tmp_path: Path, content: str | None
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
 def test_open_to_others_needs_a_key_or_a_word(host: str) -> None:
     with pytest.raises(InvalidConfig):
-        require_safe_exposure(ServerConfig(host=host), ())
-    require_safe_exposure(ServerConfig(host=host), (b"key",))
-    require_safe_exposure(ServerConfig(host=host, allow_open=True), ())
+        require_safe_exposure(ServerConfig(host=host), KeyRing())
+    require_safe_exposure(ServerConfig(host=host), KeyRing([b"key"]))
+    require_safe_exposure(ServerConfig(host=host, allow_open=True), KeyRing())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback_needs_nothing(host: str) -> None:
-    require_safe_exposure(ServerConfig(host=host), ())
+    require_safe_exposure(ServerConfig(host=host), KeyRing())
 
 
 # ── methods and paths ──────────────────────────────────────────────────────────────────────────────────

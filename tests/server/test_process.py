@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,12 +18,13 @@ from tests.support import server_process
 from tests.support.fake_engine import STORY
 from tests.support.metric_values import metric_values
 from tests.support.server_process import ServerProcess, free_port, running
-from tests.support.timing import SOON_S
+from tests.support.timing import SOON_S, eventually
 from tokenmill.cli.serve import planned_memory
 from tokenmill.config import EngineConfig
 from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
+from tokenmill.server.keys import KeyRecord, new_key, write_keys
 from tokenmill.server.listen import bind_all
 
 ONE_MODEL = [ServedModelConfig(EngineConfig())]
@@ -170,3 +173,20 @@ def test_an_open_address_without_key_is_wrong_usage(
     monkeypatch.delenv("TOKENMILL_API_KEY", raising=False)
     assert run_server(ONE_MODEL, ServerConfig(host="0.0.0.0", port=(0,)), planned_memory) == 2
     assert "--allow-open" in capsys.readouterr().err
+
+
+def test_keys_are_read_again_on_a_signal(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    key, records = new_key([], KeyRecord(id="alice", sha256=""))
+    write_keys(path, records)
+    with fake_server(f"keys:{path}") as process:
+        process.wait_for("ready")
+        headers = {"authorization": f"Bearer {key}"}
+        assert process.http.get("/v1/models", headers=headers).status_code == 200
+        write_keys(path, [])
+        process.child.send_signal(signal.SIGHUP)
+        assert eventually(lambda: process.http.get("/v1/models", headers=headers).status_code == 401, 1.5 + SOON_S)
+        path.write_text("nonsense")
+        process.child.send_signal(signal.SIGHUP)
+        assert eventually(lambda: "stay as they were" in process.output(), SOON_S)
+        assert process.http.get("/v1/models", headers=headers).status_code == 401

@@ -138,7 +138,8 @@ def main(port: int, words: list[str]) -> int:
         return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)
 
     ports = (port, *(int(word) for word in words if word.isdigit()))
-    config = ServerConfig(port=ports, drain_timeout_s=0.5 if "impatient" in words else 20)
+    keys = next((Path(word.removeprefix("keys:")) for word in words if word.startswith("keys:")), None)
+    config = ServerConfig(port=ports, drain_timeout_s=0.5 if "impatient" in words else 20, keys_file=keys)
     try:
         return run.serve(start, config, Metrics())
     except TokenmillError as error:

@@ -24,6 +24,7 @@ VERBS = {
     "ps": "List the models of a running server",
     "stop": "Take models out of a running server's memory",
     "create": "Make a model from another one by a Modelfile",
+    "keys": "Make, list and revoke the API keys of a server",
     "plan": "Memory, speed and price of a model on a device, before buying it",
     "detect": "Tell whether a text carries a watermark",
     "bench": "Measure: offline, serve, search, startup, latency, compare, report",

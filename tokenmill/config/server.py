@@ -22,6 +22,9 @@ class ServerConfig:
     """Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`; may be given several times."""
     api_key_file: Path | None = None
     """File with one API key a line; empty lines and lines that begin with # are skipped."""
+    keys_file: Path | None = None
+    """TOML file with API keys as records (`tokenmill keys`): digests, expiry, models; read again on SIGHUP. By default
+    keys.toml in TOKENMILL_HOME, if it is there."""
     allow_open: bool = False
     """Listen beyond this machine without any API key."""
     public_metrics: bool = False

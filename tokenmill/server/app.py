@@ -32,6 +32,7 @@ from tokenmill.server.body import BodyReader
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
 from tokenmill.server.gate import EngineGate, ServedEngine
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
@@ -76,14 +77,14 @@ def create_app(
     config: ServerConfig,
     metrics: Metrics,
     *,
-    keys: tuple[bytes, ...] | None = None,
+    keys: KeyRing | None = None,
     dialects: Dialects = DIALECTS,
     fits: MakeFinder | None = None,
     loader: ModelLoader | None = None,
 ) -> Starlette:
     """The server of one engine, or of models behind gates, which open once their models are loaded. `keys`: by default
     those in `config`. `fits`: makes what knows which models fit here. `loader`: what loads and unloads the models."""
-    known_keys = tuple(key.encode() for key in config.api_key) if keys is None else keys
+    known_keys = KeyRing([key.encode() for key in config.api_key]) if keys is None else keys
     config = with_priorities(config, has_keys=bool(known_keys))
     loader = loader or ModelLoader()
     registry = ModelRegistry(*_gates(models), any_name=config.any_model_name)
@@ -138,9 +139,7 @@ def _gates(models: ServedEngine | EngineGate | Sequence[EngineGate]) -> Sequence
     return [models if isinstance(models, EngineGate) else EngineGate(models)]
 
 
-def _layers(
-    config: ServerConfig, keys: tuple[bytes, ...], accounting: Accounting, dialects: Dialects
-) -> list[Middleware]:
+def _layers(config: ServerConfig, keys: KeyRing, accounting: Accounting, dialects: Dialects) -> list[Middleware]:
     layers = [Middleware(RequestMiddleware, on_done=accounting.finish, dialects=dialects)]
     if config.cors_origin:
         layers.append(

@@ -1,17 +1,14 @@
 """API keys: every path needs one except a short public list, so a new route is closed until it is listed here.
 
-A key may come in the header of any dialect, and several may come together: one that is right admits. The comparison
-takes the same time for every key and however many characters agree. Keys are never logged.
+A key may come in the header of any dialect, and several may come together: one that is right admits. Keys are found by
+their digests (`keys.py`), and never logged.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import re
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -22,37 +19,16 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import MissingKey, ModelsAreFixed, UnknownHost
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.ui.pages import PAGE_PATHS
 
 PUBLIC_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/api/version"}
 PUBLIC_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key")  # the first as `Bearer KEY`
 HOST = re.compile(r"(?:\[([0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # and perhaps a port
-ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
 
 
-def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Keys from flags, the environment (comma-separated) and the key file together."""
-    if not all(key.strip() for key in config.api_key):
-        raise InvalidConfig("an API key is empty, which would leave the server open", param="api_key")
-    keys = [*config.api_key, *environment.get(ENVIRONMENT_NAME, "").split(",")]
-    if config.api_key_file is not None:
-        keys += _keys_in_file(config.api_key_file)
-    return tuple(dict.fromkeys(key.strip().encode() for key in keys if key.strip()))
-
-
-def _keys_in_file(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"the API key file {path} cannot be read: {error}", param="api_key_file") from None
-    keys = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise InvalidConfig(f"the API key file {path} holds no key", param="api_key_file", hint="one key a line")
-    return keys
-
-
-def require_safe_exposure(config: ServerConfig, keys: tuple[bytes, ...]) -> None:
+def require_safe_exposure(config: ServerConfig, keys: KeyRing) -> None:
     """Refuse to listen beyond this machine without a key, unless that was asked for."""
     if keys or config.allow_open or is_loopback(config.host):
         return
@@ -137,9 +113,7 @@ class RequireKey:
     """Asks every request for a key but those of a few public paths, before routing: a path that does not exist needs
     one too, so nothing can be probed."""
 
-    def __init__(
-        self, app: ASGIApp, *, keys: tuple[bytes, ...], public_paths: frozenset[str], dialects: Dialects
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, public_paths: frozenset[str], dialects: Dialects) -> None:
         self._app = app
         self._keys = keys
         self._public_paths = public_paths
@@ -152,9 +126,9 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]
-        known = self._known(keys_in(Headers(scope=scope)))
+        known = self._keys.find(keys_in(Headers(scope=scope)))
         if known is not None:
-            record.key_id = hashlib.sha256(known).hexdigest()
+            record.key_id, record.key = known.id, known
             await self._app(scope, receive, send)
             return
         dialect = self._dialects.of(head_of(scope))
@@ -164,8 +138,3 @@ class RequireKey:
 
     def _is_public(self, scope: Scope) -> bool:
         return scope["path"] in self._public_paths and scope["method"] in PUBLIC_METHODS
-
-    def _known(self, offered: list[bytes]) -> bytes | None:
-        """The first offered key that is valid."""
-        matches = [(hmac.compare_digest(one, key), key) for one in offered for key in self._keys]  # always all of them
-        return next((key for is_equal, key in matches if is_equal), None)

@@ -46,6 +46,13 @@ class MissingKey(TokenmillError):
     http_status = 401
 
 
+class ModelNotAllowed(TokenmillError):
+    """The key of a request is for other models."""
+
+    code = "model_not_allowed"
+    http_status = 403
+
+
 class UnknownHost(TokenmillError):
     """A server without keys was called by a name that is not this machine's."""
 

@@ -34,7 +34,7 @@ from tokenmill.server.live import LiveRequests
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
-from tokenmill.server.tenancy import with_own_salts
+from tokenmill.server.tenancy import require_allowed, with_own_salts
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
@@ -126,6 +126,7 @@ class RouteContext:
     def start_run(self, job: GenerationJob, record: RequestRecord) -> GenerationRun:
         """The run of a job. Every generation begins here, so that none shares cached work with another key's, and all
         are shown among the live ones once they are accepted, until they are closed."""
+        require_allowed(job, record.key)
         if record.key_id and not self.config.share_cache:
             job = with_own_salts(job, record.key_id)
         return GenerationRun(job, record, self.live)

@@ -30,16 +30,17 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.spare_core import SpareCore
-from tokenmill.errors import TokenmillError, UnknownModel
+from tokenmill.errors import InvalidConfig, TokenmillError, UnknownModel
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
-from tokenmill.server.auth import load_keys, require_safe_exposure
+from tokenmill.server.auth import require_safe_exposure
 from tokenmill.server.body import shown
 from tokenmill.server.engine_source import Announce, EngineSource, PlanMemory, StartedSource, StartEngine
 from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.http_protocol import limited_protocol
+from tokenmill.server.keys import KeyRing, key_ring
 from tokenmill.server.listen import bind_all, require_free_ports
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import require_distinct
@@ -118,7 +119,7 @@ def stored_model(base: EngineConfig, plan: PlanMemory, spare: SpareCore, name: s
 
 def require_servable(config: ServerConfig) -> None:
     """Check keys and address, before a model is fetched, which may take long."""
-    require_safe_exposure(config, load_keys(config, os.environ))
+    require_safe_exposure(config, key_ring(config, os.environ))
     require_free_ports(config)
 
 
@@ -138,7 +139,7 @@ def serve_models(
 ) -> int:
     """Answer on the configured address while the first model loads, and from then on until a signal; return the exit
     code."""
-    keys = load_keys(config, os.environ)
+    keys = key_ring(config, os.environ)
     require_safe_exposure(config, keys)
     listeners = bind_all(config)
     app = create_app(gates, config, metrics, keys=keys, loader=loader, fits=fits)
@@ -146,7 +147,7 @@ def serve_models(
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        life = ServerLifecycle(http_server, listeners, app.state.context, needs_key=bool(keys))
+        life = ServerLifecycle(http_server, listeners, app.state.context, keys)
         return runner.run(life.run())
 
 
@@ -200,24 +201,25 @@ class ServerLifecycle:
     """Loads the first model behind open ports, and drains all on a signal."""
 
     def __init__(
-        self, http_server: HttpServer, listeners: list[socket.socket], context: RouteContext, *, needs_key: bool
+        self, http_server: HttpServer, listeners: list[socket.socket], context: RouteContext, keys: KeyRing
     ) -> None:
         self._http_server = http_server
         self._listeners = listeners
         self._context = context
-        self._needs_key = needs_key
+        self._keys = keys
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys)
         answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
             if await self._load():
                 for service in self._context.services:
                     await service.start()
                 names = self._context.registry.names()
-                print(welcome(self._listeners, names, needs_key=self._needs_key), flush=True)
+                print(welcome(self._listeners, names, needs_key=bool(self._keys)), flush=True)
                 gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
                 with relaxed_gc():
                     await self._stop.wait()
@@ -231,6 +233,19 @@ class ServerLifecycle:
             asyncio.get_running_loop().create_task(self._end_at_once())
         self._stop.set()
         self._context.loader.refuse_all()
+
+    def _reload_keys(self) -> None:
+        """Read the keys again in a thread: many take a moment, and streams go on."""
+
+        def reload() -> None:
+            try:
+                self._keys.reload()
+            except InvalidConfig as problem:
+                log.error("%s; the keys stay as they were", problem)
+            else:
+                log.info("%d API keys were read", len(self._keys))
+
+        asyncio.get_running_loop().run_in_executor(None, reload)
 
     async def _load(self) -> bool:
         """Load the first models; False when told to stop before that was done."""

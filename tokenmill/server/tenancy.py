@@ -14,7 +14,9 @@ from dataclasses import replace
 
 import msgspec
 
+from tokenmill.server.errors import ModelNotAllowed
 from tokenmill.server.generation import GenerationJob
+from tokenmill.server.keys import KeyRecord
 
 _SECRET = secrets.token_bytes(32)
 
@@ -22,6 +24,13 @@ _SECRET = secrets.token_bytes(32)
 def own_salt(key_id: str, salt: str) -> str:
     """The salt of a key's requests; no other key can have it, whatever its clients send."""
     return hmac.digest(_SECRET, f"{key_id}\0{salt}".encode(), "sha256").hex()
+
+
+def require_allowed(job: GenerationJob, key: KeyRecord | None) -> None:
+    """Refuse a model that a key may not use."""
+    model = job.engine.info.name
+    if key is not None and not key.may_use(model):
+        raise ModelNotAllowed(f"this API key may not use the model {model}", param="model")
 
 
 def with_own_salts(job: GenerationJob, key_id: str) -> GenerationJob:

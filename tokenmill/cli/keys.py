@@ -1,0 +1,101 @@
+"""`tokenmill keys add | list | revoke`: the API keys of a server, as records in a file."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+
+from tokenmill.cli.output import print_table
+from tokenmill.errors import InvalidConfig
+from tokenmill.server.keys import KeyRecord, new_key, read_keys, usual_file, write_keys
+
+command = App(help="Make, list and revoke the API keys of a server.", help_flags=["--help", "-h"], version_flags=[])
+
+File = Annotated[Path | None, Parameter(name="--keys-file", help="The file; keys.toml in TOKENMILL_HOME by default.")]
+TOLD = "A running server reads its keys again on SIGHUP."
+_LIFETIME = re.compile(r"(\d{1,5})([dhw])")
+_UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
+
+
+@command.command
+def add(
+    name: str,
+    *,
+    expires: str = "",
+    model: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    keys_file: File = None,
+) -> int:
+    """Make a key and print it: it is kept nowhere, only its digest is.
+
+    Parameters
+    ----------
+    name
+        Who it is for; unique.
+    expires
+        A date (2027-01-31), or a time from now: 12h, 90d, 8w.
+    model
+        A model that it may use, with wildcards; may be given several times. All by default.
+    """
+    path = keys_file or usual_file()
+    wanted = KeyRecord(id=name, sha256="", expires=_date_of(expires), models=list(model))
+    key, records = new_key(_known(path), wanted)
+    write_keys(path, records)
+    print(key)
+    return 0
+
+
+@command.command(name="list")
+def list_keys(*, json: Annotated[bool, Parameter(negative="")] = False, keys_file: File = None) -> int:
+    """List the keys, without what would let anyone use them.
+
+    Parameters
+    ----------
+    json
+        One JSON array for programs.
+    """
+    records = _known(keys_file or usual_file())
+    if json:
+        rows = [{**msgspec.to_builtins(record), "sha256": record.sha256[:12]} for record in records]
+        print(msgspec.json.encode(rows).decode())
+    else:
+        rows_of_words = [
+            (one.id, one.created[:10], one.expires or "never", ", ".join(one.models) or "all", one.sha256[:12])
+            for one in records
+        ]
+        print_table(("ID", "CREATED", "EXPIRES", "MODELS", "SHA-256"), rows_of_words)
+    return 0
+
+
+@command.command
+def revoke(name: str, *, keys_file: File = None) -> int:
+    """Remove a key.
+
+    Parameters
+    ----------
+    name
+        The id it was made with.
+    """
+    path = keys_file or usual_file()
+    records = _known(path)
+    left = [record for record in records if record.id != name]
+    if len(left) == len(records):
+        raise InvalidConfig(f"there is no key {name!r} in {path}", hint="tokenmill keys list")
+    write_keys(path, left)
+    print(f"{name} is revoked. {TOLD}")
+    return 0
+
+
+def _known(path: Path) -> list[KeyRecord]:
+    return read_keys(path) if path.exists() else []
+
+
+def _date_of(expires: str) -> str:
+    lifetime = _LIFETIME.fullmatch(expires)
+    if lifetime is None:
+        return expires
+    return (datetime.now(UTC) + int(lifetime[1]) * _UNITS[lifetime[2]]).isoformat(timespec="seconds")

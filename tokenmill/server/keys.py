@@ -1,0 +1,201 @@
+"""API keys as records: who has one, until when, and what it may use.
+
+    keys.toml      [[key]]                     written by `tokenmill keys`, or by hand; read at the start, and again
+                   id = "alice"                on SIGHUP. It holds no key, only digests: who reads it can use none.
+                   sha256 = "9f86d081…"
+                   expires = "2027-01-01"
+
+A key is found by its digest in a table, so the time that takes tells nothing about other keys, however many there are.
+Keys that are given as plain text (`--api-key`) are records without limits; their id is their digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import tempfile
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.store.layout import store_root
+
+KEY_PREFIX = "tm-"
+MAX_KEYS = 1_000_000
+ENVIRONMENT_NAME = "TOKENMILL_API_KEY"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One key. Its holder is known by `id`, which stays the same when the key is replaced."""
+
+    id: str
+    sha256: str  # of the key
+    created: str = ""
+    expires: str = ""  # a date, or a date and a time (UTC); empty: never
+    models: list[str] = []  # names, with wildcards; empty: all
+
+    @property
+    def expires_s(self) -> float:
+        return seconds_of(self.expires) if self.expires else float("inf")
+
+    def may_use(self, model: str) -> bool:
+        return not self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
+
+
+class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
+    key: list[KeyRecord] = []
+
+
+class KeyRing:
+    """The keys of a server."""
+
+    def __init__(self, plain: Sequence[bytes] = (), path: Path | None = None) -> None:
+        """`plain`: keys as they are; `path`: a file of records."""
+        self._plain = [_digest(key) for key in plain]
+        self._path = path
+        self._by_digest: dict[str, KeyRecord] = {}
+        self._expiry_s: dict[str, float] = {}
+        self.reload()
+
+    def __bool__(self) -> bool:
+        """Tell whether keys are needed: with a file they are, even if it holds none."""
+        return bool(self._plain) or self._path is not None
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def reload(self) -> None:
+        """Read the file again; one that is wrong raises InvalidConfig and changes nothing."""
+        records = [] if self._path is None else read_keys(self._path)
+        records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain]
+        self._by_digest = {record.sha256: record for record in records}
+        self._expiry_s = {record.sha256: record.expires_s for record in records if record.expires}
+
+    def find(self, offered: Sequence[bytes]) -> KeyRecord | None:
+        """The record of the first offered key that is known and has not expired."""
+        found = [self._by_digest.get(_digest(key)) for key in offered]
+        return next((record for record in found if record is not None and not self._is_expired(record)), None)
+
+    def _is_expired(self, record: KeyRecord) -> bool:
+        expiry_s = self._expiry_s.get(record.sha256)
+        return expiry_s is not None and time.time() >= expiry_s
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Keys from flags, the environment (comma-separated) and the file of plain keys together."""
+    if not all(key.strip() for key in config.api_key):
+        raise InvalidConfig("an API key is empty, which would leave the server open", param="api_key")
+    keys = [*config.api_key, *environment.get(ENVIRONMENT_NAME, "").split(",")]
+    if config.api_key_file is not None:
+        keys += _keys_in_file(config.api_key_file)
+    return tuple(dict.fromkeys(key.strip().encode() for key in keys if key.strip()))
+
+
+def key_ring(config: ServerConfig, environment: Mapping[str, str]) -> KeyRing:
+    """All keys of a server: plain ones, and records in the file that is named, or in the usual one if it is there."""
+    path = config.keys_file or (usual_file() if usual_file().exists() else None)
+    return KeyRing(load_keys(config, environment), path)
+
+
+def usual_file() -> Path:
+    return store_root() / "keys.toml"
+
+
+def _keys_in_file(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"the API key file {path} cannot be read: {error}", param="api_key_file") from None
+    keys = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise InvalidConfig(f"the API key file {path} holds no key", param="api_key_file", hint="one key a line")
+    return keys
+
+
+# ── the file ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_keys(path: Path) -> list[KeyRecord]:
+    """The records of a file; InvalidConfig names what is wrong with it, never a digest."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        records = msgspec.convert(tomllib.loads(text), KeyFile).key
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise InvalidConfig(f"the keys in {path} cannot be read: {error}", param="keys_file") from None
+    ids: set[str] = set()
+    for number, record in enumerate(records, 1):
+        problem = _problem(record, ids)
+        if problem or number > MAX_KEYS:
+            raise InvalidConfig(f"{path}: key {number} {problem or 'is too many'}", param="keys_file")
+        ids.add(record.id)
+    return records
+
+
+def _problem(record: KeyRecord, ids: set[str]) -> str | None:
+    if not _ID.fullmatch(record.id):
+        return "has an id that is none: letters, digits, dots, dashes, up to 64 of them"
+    if record.id in ids:
+        return f"has the id {record.id!r}, which another one has"
+    if not _DIGEST.fullmatch(record.sha256):
+        return "needs sha256: 64 hexadecimal digits"
+    if record.expires:
+        try:
+            seconds_of(record.expires)
+        except ValueError:
+            return f"expires at {record.expires!r}, which is no date"
+    return None
+
+
+def seconds_of(date: str) -> float:
+    """Seconds since the epoch of a date, or of a date and a time; ValueError for what is none."""
+    moment = datetime.fromisoformat(date)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def new_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[str, list[KeyRecord]]:
+    """A key that nobody has, and the records with its own. `record` says all but the digest."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    made = msgspec.structs.replace(
+        record, sha256=_digest(key.encode()), created=datetime.now(UTC).isoformat(timespec="seconds")
+    )
+    problem = _problem(made, {one.id for one in records})
+    if problem:
+        raise InvalidConfig(f"the key {problem}", param="id")
+    return key, [*records, made]
+
+
+def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
+    """Write the file whole, readable by its owner only: a reader finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "# API keys of this server, by `tokenmill keys`. A running server reads them again on SIGHUP.\n"
+    text += "".join(f"\n[[key]]\n{_fields(record)}" for record in records)
+    handle, name = tempfile.mkstemp(prefix=".keys-", dir=path.parent)
+    with ExitStack() as undo:
+        undo.callback(Path(name).unlink, missing_ok=True)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+
+
+def _fields(record: KeyRecord) -> str:
+    """The fields of a record as TOML: strings, numbers and lists of strings are written as in JSON."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in msgspec.to_builtins(record).items())

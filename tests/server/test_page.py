@@ -13,11 +13,13 @@ import orjson
 import pytest
 
 import tokenmill.server.ui
+from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import CHAT, RunningServer, Serving
 from tests.support.metric_values import metric_values
 from tests.support.scripted_server import ScriptedServer, scripted_server
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
+from tokenmill.server.gate import EngineGate
 from tokenmill.server.ui.pages import PAGE_PATHS, PAGES, PARTS
 
 ASSETS = Path(tokenmill.server.ui.__file__).parent / "assets"
@@ -153,6 +155,26 @@ def test_an_aborted_request_ends_with_an_error_that_is_not_repeated(stream: bool
         assert reading(server)["num_requests"] == 0
         assert metric_values(server.get("/metrics").text)["tokenmill_requests_total{abort}"] == 1
         assert server.post("/ui/abort", {"id": row["id"]}).status_code == 404
+
+
+def test_work_in_the_background_is_listed_too() -> None:
+    with scripted_server(ENDLESS) as server:
+        body = {"model": "scripted", "input": "forever", "background": True, "max_output_tokens": 100_000}
+        response = server.post("/v1/responses", body).json()
+        assert eventually(lambda: len(reading(server)["requests"]) == 1)
+        assert reading(server)["requests"][0]["path"] == "/v1/responses"
+        abort_all(server)
+        assert eventually(lambda: server.get(f"/v1/responses/{response['id']}").json()["status"] == "failed")
+
+
+def test_the_feed_ends_when_the_server_stops(serving: Serving) -> None:
+    gate = EngineGate(FakeEngine())
+    stopping = serving(gate=gate)
+    with stopping.http.stream("GET", f"{stopping.url}/ui/events") as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
+        gate.close()
+        assert sum(line.startswith("data: ") for line in lines) <= 1
 
 
 def test_a_key_sees_and_aborts_its_own_requests_only() -> None:

@@ -55,6 +55,11 @@ class LiveRequests:
         """Tokens that runs under way have generated so far, whoever they belong to."""
         return sum(run.num_generated() for run in self._runs.values())
 
+    def num_read(self) -> int:
+        """Prompt tokens of runs under way whose answers have begun."""
+        begun = (run for run in self._runs.values() if run.record.first_token_s is not None)
+        return sum(run.num_prompt_tokens() for run in begun)
+
     async def abort(self, run_id: str, key_id: str) -> None:
         run = self._runs.get(run_id)
         if run is None or run.record.key_id != key_id:

@@ -71,6 +71,7 @@ class LoadFeed:
             "time": time.time(),
             "version": tokenmill.__version__,
             "state": health.state,
+            "num_read": self._context.live.num_read(),
             "num_generated": self._context.live.num_generated(),
             "series": {name: value for name, value in self._read_series().items() if not name.endswith("_created")},
         }

@@ -93,7 +93,7 @@ function goTo(name) {
 }
 
 const BY_CODE = {
-  KeyN: () => { goTo("chat"); chat.startNew(); },
+  KeyN: () => chat.startNew(),
   KeyR: () => shown === "chat" && chat.regenerateLast(),
   KeyS: () => shown === "chat" && chat.toggleSettings(),
   KeyT: nextTheme,

@@ -90,8 +90,10 @@ export class ChatView {
   }
 
   async open(id) {
+    const turn = (this.turn = (this.turn || 0) + 1);
     const running = id && this.runs.get(id)?.conversation;
     const found = running || (id && (await getConversation(id)));
+    if (turn !== this.turn) return; // another one was opened meanwhile
     if (id && !found) toast("This conversation is not here any more.");
     if (found && found === this.current) return;
     this.current = found || newConversation(this.model(), lastSettings());
@@ -102,12 +104,12 @@ export class ChatView {
     this.settings.show(this.current);
     this.refresh();
     this.listConversations();
+    if (!id && matchMedia("(min-width: 781px)").matches) this.input.focus(); // a phone would show its keyboard
   }
 
   startNew() {
     if (location.hash === "#/chat") this.open(null);
     else location.hash = "#/chat";
-    this.input.focus();
   }
 
   async remove(conversation) {

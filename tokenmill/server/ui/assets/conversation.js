@@ -44,11 +44,13 @@ export function choose(conversation, node) {
 }
 
 export function path(conversation) {
+  const byParent = new Map();
+  for (const node of Object.values(conversation.nodes)) byParent.set(node.parent, [...(byParent.get(node.parent) || []), node]);
   const found = [];
   let at = ROOT;
   for (;;) {
-    const below = children(conversation, at);
-    if (!below.length) return found;
+    const below = byParent.get(at);
+    if (!below) return found;
     const next = below.find((node) => node.id === conversation.chosen[at]) || below[below.length - 1];
     found.push(next);
     at = next.id;

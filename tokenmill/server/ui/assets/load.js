@@ -114,15 +114,16 @@ function derive(reading, before) {
   const value = (name) => series[P + name] ?? 0;
   const rise = (name) => value(name) - (before ? (before.series[P + name] ?? 0) : value(name));
   const seconds = before ? reading.time - before.time : 1;
-  // Tokens of running answers count as they come; those of ended ones are in the counter.
+  // Tokens of running requests count as they come; those of ended ones are in the counters.
   const made = value("generation_tokens_total") + reading.num_generated;
+  const read = value("prompt_tokens_total") + reading.num_read;
   const mean = (name) => (rise(`${name}_count`) > 0 ? rise(`${name}_sum`) / rise(`${name}_count`) : null);
   const share = (part, whole) => (whole > 0 ? part / whole : NaN);
   return {
-    series, made, time: reading.time,
+    series, made, read, time: reading.time,
     running: value("requests_running"), waiting: value("requests_waiting"), kv: value("kv_usage_ratio"),
     out: before ? Math.max(0, made - before.made) / seconds : 0,
-    in: before ? rise("prefix_queries_total") / seconds : 0,
+    in: before ? Math.max(0, read - before.read) / seconds : 0,
     ttft: mean("time_to_first_token_seconds") ?? before?.ttft ?? overall(series, "time_to_first_token_seconds"),
     tpot: mean("time_per_output_token_seconds") ?? before?.tpot ?? overall(series, "time_per_output_token_seconds"),
     hits: share(value("prefix_hits_total"), value("prefix_queries_total")),

@@ -83,6 +83,7 @@ struct LayerFrame {
   float residual_scale = 1.0f;  // multiplies what is added to the stream
   std::optional<LayerInput> input;
   float stream_scale = 1.0f;  // multiplies the stream at the end
+  bool is_held = false;  // what the mixer adds waits for the next layer's, which reads the same stream; nothing is fed
 };
 
 enum class HeadNorm : uint8_t { None, Before, After, Joint };  // of queries and keys: the rotation, or all heads at once
@@ -252,6 +253,8 @@ class Decoder {
   void last_layer(const Layer& layer, const BatchView& batch);
   void keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows);
   void output_and_mlp(const Layer& layer, int tokens);
+  void hold_result(int tokens);
+  void add_held(float scale, int tokens);
   size_t projected_width(const Layer& layer) const;
   void attend_latent(const Layer& layer, const BatchView& batch);
   void project_latent(const Layer& layer, const BatchView& batch);
@@ -345,6 +348,8 @@ class Decoder {
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
+  PageVector<float> held_;    // [T][hidden] of the layer before, where its result is still to be added
+  bool has_held_ = false;
   PageVector<float> side_;    // [T][hidden] of experts beside an MLP, or of the shared expert
   PageVector<float> layer_inputs_, input_gates_;  // [T][layers][width], [T][width]
   Activations normed_, heads_, inner_, routed_, latent_, latent_sums_, input_rows_;

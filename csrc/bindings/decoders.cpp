@@ -307,18 +307,19 @@ void bind_parts(nb::module_& m) {
       std::optional<Norm> mlp_norm, std::optional<Norm> attn_post_norm, std::optional<Norm> mlp_post_norm,
       std::optional<Mlp> mlp, std::optional<Moe> moe, std::optional<Norm> side_norm, std::optional<Norm> side_post_norm,
       std::optional<Norm> side_mlp_post_norm, bool is_parallel, float residual_scale, std::optional<LayerInput> input,
-      float stream_scale) {
+      float stream_scale, bool is_held) {
     const auto given = [&](const std::optional<Norm>& norm) {
       if (norm && norm->weight.size() != static_cast<size_t>(hidden)) throw std::invalid_argument("a norm is not [hidden]");
       return norm.value_or(Norm());
     };
     new (self) LayerFrame{given(attn_norm), given(mlp_norm), given(attn_post_norm), given(mlp_post_norm), std::move(mlp),
                           std::move(moe), {given(side_norm), given(side_post_norm), given(side_mlp_post_norm)}, is_parallel,
-                          residual_scale, std::move(input), stream_scale};
+                          residual_scale, std::move(input), stream_scale, is_held};
   }, "hidden"_a, "attn_norm"_a.none() = nb::none(), "mlp_norm"_a.none() = nb::none(), "attn_post_norm"_a.none() = nb::none(),
      "mlp_post_norm"_a.none() = nb::none(), "mlp"_a.none() = nb::none(), "moe"_a.none() = nb::none(),
      "side_norm"_a.none() = nb::none(), "side_post_norm"_a.none() = nb::none(), "side_mlp_post_norm"_a.none() = nb::none(),
-     "is_parallel"_a = false, "residual_scale"_a = 1.0f, "input"_a.none() = nb::none(), "stream_scale"_a = 1.0f);
+     "is_parallel"_a = false, "residual_scale"_a = 1.0f, "input"_a.none() = nb::none(), "stream_scale"_a = 1.0f,
+     "is_held"_a = false);
 }
 
 }  // namespace

@@ -157,6 +157,7 @@ bool Decoder::frame_fits(const Layer& layer) const {
            (!m.is_gated() || fits(m.gate, m.up.w.rows, width));
   };
   if (!layer.mlp && !layer.moe && layer.is_parallel) return false;
+  if (layer.is_held && (layer.mlp || layer.moe || layer.input || !layer.attn_post_norm.empty())) return false;
   if (layer.mlp && !mlp_fits(*layer.mlp, hidden_)) return false;
   if (layer.input && (!fits(layer.input->gate, static_cast<int64_t>(input_norm_.size()), hidden_) ||
                       !fits(layer.input->up, hidden_, static_cast<int64_t>(input_norm_.size()))))

@@ -13,6 +13,7 @@ void Decoder::forward(const BatchView& batch, float* hidden) {
   check(batch);
   take_adapters(batch.adapters, batch.tokens);
   if (batch.tokens == 0) return;
+  has_held_ = false;
   embed(batch);
   for (size_t i = 0; i + 1 < layers_.size(); ++i) {
     mixer(layers_[i], batch);
@@ -70,6 +71,7 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   }
   keep_wanted(batch, projected_width(layer), projected_);
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
+  if (has_held_) keep_wanted(batch, static_cast<size_t>(hidden_), held_);
   keep_wanted_adapters(batch);
   if (batch.wanted == 0) return;
   narrowed_.take(batch, layer.group);
@@ -115,15 +117,31 @@ void Decoder::output_and_mlp(const Layer& layer, int tokens) {
     grow(side_, static_cast<size_t>(tokens) * hidden_);
     std::swap(side_, mixed_);
   }
-  const bool is_added = layer.attn_post_norm.empty() && layer.residual_scale == 1.0f;
+  const bool is_added = layer.attn_post_norm.empty() && layer.residual_scale == 1.0f && !layer.is_held;
   const Gemm o{&layer.o, nullptr, heads_.view(), is_added ? Gemm::Mode::Add : Gemm::Mode::Store,
                is_added ? x_.data() : mixed_.data(), static_cast<size_t>(hidden_)};
   run(&o, 1);
+  if (layer.is_held) return hold_result(tokens);
   if (!is_added) add_result(layer.attn_post_norm, layer.residual_scale, tokens);
+  if (has_held_) add_held(layer.residual_scale, tokens);
   if (!layer.mlp && !layer.moe) return;
   if (!layer.is_parallel) return feed_forward(layer, tokens);
   std::swap(side_, mixed_);
   add_result(layer.mlp_post_norm, layer.residual_scale, tokens);
+}
+
+// Of two mixers that read the same stream, the first one's result waits in `held_` until the second one's is added.
+void Decoder::hold_result(int tokens) {
+  grow(held_, static_cast<size_t>(tokens) * hidden_);
+  std::swap(held_, mixed_);
+  has_held_ = true;
+}
+
+void Decoder::add_held(float scale, int tokens) {
+  std::swap(held_, mixed_);
+  add_result(Norm(), scale, tokens);
+  std::swap(held_, mixed_);
+  has_held_ = false;
 }
 
 // The layer's own embeddings and its number, where it has them. `rows`: which of the step's tokens are left; null: all.

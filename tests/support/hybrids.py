@@ -9,7 +9,7 @@ import numpy as np
 from tests.support.mixed_requests import add_greedy
 from tokenmill import LLM, SamplingParams
 
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
 """Trained tiny ones"""
 
 

@@ -167,6 +167,14 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**MAMBA, "num_local_experts": 0, "shared_intermediate_size": 40,
          "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**MAMBA, "head_dim": 12, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+         "rope_parameters": ROPE, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7,
+         "embedding_multiplier": 3.0, "key_multiplier": 0.6, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.8, 0.5],
+         "ssm_in_multiplier": 1.2, "ssm_multipliers": [0.8, 0.7, 0.9, 1.1, 0.6], "ssm_out_multiplier": 0.9},
+    ),
+    "falcon_h1_no_norm": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 96, "rope_parameters": ROPE}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "ministral3": (
         "Ministral3Config",

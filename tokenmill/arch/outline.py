@@ -87,6 +87,9 @@ def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutlin
     for tensor in layer_tensors(layer, hidden, norm=norm):
         sizes["experts" if "experts." in tensor.name else tensor.kind] += prod(tensor.shape)
     mixer = _of_mixer(layer.mixer)
+    if layer.side_mixer is not None:
+        side = _of_mixer(layer.side_mixer)
+        mixer = replace(mixer, width=mixer.width + side.width, state_values=side.state_values)
     moe = layer.mlp if isinstance(layer.mlp, MoeSpec) else layer.side_experts
     return replace(
         mixer,

@@ -216,7 +216,6 @@ MISSING = {
     "deepseek_ref": "compressed and sparse attention, several residual streams",
     "deepseek_v32": "sparse attention over an index of keys",
     "deepseek_v4": "compressed and sparse attention, several residual streams",
-    "falcon_h1": "two mixers of one layer, attention and a recurrent one",
     "gemma3n": "several residual streams that predict each other",
     "gemma3n_text": "several residual streams that predict each other",
     "glm_moe_dsa": "sparse attention over an index of keys",

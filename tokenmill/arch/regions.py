@@ -3,6 +3,7 @@
     NormProject   normed stream × matrices with a common input                 → activations
     Attend        the mixer: activations of each token meet those before it    → activations
     ProjectAdd    activations × matrix (→ norm), added to the stream           → stream
+                  a second mixer's likewise, where a layer has two
     GatedMlp      norm → down(act(gate) * up) (→ norm), added to the stream    → stream
     Experts       the same with a router and the experts it chooses            → stream
     SideBySide    both of the last two                                         → stream
@@ -116,10 +117,30 @@ class LayerRegions:
     is_parallel: bool = False
     add_input: AddInput | None = None
     scale: str | None = None  # what the stream is multiplied by at the end
+    side: tuple[Attend, ProjectAdd] | None = None  # a second mixer, which reads the last of what is projected
 
 
 def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
-    name, mixer = f"layers.{number}", spec.mixer
+    name = f"layers.{number}"
+    inputs, attend, add = _mixed(spec, spec.mixer, name, number)
+    side = None
+    if spec.side_mixer is not None:
+        more, side_attend, side_add = _mixed(spec, spec.side_mixer, name, number)
+        inputs, side = Matrices((*inputs.names, *more.names), inputs.has_bias), (side_attend, side_add)
+    return LayerRegions(
+        NormProject(f"{name}.attn_norm" if spec.has_pre_norms else None, inputs),
+        attend,
+        add,
+        _feed(spec, name),
+        spec.is_parallel,
+        _add_input(spec, name),
+        f"{name}.scale" if spec.has_scale else None,
+        side,
+    )
+
+
+def _mixed(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) -> tuple[Matrices, Attend, ProjectAdd]:
+    """What a mixer reads, the mixer, and how its result is added"""
     cache = number
     match mixer:
         case Gqa():
@@ -133,15 +154,8 @@ def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
         case Recurrent():
             parts = tuple(f"ssm_{part}" for part, _ in mixer.projected_parts)
             inputs, output = _stacked(name, parts, mixer.bias), _stacked(name, ("ssm_out",), mixer.bias)
-    return LayerRegions(
-        NormProject(f"{name}.attn_norm" if spec.has_pre_norms else None, inputs),
-        Attend(mixer, name, cache),
-        ProjectAdd(output, f"{name}.attn_post_norm" if spec.has_post_norms else None, spec.residual_scale),
-        _feed(spec, name),
-        spec.is_parallel,
-        _add_input(spec, name),
-        f"{name}.scale" if spec.has_scale else None,
-    )
+    add = ProjectAdd(output, f"{name}.attn_post_norm" if spec.has_post_norms else None, spec.residual_scale)
+    return inputs, Attend(mixer, name, cache), add
 
 
 def _inputs(mixer: Gqa) -> tuple[str, ...]:

@@ -307,6 +307,12 @@ class LayerSpec:
     side_experts: MoeSpec | None = None  # beside the MLP, with norms before and after of their own (Gemma 4)
     input_width: int = 0  # of the layer's own embedding of the token, which is added through a gate (Gemma 4)
     has_scale: bool = False  # the stream is multiplied by a number at the layer's end
+    side_mixer: Recurrent | None = None  # beside the mixer: reads the same normed stream, both results are added
+    factors: tuple[tuple[str, float], ...] = ()  # what matrices, by name, are multiplied by when they are read
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        return (self.mixer,) if self.side_mixer is None else (self.mixer, self.side_mixer)
 
     @property
     def has_pre_norms(self) -> bool:
@@ -358,6 +364,12 @@ class ModelSpec:
     def attentions(self) -> tuple[Gqa, ...]:
         """The mixers that are attention, in the order of their layers."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Gqa))
+
+    @property
+    def recurrences(self) -> tuple[Recurrent, ...]:
+        """The distinct recurrent mixers of its layers."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Recurrent)))
 
     @property
     def experts(self) -> tuple[MoeSpec, ...]:

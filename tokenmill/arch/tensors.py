@@ -68,7 +68,8 @@ def _layer_inputs(spec: ModelSpec) -> Iterator[TensorSpec]:
 def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
     if layer.has_pre_norms:
         yield from _norm(prefix + "attn_norm", hidden, norm)
-    yield from _mixer(layer.mixer, hidden, prefix)
+    for mixer in layer.mixers:
+        yield from _mixer(mixer, hidden, prefix)
     if layer.has_post_norms:
         yield from _norm(prefix + "attn_post_norm", hidden, norm)
     if layer.mlp is None:
@@ -229,6 +230,7 @@ class TensorSource:
     transposed: bool = False
     is_vector: bool = False  # its rows are the last axis: a bias, of each expert perhaps
     add: float = 0.0
+    factor: float = 1.0
     unit_axis: int | None = None  # of theirs, which is dropped
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
@@ -247,7 +249,13 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     layer, rule = spec.layers[int(index)], _rule(rules, "layers.{i}." + part, spec)
     is_vector = not part.endswith(".weight")
     number = _their_number(spec, int(index), part)
-    source = TensorSource((rule.pattern.replace("{i}", str(number)),), shape, is_vector=is_vector, add=rule.add)
+    source = TensorSource(
+        (rule.pattern.replace("{i}", str(number)),),
+        shape,
+        is_vector=is_vector,
+        add=rule.add,
+        factor=dict(layer.factors).get(part.removesuffix(".weight"), 1.0),
+    )
     if rule.interleaved:
         source = _interleaved(source, layer, part)
     if rule.fused:
@@ -335,8 +343,9 @@ def _num_rows(layer: LayerSpec, part: str) -> dict[str, int]:
     sizes = {} if mlp is None else {"gate": mlp.intermediate_size, "up": mlp.intermediate_size}
     if isinstance(attention, Gqa):
         sizes |= {"q": attention.q_size, "k": attention.kv_size, "v": attention.v_size}
-    if isinstance(attention, Recurrent):
-        sizes |= {f"ssm_{name}": size for name, size in (*attention.projected_parts, *attention.conv_parts)}
+    for mixer in layer.mixers:
+        if isinstance(mixer, Recurrent):
+            sizes |= {f"ssm_{name}": size for name, size in (*mixer.projected_parts, *mixer.conv_parts)}
     return sizes
 
 

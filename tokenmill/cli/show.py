@@ -207,7 +207,7 @@ def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
 
 
 def mixers_in_words(spec: ModelSpec) -> str:
-    kinds = Counter(_mixer_in_words(layer.mixer) for layer in spec.layers)
+    kinds = Counter(" beside ".join(map(_mixer_in_words, layer.mixers)) for layer in spec.layers)
     return "; ".join(f"{layers} × {words}" for words, layers in kinds.items())
 
 

@@ -23,7 +23,6 @@ from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, gguf_wei
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.outline import Model as ModelShape
 from tokenmill.arch.packed_formats import stored_formats
-from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_limits
@@ -334,7 +333,7 @@ def _reference_limits(request: ComputeRequest) -> str | None:
         return ROUNDED_LATENTS
     if request.deterministic and find_device(request.device).batch_notes is not None:
         return "torch's sums on a GPU change with the batch (deterministic)"
-    if request.device != "cpu" and any(isinstance(layer.mixer, Recurrent) for layer in request.spec.layers):
+    if request.device != "cpu" and request.spec.recurrences:
         return "recurrent layers, whose tables torch's ops read on the host: they run on a CPU only as yet"
     return _missing_package(request)
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import ceil, lcm, prod
 
 from tokenmill.arch.cache_parts import CacheField, CacheKind, CachePart
@@ -216,7 +217,7 @@ def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
     """Layer numbers by what they keep and how far they look back; layers without a window come first."""
     found: Kinds = {}
     for number, layer in enumerate(spec.layers):
-        for part in cache_parts(layer.mixer):
+        for part in chain.from_iterable(map(cache_parts, layer.mixers)):
             fields = tuple(dtypes.resolved(field) for field in part.fields)
             found.setdefault(replace(part, fields=fields), []).append(number)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))

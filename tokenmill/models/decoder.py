@@ -15,7 +15,15 @@ from tokenmill.arch.regions import Matrices, layer_regions
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.forward_context import PositionTables, plan_forward
-from tokenmill.models.layer import Layer, LayerLoader, Mixer, load_mixer, one_of_each
+from tokenmill.models.layer import (
+    Layer,
+    LayerLoader,
+    Mixer,
+    SideMixer,
+    load_mixer,
+    load_side_mixer,
+    one_of_each,
+)
 from tokenmill.models.linear import Loader
 from tokenmill.models.protocol import BestLogits, Model
 from tokenmill.ops.batch import ForwardBatch, Mode
@@ -44,16 +52,19 @@ class Decoder:
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
     def _load_layers(self, load: Loader) -> list[Layer]:
-        def load_parts(number: int) -> tuple[Mixer, LayerWeights]:
+        def load_parts(number: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
             regions = layer_regions(spec.layers[number], number)
-            return load_mixer(regions, spec.norm_eps, load), loader.weights(regions)
+            side = load_side_mixer(regions, spec.norm_eps, load)
+            return load_mixer(regions, spec.norm_eps, load), loader.weights(regions), side
 
         spec = self.spec
         loader = LayerLoader(load, spec.norm_eps, spec.norm)
         parts = load.each(load_parts, spec.num_layers)
-        chosen = choose_regions(load.ops, [weights for _, weights in parts], self.classes)
-        numbers = range(spec.num_layers)
-        return [Layer(*each) for each in zip(spec.layers, *zip(*parts, strict=True), chosen, numbers, strict=True)]
+        chosen = choose_regions(load.ops, [weights for _, weights, _ in parts], self.classes)
+        return [
+            Layer(spec.layers[number], mixer, weights, chosen[number], number, side)
+            for number, (mixer, weights, side) in enumerate(parts)
+        ]
 
     @property
     def vocab_size(self) -> int:

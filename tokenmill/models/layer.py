@@ -56,12 +56,21 @@ class Mixer(Protocol):
 
 
 @dataclass(frozen=True)
+class SideMixer:
+    """A second mixer of a layer, which reads the last columns of what is projected"""
+
+    mixer: RecurrentMixer
+    num_inputs: int
+
+
+@dataclass(frozen=True)
 class Layer:
     spec: LayerSpec
     mixer: Mixer
     weights: LayerWeights
     regions: Mapping[BatchClass, Regions]
     number: int = 0
+    side: SideMixer | None = None
 
     def __call__(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None = None) -> Stream:
         """`output_rows` [L]: the tokens whose results are wanted; behind the mixer the stream has only those."""
@@ -69,23 +78,35 @@ class Layer:
         before, after = (step.batch_class,) * 2 if output_rows is None else step.gathering
         regions = self.regions[before] if step.adapted is None else step.adapted.regions
         projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
-        mixed = self.mixer.attend(projected, step, regions)
+        mixed, beside = self._mixed(projected, step, regions)
         if output_rows is not None:
             mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
+            beside = None if beside is None else beside[output_rows]
             regions = self.regions[after] if step.adapted is None else step.adapted.gathered_regions
         if weights.is_parallel and weights.feed is not None:
             stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
         else:
             stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm, weights.scale)
+            if beside is not None and weights.side_out is not None:
+                stream = regions.project_add(beside, weights.side_out, stream, weights.post_norm, weights.scale)
             stream = stream if weights.feed is None else _fed(regions, stream, weights.feed)
         if weights.add_input is not None:
             stream = regions.add_input(stream, step.layer_inputs_of(self.number, output_rows), weights.add_input)
         return stream if weights.stream_scale is None else regions.scale(stream, weights.stream_scale)
 
+    def _mixed(
+        self, projected: torch.Tensor, step: ForwardContext, regions: Regions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.side is None:
+            return self.mixer.attend(projected, step, regions), None
+        size = self.side.num_inputs
+        own, beside = projected[:, :-size].contiguous(), projected[:, -size:].contiguous()
+        return self.mixer.attend(own, step, regions), self.side.mixer.attend(beside, step, regions)
+
     @property
     def kind(self) -> Hashable:
         """The same for two layers that differ in numbers only, and in where their keys and values lie."""
-        return self.spec, self.mixer.kind, form_of(self.weights)
+        return self.spec, self.mixer.kind, self.side and self.side.mixer.kind, form_of(self.weights)
 
 
 def _fed(regions: Regions, stream: Stream, feed: FeedWeights) -> Stream:
@@ -96,6 +117,15 @@ def _fed(regions: Regions, stream: Stream, feed: FeedWeights) -> Stream:
             return regions.experts(stream, feed)
         case SideBySideWeights():
             return regions.side_by_side(stream, feed)
+
+
+def load_side_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> SideMixer | None:
+    if regions.side is None:
+        return None
+    attend, _ = regions.side
+    spec = attend.mixer
+    assert isinstance(spec, Recurrent), "see `LayerSpec.side_mixer`"
+    return SideMixer(RecurrentMixer(spec, attend.name, attend.layer, norm_eps, load), spec.projected_size)
 
 
 def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
@@ -131,6 +161,7 @@ class LayerLoader:
             regions.is_parallel,
             self._input(regions.add_input),
             None if regions.scale is None else self.load.vector(regions.scale),
+            None if regions.side is None else self.load.projection(regions.side[1].projection),
         )
 
     def feed(self, feed: Feed) -> FeedWeights:

@@ -170,9 +170,9 @@ class ComposedRegions:
     def added(
         self, delta: torch.Tensor, stream: PlainStream, post_norm: Norm | None, scale: float = 1.0
     ) -> PlainStream:
-        """The stream with `delta` to be added"""
-        assert stream.delta is None, "a norm comes between two results that are added"
-        return PlainStream(stream.residual, self.after(delta, post_norm, scale))
+        """The stream with `delta` to be added; beside another one where a layer has two mixers"""
+        delta = self.after(delta, post_norm, scale)
+        return PlainStream(stream.residual, delta if stream.delta is None else stream.delta + delta)
 
     def after(self, result: torch.Tensor, post_norm: Norm | None, scale: float = 1.0) -> torch.Tensor:
         """What is added to the stream of a result"""

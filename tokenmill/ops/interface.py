@@ -198,6 +198,7 @@ class LayerWeights:
     is_parallel: bool = False  # the feed reads the stream that the mixer read
     add_input: InputWeights | None = None
     stream_scale: torch.Tensor | None = None  # [1]: multiplies the stream at the end
+    side_out: ProjectionWeights | None = None  # of a second mixer, whose result is added too
 
 
 class BatchClass(NamedTuple):

@@ -104,7 +104,7 @@ def _layer_width(spec: ModelSpec, index: int) -> int:
     fed = _feed_width(layer.mlp, spec.hidden_size)
     if layer.side_experts is not None:
         fed += _feed_width(layer.side_experts, spec.hidden_size) + 2 * spec.hidden_size
-    mixer = _mixer_width(layer.mixer)
+    mixer = sum(map(_mixer_width, layer.mixers))
     return (mixer + fed if layer.is_parallel else max(mixer, fed)) + spec.num_layers * layer.input_width * 3
 
 

@@ -181,6 +181,8 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         data = data.index_select(axis, order)
     if source.add:
         data = _added(raw, data, source.add)
+    if source.factor != 1.0:
+        data = _multiplied(raw, data, source.factor)
     return replace(raw, shape=shape, data=data)
 
 
@@ -188,6 +190,12 @@ def _added(raw: RawTensor, data: torch.Tensor, amount: float) -> torch.Tensor:
     if raw.quant:
         raise UnsupportedModel(f"tensor {raw.name!r}: quantised norms are not supported")
     return data.float() + amount  # float32: 1 + w loses bits in bfloat16
+
+
+def _multiplied(raw: RawTensor, data: torch.Tensor, factor: float) -> torch.Tensor:
+    if raw.quant:
+        raise UnsupportedModel(f"tensor {raw.name!r}: quantised matrices can't be multiplied by the config's factors")
+    return data.float() * factor
 
 
 def row_order(num_rows: int, num_heads: int, rotary_dim: int, start: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@ from tokenmill.arch.families.cohere2 import COHERE2
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from tokenmill.arch.families.exaone4 import EXAONE4
+from tokenmill.arch.families.falcon_h1 import FALCON_H1
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.families.gemma3 import GEMMA3
 from tokenmill.arch.families.gemma4 import GEMMA4
@@ -83,6 +84,7 @@ ALL: tuple[Family, ...] = (
     QWEN3_5_MOE,
     BAMBA,
     GRANITE_HYBRID,
+    FALCON_H1,
     NEMOTRON_H,
 )
 

@@ -46,7 +46,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
     if request.rounds_latents:
         return ROUNDED_LATENTS
-    return next(filter(None, (_mixer_reason(layer.mixer) for layer in dict.fromkeys(request.spec.layers))), None)
+    mixers = dict.fromkeys(mixer for layer in request.spec.layers for mixer in layer.mixers)
+    return next(filter(None, map(_mixer_reason, mixers)), None)
 
 
 def _mixer_reason(mixer: MixerSpec) -> str | None:

@@ -9,7 +9,8 @@ blocks may be copied and moved, single tokens may not be read by other backends.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from tokenmill.arch.regions import (
     SideBySide,
     layer_regions,
 )
-from tokenmill.arch.spec import Gqa, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv
+from tokenmill.arch.spec import Gqa, MixerSpec, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
@@ -172,13 +173,13 @@ class NativeDecoder:
         """Tells the kernels where the cache lies; once, unless it moves."""
         if self._cache_owner is storage:
             return
-        for number, layer in enumerate(self.spec.layers):
-            kept = number
-            if isinstance(layer.mixer, Gqa) and layer.mixer.shares_kv_of is not None:
-                kept = layer.mixer.shares_kv_of
+        for number, (layer, mixer) in enumerate(self._native_layers()):
+            kept = layer
+            if isinstance(mixer, Gqa) and mixer.shares_kv_of is not None:
+                kept = mixer.shares_kv_of
             fields = storage.fields(kept)
-            if isinstance(layer.mixer, Recurrent):
-                groups = storage.group(number, "cell_keys"), storage.group(number, "state")
+            if isinstance(mixer, Recurrent):
+                groups = storage.group(layer, "cell_keys"), storage.group(layer, "state")
                 names = ("conv_inputs", "cell_keys", "cell_updates", "cell_decays", "state", "conv_tail")
                 self._decoder.bind_recurrent_cache(number, *groups, *(fields[name] for name in names))
                 continue
@@ -193,6 +194,11 @@ class NativeDecoder:
             self._decoder.bind_cache(number, group, cache.keys, cache.values, cache.key_scales, cache.value_scales)
         self._cache_owner = storage
 
+    def _native_layers(self) -> Iterator[tuple[int, MixerSpec]]:
+        """The layer and mixer of each layer of the native decoder, which has a second mixer as a layer before."""
+        for number, layer in enumerate(self.spec.layers):
+            yield from ((number, mixer) for mixer in reversed(layer.mixers))
+
     def _add_ends(self) -> None:
         spec, parts = self.spec, self._parts
         matrix = parts.packer.matrix("embed.weight")
@@ -204,8 +210,15 @@ class NativeDecoder:
         self._decoder.set_logit_scale(spec.logit_scale)
 
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
-        """The regions of a layer as the arguments of one call."""
+        """The regions of a layer as the arguments of one call; a second mixer is a layer whose result is held back."""
         project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
+        if regions.side is not None:
+            side, side_add = regions.side
+            assert isinstance(side.mixer, Recurrent), "see `LayerSpec.side_mixer`"
+            project, side_project = _split(project, len(side.mixer.projected_parts))
+            norm = self._parts.norm(project.norm)
+            held = native().LayerFrame(self.spec.hidden_size, attn_norm=norm, is_held=True)
+            self._decoder.add_recurrent_layer(held, **self._recurrent(side_project, side.mixer, side.name, side_add))
         frame = native().LayerFrame(
             self.spec.hidden_size,
             attn_norm=self._parts.norm(project.norm),
@@ -496,3 +509,10 @@ class _Parts:
     def _router_norm(self, region: Experts) -> torch.Tensor | None:
         weight = self._optional(region.router_norm and f"{region.router_norm}.weight")
         return None if weight is None else weight * len(weight) ** -0.5
+
+
+def _split(project: NormProject, num_last: int) -> tuple[NormProject, NormProject]:
+    """What the first and the last matrices project"""
+    matrices = project.projection
+    first, last = (replace(matrices, names=names) for names in (matrices.names[:-num_last], matrices.names[-num_last:]))
+    return replace(project, projection=first), replace(project, projection=last)

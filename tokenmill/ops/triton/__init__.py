@@ -18,7 +18,7 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     """Why the Triton kernels can't compute a model; None when they can."""
     if request.deterministic and request.quantization != "none":
         return "products with quantised weights have no one order of adding for every batch (deterministic)"
-    for mixer in {layer.mixer for layer in request.spec.layers if isinstance(layer.mixer, Recurrent)}:
+    for mixer in request.spec.recurrences:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason

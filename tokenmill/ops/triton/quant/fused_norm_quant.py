@@ -109,9 +109,9 @@ def _all_are(layers: Sequence[LayerWeights], accepts: Callable[[LinearWeight], b
 
 
 def is_plain_layer(layer: LayerWeights) -> bool:
-    """RMS norms before mixer and feed, one after the other"""
+    """RMS norms before one mixer and its feed, one after the other"""
     feed = layer.feed
-    if feed is None or isinstance(feed, SideBySideWeights) or layer.is_parallel:
+    if feed is None or isinstance(feed, SideBySideWeights) or layer.is_parallel or layer.side_out is not None:
         return False
     is_usual = not isinstance(feed, GatedMlpWeights) or (feed.is_gated and feed.activation in FUSED_KINDS)
     return is_usual and all(norm is not None and norm.is_rms for norm in (layer.norm, feed.norm))

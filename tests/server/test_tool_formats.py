@@ -67,11 +67,13 @@ def asked(client: openai.OpenAI, *, is_stream: bool, **fields: Any) -> Any:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_call_in_every_format(row: Any) -> None:
     answers = [{"match": "now", "say": row.write([NO_ARGUMENTS])}, {"say": row.write([CALL])}]
+    # The one family that writes objects as tags leaves nulls out, as its template does.
+    expected = {**ARGUMENTS, "deep": {}} if row.values == "nested" else ARGUMENTS
     with model_that_says(answers, tool_format=row.name) as client:
         for is_stream in (False, True):
             choice = asked(client, is_stream=is_stream, tools=TOOLS[:1])
             (call,) = choice.message.tool_calls
-            assert call.function.name == "get_weather" and json.loads(call.function.arguments) == ARGUMENTS
+            assert call.function.name == "get_weather" and json.loads(call.function.arguments) == expected
             assert choice.finish_reason == "tool_calls" and not choice.message.content
             (call,) = asked(client, is_stream=is_stream, tools=TOOLS).message.tool_calls
             assert call.function.name == "now" and call.function.arguments == "{}"

@@ -1,4 +1,4 @@
-"""Which device to take for a model: all known ones, the cheapest tokens within the limits first.
+"""Ranking of devices for a model: all known ones, the cheapest tokens within the limits first.
 
 Each device is planned with 1, 2, 4 and 8 of them side by side, and the cheapest number is kept (the smallest, where no
 price is listed). Devices without a price come after those with one, by throughput; last those that the model does not

@@ -20,11 +20,15 @@ from tests.support.loopback import GENERATIONS, RunningServer, Serving
 from tests.support.metric_values import metric_values
 from tests.support.timing import SOON_S
 from tokenmill.cli import main
+from tokenmill.cli.serve import planned_memory
+from tokenmill.config import EngineConfig
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.errors import DamagedFile, UnknownModel
 from tokenmill.server import loader as loader_module
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.loader import ModelSource
+from tokenmill.server.run import stored_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -241,6 +245,13 @@ def test_ps_and_stop_ask_a_server(several: Several, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "coder is unloaded\n" and several.sources["coder"].num_alive == 0
     assert main(["stop", "nobody", "--url", several.server.url]) != 0
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["scripted:{}/model.json", "{}/model.json", "{}", "../x", "nobody/knows"])
+def test_clients_add_no_files_and_nothing_that_is_not_here(name: str, tmp_path: Path, several: Several) -> None:
+    (tmp_path / "model.json").write_text('[{"say": "secret"}]')
+    with pytest.raises(UnknownModel):
+        stored_model(EngineConfig(), planned_memory, SpareCore(), name.format(tmp_path))
 
 
 def test_who_may_not_manage_models_loads_none(serving: Serving) -> None:

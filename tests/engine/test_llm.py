@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill import LLM, BeamParams, Guided, SamplingParams
+from tokenmill.engine import progress
 from tokenmill.engine.offline import Interrupted
 from tokenmill.errors import InvalidConfig, InvalidRequest, ModelError
 from tokenmill.types import Pooling, SequenceOutput
@@ -187,6 +191,65 @@ def test_answers_come_as_they_end_and_rows_are_read_as_there_is_room(stories_dir
     assert next(left).finished
     left.close()  # type: ignore[attr-defined]  # a generator
     assert not llm.core.has_work
+
+
+def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = 0.0, list[str]()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.progress_over(5000, enabled=True, done_before=100, write=lines.append) as report:
+        assert report is not None
+        for step in range(60):
+            now = step * 0.2
+            report(done=step * 10, failed=step // 30, new_tokens=20)
+    assert lines == [
+        "answered 350 of 5,000, 104 tokens/s",
+        "answered 600 of 5,000, 1 failed, 102 tokens/s",
+    ]
+    with progress.progress_over(None, enabled=False) as off:
+        assert off is None
+
+
+@pytest.mark.slow
+def test_a_program_over_thousands_of_rows_killed_twice(stories_dir: Path, tmp_path: Path) -> None:
+    """`generate_iter` hands out every answer at once, so a program that keeps them goes on where it was."""
+    target = tmp_path / "answers"
+    command = [sys.executable, "-c", PROGRAM, str(stories_dir), str(target)]
+    for least in (1000, 3000):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            deadline = time.monotonic() + 250
+            while not target.exists() or target.read_text().count("\n") < least:
+                assert child.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            child.kill()
+    grown = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    assert int(grown.stdout) < 40, f"{grown.stdout} MB more than at the beginning"
+    lines = target.read_text().splitlines()
+    answers = {int(line.split()[0]): line.split()[1] for line in lines}
+    assert len(answers) == len(lines) == 5000 and {n for n, said in answers.items() if said == "bad"} == BAD
+
+
+BAD = set(range(50, 5000, 100))
+PROGRAM = """
+import pathlib, sys
+from tokenmill import LLM, SamplingParams
+
+model, target = sys.argv[1], pathlib.Path(sys.argv[2])
+text = target.read_text() if target.exists() else ""
+whole = text[: text.rfind("\\n") + 1]
+target.write_text(whole)
+done = {int(line.split()[0]) for line in whole.splitlines()}
+left = [number for number in range(5000) if number not in done]
+rows = ([] if number % 100 == 50 else f"Once upon a time {number}" for number in left)
+rss = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+first = 0
+with target.open("a", buffering=1) as file:
+    for count, answer in enumerate(LLM(model, threads=1).generate_iter(rows, params, progress=False)):
+        file.write(f"{left[answer.number]} {'bad' if answer.error else 'good'}\\n")
+        if count == 200:
+            first = rss()
+print(rss() - first)
+"""
 
 
 def test_wrong_input_raises_before_anything_runs(stories: LLM) -> None:

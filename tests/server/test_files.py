@@ -93,6 +93,8 @@ def test_bodies_that_are_no_form(server: RunningServer) -> None:
     url = f"{server.url}/v1/files"
     assert server.http.post(url, json={"purpose": "batch"}).status_code == 415
     form = {"content-type": "multipart/form-data; boundary=b"}
+    packed = server.http.post(url, content=b"x", headers={**form, "content-encoding": "gzip"})
+    assert packed.status_code == 415 and "compressed" in packed.text
     whole = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
     for body in (b"", b"--b", b"nonsense", whole[:-10], whole.replace(b"content-disposition", b"x")):
         reply = server.http.post(url, content=body, headers=form)
@@ -176,3 +178,14 @@ def test_uploads_at_the_same_time_are_bounded(server: RunningServer) -> None:
     finally:
         for one in sockets:
             one.close()
+
+
+def test_web_pages_of_others_can_not_send_files(serving: Serving) -> None:
+    server = serving(ServerConfig(cors_origin=("https://friend.example",)))
+
+    def status(origin: str) -> int:
+        form: Any = {"files": {"file": b"x"}, "data": {"purpose": "batch"}}
+        return server.http.post(f"{server.url}/v1/files", headers={"origin": origin}, **form).status_code
+
+    assert status("https://evil.example") == status("null") == 403
+    assert status("https://friend.example") == status(server.url) == 200

@@ -74,7 +74,8 @@ class ServerConfig:
     state_dir: Path | None = None
     """Where they are kept; by default `state` in TOKENMILL_HOME."""
     max_state_bytes: int = 4 << 30
-    """Most bytes of stored responses and conversations together; those that were not used for longest go first."""
+    """Most bytes of stored responses and conversations together, and of results of batches; what was not used for
+    longest goes first."""
     max_file_bytes: int = 200 << 20
     """Largest file that a client may send (/v1/files)."""
     max_files_bytes: int = 8 << 30

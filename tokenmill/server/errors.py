@@ -60,6 +60,13 @@ class UnknownHost(TokenmillError):
     http_status = 403
 
 
+class OtherOrigin(TokenmillError):
+    """A web page of another server sent a form, which browsers send without asking."""
+
+    code = "other_origin"
+    http_status = 403
+
+
 class UnreadableRequest(InvalidRequest):
     """The bytes are not HTTP, so nothing that follows on this connection can be understood."""
 

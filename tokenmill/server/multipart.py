@@ -8,8 +8,9 @@ the first byte too many.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -17,7 +18,7 @@ from starlette.requests import Request
 
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.server.body import discard
-from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, WrongContentType
+from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, OtherOrigin, WrongContentType
 
 MAX_FIELDS = 32
 MAX_FIELD_BYTES = 16 << 10
@@ -35,13 +36,19 @@ class Form:
     file_name: str | None = None  # None: the body had no file
 
 
-async def read_form(request: Request, sink: Sink, *, max_file_bytes: int, stall_s: float) -> Form:
-    """Parse a body; the bytes of its part `file` go to the sink. `stall_s`: how long the client may be silent."""
+async def read_form(
+    request: Request, sink: Sink, *, max_file_bytes: int, stall_s: float, origins: Collection[str] = ()
+) -> Form:
+    """Parse a body; the bytes of its part `file` go to the sink. `stall_s`: how long the client may be silent.
+    `origins`: of web pages, besides our own, that may send forms."""
+    require_known_page(request, origins)
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise WrongContentType(
             "the body must be multipart/form-data", hint="with curl: -F file=@lines.jsonl -F purpose=batch"
         )
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise WrongContentType("a form can't be compressed as a whole", hint="send it without content-encoding")
     stream = request.stream()
     try:
         announced = request.headers.get("content-length", "")
@@ -63,6 +70,14 @@ async def read_form(request: Request, sink: Sink, *, max_file_bytes: int, stall_
     except TokenmillError:
         await discard(stream)
         raise
+
+
+def require_known_page(request: Request, origins: Collection[str]) -> None:
+    """Refuse forms of web pages that are neither ours nor allowed: a browser sends them to any server."""
+    origin = request.headers.get("origin")
+    is_ours = origin is None or urlsplit(origin).netloc == request.headers.get("host", "")
+    if not is_ours and origin not in origins and "*" not in origins:
+        raise OtherOrigin("web pages of other servers may not send files here", hint="--cors-origin allows an origin")
 
 
 def too_large(max_file_bytes: int) -> BodyTooLarge:

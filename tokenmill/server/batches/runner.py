@@ -141,6 +141,7 @@ class BatchRunner:
         if self.database.is_new or self._is_stopping():
             return
         await self.files.sweep()
+        await self.database.write(self._bound.expire)
         for row in await self.database.read(table.abandoned):
             is_late = row["due_s"] < time.time()
             if not self._is_worked_on(row) and (is_late or self._can_serve(row["model"])):

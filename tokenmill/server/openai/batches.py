@@ -28,7 +28,7 @@ from tokenmill.server.openai import schemas
 from tokenmill.server.openai.files import BATCH_FILES_KEPT_S, parse_expiry
 from tokenmill.server.openai.pages import page_after, query_integer
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
-from tokenmill.server.state.files import FileWriter, visible
+from tokenmill.server.state.files import FileWriter
 
 DIALECT = "openai"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -52,7 +52,7 @@ def batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint
 
     async def create_batch(request: Request) -> Response:
         batch = await context.parsed(request, lambda body: parse_batch(body, owner(request), list(runner.jobs)))
-        file = await database.read(lambda connection: visible(connection, batch.owner, batch.input))
+        file = await runner.files.use(batch.owner, batch.input)
         if file["purpose"] != "batch":
             refuse("input_file_id", f"must be a file with the purpose batch, not {file['purpose']}")
         return json_response(batch_object(await runner.add(batch)))

@@ -43,8 +43,14 @@ def file_endpoints(context: RouteContext, files: StoredFiles) -> list[Endpoint]:
         num_uploads += 1
         writer = files.writer()
         try:
-            limit, stall_s = context.config.max_file_bytes, context.config.body_timeout_s
-            form = await read_form(request, writer.add, max_file_bytes=limit, stall_s=stall_s)
+            config = context.config
+            form = await read_form(
+                request,
+                writer.add,
+                max_file_bytes=config.max_file_bytes,
+                stall_s=config.body_timeout_s,
+                origins=config.cors_origin,
+            )
             purpose, expires_s = parse_form(form)
             name = (form.file_name or "")[:MAX_NAME]
             row = await files.keep(writer, owner(request), name=name, purpose=purpose, expires_s=expires_s)
@@ -65,7 +71,7 @@ def file_endpoints(context: RouteContext, files: StoredFiles) -> list[Endpoint]:
         return json_response(file_object(await files.get(owner(request), request.path_params["file_id"])))
 
     async def file_content(request: Request) -> Response:
-        row = await files.get(owner(request), request.path_params["file_id"])
+        row = await files.use(owner(request), request.path_params["file_id"])
         return FileResponse(files.path(row["id"]), media_type="application/octet-stream")
 
     async def delete_file(request: Request) -> Response:

@@ -132,6 +132,16 @@ class StoredFiles:
         """A file of an owner; an error (404) if there is none."""
         return await self._state.database.read(lambda connection: visible(connection, owner, file_id))
 
+    async def use(self, owner: str, file_id: str) -> sqlite3.Row:
+        """The same, and remember that it was used: what was not used for longest makes room."""
+
+        def work(connection: sqlite3.Connection) -> sqlite3.Row:
+            row = visible(connection, owner, file_id)
+            connection.execute("UPDATE files SET used_s = ? WHERE id = ?", (time.time(), file_id))
+            return row
+
+        return await self._state.database.write(work)
+
     async def list_of(self, owner: str, purpose: str | None, is_descending: bool) -> list[sqlite3.Row]:
         order = "DESC" if is_descending else "ASC"
         query = (

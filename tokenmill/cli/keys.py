@@ -28,6 +28,10 @@ def add(
     *,
     expires: str = "",
     model: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    requests_per_minute: int | None = None,
+    tokens_per_minute: int | None = None,
+    tokens_per_day: int | None = None,
+    max_running: int | None = None,
     keys_file: File = None,
 ) -> int:
     """Make a key and print it: it is kept nowhere, only its digest is.
@@ -40,9 +44,26 @@ def add(
         A date (2027-01-31), or a time from now: 12h, 90d, 8w.
     model
         A model that it may use, with wildcards; may be given several times. All by default.
+    requests_per_minute
+        Most requests that it may send in a minute.
+    tokens_per_minute
+        Most tokens of prompts and answers in a minute.
+    tokens_per_day
+        Most tokens of prompts and answers in a day.
+    max_running
+        Most requests at a time.
     """
     path = keys_file or usual_file()
-    wanted = KeyRecord(id=name, sha256="", expires=_date_of(expires), models=list(model))
+    wanted = KeyRecord(
+        id=name,
+        sha256="",
+        expires=_date_of(expires),
+        models=list(model),
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        tokens_per_day=tokens_per_day,
+        max_running=max_running,
+    )
     key, records = new_key(_known(path), wanted)
     write_keys(path, records)
     print(key)
@@ -64,10 +85,10 @@ def list_keys(*, json: Annotated[bool, Parameter(negative="")] = False, keys_fil
         print(msgspec.json.encode(rows).decode())
     else:
         rows_of_words = [
-            (one.id, one.created[:10], one.expires or "never", ", ".join(one.models) or "all", one.sha256[:12])
+            (one.id, one.created[:10], one.expires or "never", ", ".join(one.models) or "all", _limits(one))
             for one in records
         ]
-        print_table(("ID", "CREATED", "EXPIRES", "MODELS", "SHA-256"), rows_of_words)
+        print_table(("ID", "CREATED", "EXPIRES", "MODELS", "LIMITS"), rows_of_words)
     return 0
 
 
@@ -88,6 +109,16 @@ def revoke(name: str, *, keys_file: File = None) -> int:
     write_keys(path, left)
     print(f"{name} is revoked. {TOLD}")
     return 0
+
+
+def _limits(record: KeyRecord) -> str:
+    given = {
+        "requests/min": record.requests_per_minute,
+        "tokens/min": record.tokens_per_minute,
+        "tokens/day": record.tokens_per_day,
+        "at a time": record.max_running,
+    }
+    return ", ".join(f"{limit} {what}" for what, limit in given.items() if limit is not None) or "none"
 
 
 def _known(path: Path) -> list[KeyRecord]:

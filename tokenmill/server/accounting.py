@@ -13,6 +13,7 @@ from tokenmill.observe.log import Value
 from tokenmill.observe.metrics import EngineState, Metrics, ModelMetrics, Outcome, RequestTimes, SeriesValue
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord
+from tokenmill.server.quotas import KeyLimits
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.types import Event, Usage
 
@@ -28,6 +29,7 @@ class RequestRecord:
     path: str
     key_id: str = ""  # which API key it came with, not the key itself; "" where none is needed
     key: KeyRecord | None = None  # what that key may do; None where it may do anything
+    limits: KeyLimits | None = None  # what is left of it
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     is_generation: bool = False  # counts in the request metrics

@@ -57,7 +57,10 @@ from tokenmill.server.ui.feed import feed_endpoints
 from tokenmill.server.ui.pages import page_endpoints, page_routes
 from tokenmill.server.ui.shelf import MakeFinder, shelf_endpoints
 
-EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
+EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+    *(f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
+)
 
 DIALECTS = Dialects(ANTHROPIC, LLAMACPP, OLLAMA, TGI, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
@@ -92,7 +95,9 @@ def create_app(
     loader.on_unload = accounting.unloaded
     state = ServerState.of(config)
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
-    context = RouteContext(registry, config, dialects, bodies, workers, live, accounting.finish, state, loader)
+    context = RouteContext(
+        registry, config, dialects, bodies, workers, live, accounting.finish, state, loader, known_keys
+    )
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     endpoints += admin_endpoints(context, accounting.render)
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]

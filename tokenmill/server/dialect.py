@@ -26,6 +26,7 @@ from starlette.types import Scope
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.errors import error_headers
+from tokenmill.server.quotas import LimitHeaders, openai_limit_headers
 
 
 class RequestHead(NamedTuple):
@@ -60,6 +61,7 @@ class Dialect:
     statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has others for
     shared: Mapping[str, Recognises] = field(default_factory=dict)  # prefixes of other dialects' paths ─► is it ours?
     takes_any_content_type: bool = False  # a JSON body need not be called one
+    limit_headers: LimitHeaders = openai_limit_headers  # what is left of a key's limits
 
     def error_status(self, error: TokenmillError) -> int:
         return self.statuses.get(error.http_status, error.http_status)

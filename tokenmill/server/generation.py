@@ -30,6 +30,7 @@ from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.errors import InternalError
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.live import LiveRequests
+from tokenmill.server.quotas import RunQuota
 from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
@@ -91,8 +92,14 @@ class GenerationJob:
 class GenerationRun:
     """All engine requests of one job; iterating yields (choice, event) until every choice has finished."""
 
-    def __init__(self, job: GenerationJob, record: RequestRecord, live: LiveRequests | None = None) -> None:
-        """`live`: where the run can be seen and aborted while it is under way."""
+    def __init__(
+        self,
+        job: GenerationJob,
+        record: RequestRecord,
+        live: LiveRequests | None = None,
+        quota: RunQuota | None = None,
+    ) -> None:
+        """`live`: where the run can be seen and aborted while it is under way. `quota`: the limits of its key."""
         self.job = job
         self.record = record
         ids = engine_ids(record.request_id, len(job.requests))
@@ -102,6 +109,7 @@ class GenerationRun:
             for request, request_id in zip(job.requests, ids, strict=True)
         ]
         self._live = live
+        self._quota = quota
         self._is_aborted = False
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}
@@ -135,6 +143,8 @@ class GenerationRun:
 
     async def accept(self) -> None:
         """Hand the requests to the engine; if it refuses one, none of them runs."""
+        if self._quota is not None:
+            self._quota.begin()
         if self._live is not None:
             self._live.add(self)
         async with AsyncExitStack() as undo:
@@ -152,6 +162,8 @@ class GenerationRun:
             if (num_alternatives := prepared.request.params.prompt_logprobs) is not None:
                 num_kept = len(prepared.request.prompt_token_ids) * (1 + num_alternatives)
                 self._count_logprobs(num_kept, "prompt_logprobs")
+            if self._quota is not None:
+                self._quota.reserve(most_tokens(prepared.request))
             if self._is_aborted:
                 raise RequestAborted("the request was aborted")
             events = self.job.engine.submit(prepared)
@@ -193,6 +205,8 @@ class GenerationRun:
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self.settle_usage()
+        if self._quota is not None:
+            self._quota.end(self.usage.prompt_tokens + self.usage.completion_tokens)
         for request_id in list(self._open):
             await self._abandon(request_id)
 
@@ -305,6 +319,11 @@ class GenerationRun:
         num_logprobs = sum(len(choice.logprobs or ()) + len(choice.prompt_logprobs or ()) for choice in choices)
         render = partial(self.job.rendering.whole, choices, self.facts())
         return await asyncio.to_thread(render) if num_logprobs > MANY_LOGPROBS else render()
+
+
+def most_tokens(request: Request) -> int:
+    """How many tokens a request takes at most: its prompt, and all of its answers at full length."""
+    return len(request.prompt_token_ids) + request.max_tokens * request.params.num_sequences
 
 
 # ── the client's side ──────────────────────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -38,6 +39,9 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+Limit = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+
+
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One key. Its holder is known by `id`, which stays the same when the key is replaced."""
 
@@ -46,6 +50,15 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     created: str = ""
     expires: str = ""  # a date, or a date and a time (UTC); empty: never
     models: list[str] = []  # names, with wildcards; empty: all
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None  # of prompts and answers
+    tokens_per_day: Limit | None = None
+    max_running: Limit | None = None  # requests at a time
+
+    @property
+    def has_limits(self) -> bool:
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day, self.max_running)
+        return any(limit is not None for limit in limits)
 
     @property
     def expires_s(self) -> float:
@@ -67,6 +80,7 @@ class KeyRing:
         self._plain = [_digest(key) for key in plain]
         self._path = path
         self._by_digest: dict[str, KeyRecord] = {}
+        self._by_id: dict[str, KeyRecord] = {}
         self._expiry_s: dict[str, float] = {}
         self.reload()
 
@@ -82,12 +96,17 @@ class KeyRing:
         records = [] if self._path is None else read_keys(self._path)
         records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain]
         self._by_digest = {record.sha256: record for record in records}
+        self._by_id = {record.id: record for record in records}
         self._expiry_s = {record.sha256: record.expires_s for record in records if record.expires}
 
     def find(self, offered: Sequence[bytes]) -> KeyRecord | None:
         """The record of the first offered key that is known and has not expired."""
         found = [self._by_digest.get(_digest(key)) for key in offered]
         return next((record for record in found if record is not None and not self._is_expired(record)), None)
+
+    def get(self, key_id: str) -> KeyRecord | None:
+        """The record of a key by its id, for work that goes on without a client; None if there is none any more."""
+        return self._by_id.get(key_id)
 
     def _is_expired(self, record: KeyRecord) -> bool:
         expiry_s = self._expiry_s.get(record.sha256)

@@ -41,7 +41,7 @@ class RequestMiddleware:
                 record.status = record.status or message["status"]
                 request_id = record.request_id.encode()
                 ids = ((b"x-request-id", request_id), (b"request-id", request_id))  # OpenAI's clients and Anthropic's
-                message["headers"] = [*message.get("headers", []), *ids]
+                message["headers"] = [*message.get("headers", []), *ids, *self._limits(record, scope)]
             elif not message.get("more_body", False):
                 self._finish(record)  # before the last byte: a client that has read the answer finds it counted
             await send(message)
@@ -57,6 +57,12 @@ class RequestMiddleware:
                 await failed(scope, receive, send_with_id)
         finally:
             self._finish(record)
+
+    def _limits(self, record: RequestRecord, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """What is left of the limits of the request's key."""
+        if record.limits is None:
+            return []
+        return record.limits.headers(self._dialects.of(head_of(scope)).limit_headers)
 
     def _finish(self, record: RequestRecord) -> None:
         if record.is_finished:

@@ -30,8 +30,10 @@ from tokenmill.server.body import BodyReader, parse_object
 from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
 from tokenmill.server.gate import NotRead
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.loader import ModelLoader
+from tokenmill.server.quotas import Quotas, RunQuota
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
 from tokenmill.server.tenancy import require_allowed, with_own_salts
@@ -78,6 +80,8 @@ class RouteContext:
     count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
     state: ServerState
     loader: ModelLoader
+    keys: KeyRing = field(default_factory=KeyRing)
+    quotas: Quotas = field(default_factory=Quotas)
     services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
@@ -126,10 +130,12 @@ class RouteContext:
     def start_run(self, job: GenerationJob, record: RequestRecord) -> GenerationRun:
         """The run of a job. Every generation begins here, so that none shares cached work with another key's, and all
         are shown among the live ones once they are accepted, until they are closed."""
+        record.key = record.key or self.keys.get(record.key_id)
         require_allowed(job, record.key)
         if record.key_id and not self.config.share_cache:
             job = with_own_salts(job, record.key_id)
-        return GenerationRun(job, record, self.live)
+        limits = record.limits = self.quotas.of(record.key)
+        return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits))
 
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────────

@@ -29,6 +29,7 @@ from tokenmill.server.anthropic.parse import MessagesCall
 from tokenmill.server.anthropic.tools import wire_id
 from tokenmill.server.dialect import SSE_HEADERS, Dialect, RequestHead, json_bytes, named_sse_frame
 from tokenmill.server.generation import GenerationFacts
+from tokenmill.server.quotas import anthropic_limit_headers
 from tokenmill.server.routing import TEXT, object_of
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import CallArguments, CallEnd, CallStart, Event, Part, TextPart, ThoughtPart, Usage
@@ -73,6 +74,7 @@ ANTHROPIC = Dialect(
     key_hint="send `x-api-key: KEY` or `Authorization: Bearer KEY`",
     statuses={503: 529},
     shared={"/v1/models": names_a_version},
+    limit_headers=anthropic_limit_headers,
 )
 
 

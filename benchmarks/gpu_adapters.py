@@ -24,7 +24,7 @@ from tokenmill.models.linear import AdapterSlots, Loader
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs
+from tokenmill.runner.decode_graphs import NO_ADAPTERS, DecodeGraphs, DecodeInputs
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.weights.dummy import dummy_weights
 
@@ -59,10 +59,10 @@ class AdaptedSteps:
         if slots is not None:
             self.graphs.row_slots[:rows] = torch.tensor(slots, dtype=torch.int32, device="cuda")
         inputs = DecodeInputs(list(range(rows)), [CONTEXT - 1] * rows, [5] * rows, [0] * rows)
-        self.graphs._captured.clear()
         for _ in range(RING_SIZE):
             self.graphs.start(inputs, "greedy", is_adapted=slots is not None)
-        (captured,) = self.graphs._captured.values()
+        version = NO_ADAPTERS if slots is None else self.slots.version
+        captured = self.graphs._captured[(rows, "greedy", version)]
         times = []
         for _ in range(repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -34,7 +34,7 @@ TGI_CASES: list[tuple[str, Any]] = [
     ("grammar", {"type": "json", "value": 5}),
     ("grammar", {"type": "regex", "value": ""}),
     ("watermark", True),
-    ("adapter_id", "x"),
+    ("adapter_id", 5),
 ]
 NATIVE_CASES: list[tuple[str, Any]] = [
     *(("prompt", value) for value in (None, 5, [], {}, [[]], [1.5], [True], [-1], [512], {"prompt_string": 5})),

@@ -117,7 +117,7 @@ def test_errors_by_type(hub: InferenceClient, scripted: ScriptedServer) -> None:
         hub.text_generation("Once", top_p=7.0)
     with pytest.raises(ValidationError, match="tokens"):
         hub.text_generation("x" * 600)
-    for parameter in ({"watermark": True}, {"adapter_id": "x"}, {"best_of": 2}):
+    for parameter in ({"watermark": True}, {"best_of": 2}):
         with pytest.raises(ValidationError, match=next(iter(parameter))):
             list(hub.text_generation("Once", stream=True, **parameter))  # type: ignore[call-overload]
     with pytest.raises(GenerationError):
@@ -125,6 +125,7 @@ def test_errors_by_type(hub: InferenceClient, scripted: ScriptedServer) -> None:
     with pytest.raises(GenerationError):
         list(hub.text_generation("fail", stream=True))
     assert scripted.post("/generate", {}).status_code == 422
+    assert scripted.post("/generate", {"inputs": "Once", "parameters": {"adapter_id": "x"}}).status_code == 404
     assert (
         scripted.post("/generate", {"inputs": "Once", "parameters": {"top_p": 7}}).json()["error_type"] == "validation"
     )

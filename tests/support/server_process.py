@@ -32,7 +32,9 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.server.run import run_server
 asked = json.loads(sys.argv[1])
 config = EngineConfig(
-    model=ModelConfig(model=asked["model"], served_name="tiny", dtype=asked.get("dtype", "auto")),
+    model=ModelConfig(
+        model=asked["model"], served_name="tiny", dtype=asked.get("dtype", "auto"), **asked.get("adapters", {})
+    ),
     cache=CacheConfig(num_blocks=asked.get("num_blocks")),
     scheduler=SchedulerConfig(**asked.get("scheduler", {})),
     ops=OpsConfig(threads=1),

@@ -9,26 +9,28 @@ from cyclopts import Parameter
 
 from tokenmill.cli.output import PullScreen
 from tokenmill.errors import InvalidRequest
+from tokenmill.lora.sizes import adapter_size
 from tokenmill.store import Store, create_model, parse_modelfile, resolve_base
 from tokenmill.store.modelfile import MAX_MODELFILE_CHARACTERS
 
 
 def command(name: str, /, *, file: Annotated[Path, Parameter(alias="-f")] = Path("Modelfile")) -> int:
-    """Make a model from another one: its own system prompt, parameters, first messages, chat template.
+    """Make a model from another one: its own adapter, system prompt, parameters, first messages, chat template.
 
     Parameters
     ----------
     name
         What the new model is called.
     file
-        The Modelfile: FROM, SYSTEM, PARAMETER, MESSAGE, TEMPLATE (Jinja), LICENSE.
+        The Modelfile: FROM, ADAPTER, SYSTEM, PARAMETER, MESSAGE, TEMPLATE (Jinja), LICENSE.
     """
     from tokenmill.server.ollama.options import require_options
 
     modelfile = parse_modelfile(_read(file))
-    if modelfile.adapters:
-        raise InvalidRequest("ADAPTER is not supported yet: adapters can't be run", param="adapter")
     require_options(modelfile.parameters)
+    if modelfile.adapter:
+        modelfile.adapter = str((file.parent / Path(modelfile.adapter).expanduser()).resolve())
+        adapter_size(Path(modelfile.adapter))  # refuses what is none
     base = modelfile.base
     path = (file.parent / base).expanduser()
     if base.startswith((".", "/", "~")) or base.endswith(".gguf"):

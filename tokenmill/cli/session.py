@@ -17,13 +17,15 @@ import msgspec
 from tokenmill.cli.answer_screen import DIM, PLAIN, AnswerScreen, has_colours
 from tokenmill.cli.output import PullScreen
 from tokenmill.config import EngineConfig
+from tokenmill.config.adapters import named_adapters
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_process import CoreProcess
-from tokenmill.engine.customized import customized
+from tokenmill.engine.customized import customized, own_adapter
 from tokenmill.engine.results import reasoning_of
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
+from tokenmill.errors import InvalidConfig
 from tokenmill.params import SamplingParams
 from tokenmill.store import Customization, ResolvedModel, resolve_model
 from tokenmill.types import ChatRequest, Event, Message, PromptRequest, Usage
@@ -103,14 +105,17 @@ class ServedModel:
     def __init__(self, config: EngineConfig, child: CoreProcess | None, custom: Customization | None = None) -> None:
         """`custom`: what a created model adds to every conversation."""
         self._custom = custom
+        self._adapter = the_adapter(config)
         self._runner = asyncio.Runner()
         self._engine = self._runner.run(AsyncEngine.start(config, child=child))
 
     def stream(self, prompt: str, params: SamplingParams) -> ServedEvents:
-        return self._events(PromptRequest(prompt=prompt, params=params))
+        own = None if self._custom is None else own_adapter(self._custom)
+        return self._events(PromptRequest(prompt=prompt, params=params, adapter=self._adapter or own))
 
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> ServedEvents:
-        asked = ChatRequest(messages=[Message(**message) for message in messages], params=params)
+        conversation = [Message(**message) for message in messages]
+        asked = ChatRequest(messages=conversation, params=params, adapter=self._adapter)
         return self._events(asked if self._custom is None else with_custom(asked, self._custom))
 
     def close(self) -> None:
@@ -122,6 +127,14 @@ class ServedModel:
             return self._engine.submit(asked)
 
         return ServedEvents(self._runner, self._runner.run(submit()))
+
+
+def the_adapter(config: EngineConfig) -> str | None:
+    """The adapter that answers; several would need a client that chooses."""
+    names = list(named_adapters(config.model.adapter))
+    if len(names) > 1:
+        raise InvalidConfig("give one --adapter: it is the one that answers", param="adapter")
+    return names[0] if names else None
 
 
 def with_custom(asked: ChatRequest, custom: Customization) -> ChatRequest:

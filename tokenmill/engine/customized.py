@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import sha256
+
 import msgspec
 
+from tokenmill.config import EngineConfig
 from tokenmill.store.layout import Customization
 from tokenmill.types import ChatRequest, Message
+
+
+def own_adapter(custom: Customization) -> str | None:
+    """The name under which engines have a created model's adapter; None: it has none."""
+    return f"created/{sha256(custom.adapter.encode()).hexdigest()[:12]}" if custom.adapter else None
+
+
+def with_own_adapter(config: EngineConfig, custom: Customization | None) -> EngineConfig:
+    """The config of an engine for a created model: its adapter is loaded with the model."""
+    name = None if custom is None else own_adapter(custom)
+    if custom is None or name is None:
+        return config
+    adapters = (*config.model.adapter, f"{name}={custom.adapter}")
+    return replace(config, model=replace(config.model, adapter=adapters))
 
 
 def customized(request: ChatRequest, custom: Customization) -> ChatRequest:
@@ -14,4 +32,5 @@ def customized(request: ChatRequest, custom: Customization) -> ChatRequest:
     if custom.system and request.messages and request.messages[0].role != "system":
         first.insert(0, Message(role="system", content=custom.system))
     template = request.chat_template or custom.template or None
-    return msgspec.structs.replace(request, messages=[*first, *request.messages], chat_template=template)
+    request = msgspec.structs.replace(request, messages=[*first, *request.messages], chat_template=template)
+    return msgspec.structs.replace(request, adapter=request.adapter or own_adapter(custom))

@@ -13,6 +13,7 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.engine.answer_reader import AnswerReader
+from tokenmill.engine.customized import with_own_adapter
 from tokenmill.engine.input_processor import InputProcessor, Shifting
 from tokenmill.engine.output_processor import MakeReader, OutputProcessor
 from tokenmill.engine.scripted import scripted_spec
@@ -106,7 +107,7 @@ def load_frontend(config: EngineConfig) -> ModelFrontend:
     model = resolve_model(config.model.model)
     spec, tokenizer = spec_and_tokenizer(config, model.path)
     return ModelFrontend(
-        config=config,
+        config=with_own_adapter(config, model.custom),
         name=config.model.served_name or model.name,
         model_path=model.path,
         spec=spec,

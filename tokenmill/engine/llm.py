@@ -98,7 +98,10 @@ class LLM:
             from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
         try:
             self._core: EngineCore = build_core(
-                self.config, self._frontend.model_path, fast_start=fast_start, while_compiling=import_meta_kernels
+                self._frontend.config,
+                self._frontend.model_path,
+                fast_start=fast_start,
+                while_compiling=import_meta_kernels,
             )
         finally:
             import_meta_kernels()  # what a fast import has left out

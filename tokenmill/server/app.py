@@ -22,6 +22,7 @@ from tokenmill.engine.text_workers import TextWorkers
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.accounting import Accounting
+from tokenmill.server.adapter_admin import adapter_endpoints
 from tokenmill.server.admin import admin_endpoints
 from tokenmill.server.anthropic.batches import message_batch_endpoints
 from tokenmill.server.anthropic.render import ANTHROPIC
@@ -72,6 +73,7 @@ ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     tgi_endpoints,
     token_endpoints,
     model_endpoints,
+    adapter_endpoints,
 )
 
 

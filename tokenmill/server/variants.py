@@ -7,15 +7,16 @@ its name. They then go to the engine of the model that the variant rests on.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from tokenmill.engine.customized import customized
+from tokenmill.engine.customized import customized, own_adapter
 from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
 from tokenmill.engine.status import EngineStats, Health, ModelInfo
+from tokenmill.server.adapters import ensure_loaded
 from tokenmill.server.gate import EngineGate, ServedEngine
 from tokenmill.server.ollama.options import sampling_settings
 from tokenmill.store import Manifest
@@ -24,13 +25,20 @@ from tokenmill.types import ChatRequest, Event
 Change = Callable[[ClientRequest], ClientRequest]
 
 
+async def nothing() -> None:
+    """Nothing has to be done before a request."""
+
+
 class Variant:
     """A name for a served model, asked in its own way. It has what a gate has for those who ask."""
 
-    def __init__(self, parent: EngineGate, info: ModelInfo, change: Change) -> None:
+    def __init__(
+        self, parent: EngineGate, info: ModelInfo, change: Change, before: Callable[[], Awaitable[None]] = nothing
+    ) -> None:
+        """`before`: what is done before a request is prepared."""
         self.parent = parent
         self.info = info
-        self.engine: ServedEngine = VariantEngine(parent.engine, info, change)
+        self.engine: ServedEngine = VariantEngine(parent.engine, info, change, before)
 
     @property
     def name(self) -> str:
@@ -52,10 +60,17 @@ def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
     """A created model, on the gate of the one it was made from."""
     custom, base = manifest.custom, parent.info
     assert custom is not None
+    adapter = own_adapter(custom)
 
     def change(request: ClientRequest) -> ClientRequest:
         sampling_settings(custom.parameters, max_context=base.max_context)  # it may want a larger context
-        return customized(request, custom) if isinstance(request, ChatRequest) else request
+        if isinstance(request, ChatRequest):
+            return customized(request, custom)
+        return msgspec.structs.replace(request, adapter=request.adapter or adapter)
+
+    async def load_own_adapter() -> None:
+        if adapter is not None:
+            await ensure_loaded(parent, adapter, Path(custom.adapter))
 
     info = replace(
         base,
@@ -65,7 +80,7 @@ def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
         defaults=sampling_settings(custom.parameters, max_context=None),
         manifest=manifest,
     )
-    return Variant(parent, info, change)
+    return Variant(parent, info, change, load_own_adapter)
 
 
 def adapter_variant(parent: EngineGate, base: ModelInfo, adapter: str) -> Variant:
@@ -85,10 +100,13 @@ def weights_of(path: Path) -> tuple[Path, ...]:
 class VariantEngine:
     """The engine of another model, with every request changed."""
 
-    def __init__(self, engine: ServedEngine, info: ModelInfo, change: Change) -> None:
+    def __init__(
+        self, engine: ServedEngine, info: ModelInfo, change: Change, before: Callable[[], Awaitable[None]]
+    ) -> None:
         self.info = info
         self._engine = engine
         self._change = change
+        self._before = before
 
     def _changed_chat(self, request: ChatRequest) -> ChatRequest:
         changed = self._change(request)
@@ -96,6 +114,7 @@ class VariantEngine:
         return changed
 
     async def prepare(self, request: ClientRequest) -> PreparedRequest:
+        await self._before()
         return await self._engine.prepare(self._change(request))
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:

@@ -69,6 +69,7 @@ def combined(base: Customization | None, own: Customization) -> Customization:
         parameters={**base.parameters, **own.parameters},
         messages=own.messages or base.messages,
         license=own.license or base.license,
+        adapter=own.adapter or base.adapter,
     )
 
 

@@ -50,6 +50,7 @@ class Customization(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     parameters: dict[str, Any] = {}
     messages: list[tuple[str, str]] = []  # role and content of what every conversation begins with
     license: str = ""
+    adapter: str = ""  # path of a PEFT folder or a GGUF file, outside the store
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,6 +2,7 @@ r'''A Modelfile: Ollama's description of a model that is made from another one.
 
     # comment
     FROM smollm2:135m                      a name, or a path to a GGUF file or model directory
+    ADAPTER ./mario-lora                   a path to a PEFT folder or a GGUF file
     PARAMETER temperature 0.3              may occur many times; `stop` collects
     SYSTEM """You are Mario."""            text in """ … """ may have several lines; "…" and bare text are one line
     TEMPLATE """{% for m in messages %}…"""
@@ -36,14 +37,14 @@ class Modelfile:
     """The instructions of a Modelfile."""
 
     base: str = ""
-    adapters: list[str] = field(default_factory=list)
+    adapter: str = ""
     texts: dict[str, str] = field(default_factory=dict)  # system, template, license
     parameters: dict[str, Any] = field(default_factory=dict)
     messages: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def customization(self) -> Customization:
-        return Customization(parameters=self.parameters, messages=self.messages, **self.texts)
+        return Customization(parameters=self.parameters, messages=self.messages, adapter=self.adapter, **self.texts)
 
 
 def parse_modelfile(text: str) -> Modelfile:
@@ -88,7 +89,9 @@ def _apply(found: Modelfile, instruction: str, rest: str, number: int) -> None:
                 _refuse(number, "there is a second FROM")
             found.base = _unquoted(rest)
         case "adapter":
-            found.adapters.append(_unquoted(rest))
+            if found.adapter:
+                _refuse(number, "there is a second ADAPTER; a request has one")
+            found.adapter = _unquoted(rest)
         case "system" | "template" | "license":
             found.texts[instruction] = _unquoted(rest)
             if instruction == "template":
@@ -149,7 +152,7 @@ def _refuse(number: int, problem: str) -> NoReturn:
 
 def as_modelfile(base: str, custom: Customization) -> str:
     """A created model as the Modelfile that would make it."""
-    lines = [f"FROM {base}"]
+    lines = [f"FROM {base}", *([f"ADAPTER {custom.adapter}"] if custom.adapter else [])]
     for name, value in custom.parameters.items():
         values = value if isinstance(value, list) else [value]
         lines += [f"PARAMETER {name} {_written(one)}" for one in values]

@@ -190,7 +190,7 @@ class CreateCall:
 
 def parse_create(body: dict[str, Any]) -> CreateCall:
     fields = BodyFields(body)
-    fields.refuse_any(("adapters",), hint="adapters can't be run yet")
+    fields.refuse_any(("adapters",), hint="tokenmill create takes a Modelfile with ADAPTER PATH")
     fields.refuse_any(("quantize", "quantization"), hint="give a file that is quantised already")
     fields.refuse_any(("modelfile", "path"), hint="send the Modelfile's fields: from, system, parameters, …")
     return CreateCall(body)

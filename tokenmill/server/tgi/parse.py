@@ -1,7 +1,7 @@
 """TGI's request bodies into native requests: `{"inputs": text, "parameters": {…}, "stream": bool}`.
 
 Without `do_sample`, and without a parameter that means it, the most likely token is always taken, as TGI does. A stop
-sequence stays in the text. `watermark` and `adapter_id` can't be honoured and are refused.
+sequence stays in the text. `watermark` can't be honoured and is refused; `adapter_id` names an adapter of the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_text_generation(body: dict[str, Any], engine: ServedEngine, is_stream:
     if not text:
         refuse("inputs", "must not be empty")
     given = fields.object("parameters") or BodyFields({}, "parameters.")
-    given.refuse_any(("watermark", "adapter_id"))
+    given.refuse_any(("watermark",))
     truncate = given.integer("truncate", 1, MAX_NEW_TOKENS)
     if truncate is None:
         require_plausible_length(len(text), info.max_context, "inputs")

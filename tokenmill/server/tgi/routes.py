@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tokenmill
+from tokenmill.errors import UnknownModel
 from tokenmill.params import MAX_STOP_STRINGS
 from tokenmill.server.body import BodyFields
 from tokenmill.server.generation import GenerationJob
@@ -25,6 +26,7 @@ from tokenmill.server.routing import (
 )
 from tokenmill.server.tgi.parse import MAX_BEST_OF, parse_text_generation
 from tokenmill.server.tgi.render import TextGenerationRendering
+from tokenmill.server.variants import FoundModel, adapter_variant, gate_of
 
 TAG = "TGI"
 SSE_TYPE = "text/event-stream"
@@ -61,10 +63,24 @@ def tgi_endpoints(context: RouteContext) -> list[Endpoint]:
 
 
 def generation_job(body: dict[str, Any], context: RouteContext, is_stream: bool | None) -> GenerationJob:
-    model = context.registry.find(BodyFields(body).text("model"), is_required=False)
+    model = asked_model(BodyFields(body), context)
     call = parse_text_generation(body, model.engine, is_stream)
     rendering = TextGenerationRendering(call, is_listed=is_stream is None)
     return GenerationJob(model.engine, [call.request], rendering, call.is_stream, prompt_param="inputs")
+
+
+def asked_model(fields: BodyFields, context: RouteContext) -> FoundModel:
+    """The model that a body names, or one of its adapters."""
+    model = context.registry.find(fields.text("model"), is_required=False)
+    given = fields.object("parameters")
+    adapter = None if given is None else given.text("adapter_id")
+    if adapter is None:
+        return model
+    info = gate_of(model).info
+    if adapter not in info.adapters:
+        hint = f"{info.name} has {', '.join(info.adapters) or 'none'}"
+        raise UnknownModel(f"the adapter {adapter[:200]!r} is not loaded", param="parameters.adapter_id", hint=hint)
+    return adapter_variant(gate_of(model), info, adapter)
 
 
 def server_info(context: RouteContext) -> dict[str, Any]:

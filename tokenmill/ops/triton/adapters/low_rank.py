@@ -24,12 +24,15 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.low_rank import LowRank
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 RANKS = 16  # ranks are padded to multiples of this
 MAX_SINGLE = 64  # tokens that are computed one by one
 TILE = 32  # tokens of a tile
+# Ranks and columns of a program that shrinks, and its warps; columns of one that expands, and its warps.
+SHRINK_TILE, SHRINK_WARPS = (4, 2048), 8
+EXPAND_ROWS, EXPAND_WARPS = 256, 4
 
 
 # ── one token a program ────────────────────────────────────────────────────────────────────────────────
@@ -293,16 +296,17 @@ class TritonLowRank:
                 *args, len(x), self._columns, self._max_rank, parts, TILE, RANKS, 64, **launch_options()
             )
         else:
-            rows, block = (4, 512) if self._columns >= 512 else (4, 64)
+            rows, block = SHRINK_TILE[0], min(SHRINK_TILE[1], next_power_of_2(self._columns))
             grid = (len(x), parts * self._max_rank // rows)
-            _shrink[grid](*args, self._columns, self._max_rank, parts, rows, block, num_warps=4, **launch_options())
+            sizes, options = (self._columns, self._max_rank), {"num_warps": SHRINK_WARPS, **launch_options()}
+            _shrink[grid](*args, *sizes, parts, rows, block, **options)
         return self._expanded(shrunk, out, bias, plan)
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: TokenSlots) -> torch.Tensor:
         if not self.is_active or not len(numbers):
             return out
         shrunk = torch.empty(len(numbers), self._max_rank, dtype=torch.float32, device=out.device)
-        block = triton.next_power_of_2(self._max_rank)
+        block = next_power_of_2(self._max_rank)
         _look_up[(len(numbers),)](
             numbers, plan.slots, self._a, self._ranks, shrunk, self._columns, self._max_rank, block, **launch_options()
         )
@@ -320,9 +324,7 @@ class TritonLowRank:
             sizes = (len(out), rows, self._max_rank)
             _expand_tiles[grid](*args, given, out, *sizes, *kinds, TILE, 64, RANKS, **launch_options())
         else:
-            block = 128
-            grid = (len(out), cdiv(rows, block))
-            _expand[grid](
-                *args, given, out, rows, self._max_rank, *kinds, block, RANKS, num_warps=4, **launch_options()
-            )
+            grid = (len(out), cdiv(rows, EXPAND_ROWS))
+            options = {"num_warps": EXPAND_WARPS, **launch_options()}
+            _expand[grid](*args, given, out, rows, self._max_rank, *kinds, EXPAND_ROWS, RANKS, **options)
         return out

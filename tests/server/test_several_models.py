@@ -183,6 +183,9 @@ def test_clients_of_ollama_decide_how_long_a_model_stays(several: Several) -> No
         assert several.rows()["coder"]["status"]["value"] == "unloaded"
         assert client.generate("coder", "Hi", keep_alive=0).done  # answered first
         several.wait_for("coder", "unloaded")
+        several.sources["coder"].load_s = 0.2
+        late = client.generate("coder", "Hi")
+        assert (late.load_duration or 0) > 0.2e9 > (late.prompt_eval_duration or 0)  # the load is not the prompt's
         several.gates["first"].is_pinned = True
         with pytest.raises(ollama.ResponseError, match="can't be unloaded"):
             client.chat("first", [], keep_alive=0)

@@ -35,6 +35,7 @@ class RequestRecord:
     is_generation: bool = False  # counts in the request metrics
     model: str | None = None  # set once the request is handed to an engine
     usage: Usage | None = None
+    accepted_s: float = 0.0  # when the engine had accepted it, since `started_s`
     queue_s: float | None = None
     first_token_s: float | None = None  # since `started_s`
     finish_reasons: list[str] = field(default_factory=list)

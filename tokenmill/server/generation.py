@@ -49,6 +49,17 @@ class GenerationFacts:
     first_token_s: float | None  # since the request arrived
     elapsed_s: float
     prompt_token_ids: Sequence[int] = ()  # of the first request
+    accepted_s: float = 0.0  # when the engine had accepted it: the model was in memory, the prompt tokenised
+
+    @property
+    def begun_s(self) -> float:
+        """When its first token was there, or now; since the request arrived."""
+        return self.elapsed_s if self.first_token_s is None else self.first_token_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long nothing was computed of it: until it was accepted, and then in the engine's queue."""
+        return min(self.accepted_s + (self.queue_s or 0.0), self.begun_s)
 
 
 class Rendering(Protocol):
@@ -139,6 +150,7 @@ class GenerationRun:
             record.first_token_s,
             record.elapsed_s(),
             self._prompt_token_ids,
+            record.accepted_s,
         )
 
     async def accept(self) -> None:
@@ -153,6 +165,7 @@ class GenerationRun:
                 await self._submit(request)
                 await asyncio.sleep(0)  # short prompts are tokenised here: others get their turn between two of them
             undo.pop_all()
+        self.record.accepted_s = self.record.elapsed_s()
 
     async def _submit(self, request: ClientRequest) -> AsyncIterator[Event]:
         try:

@@ -133,10 +133,9 @@ def _ending(last: Event) -> dict[str, str]:
 
 def timings(usage: Usage, facts: GenerationFacts) -> dict[str, Any]:
     """What prompt and answer took, in milliseconds; time spent waiting belongs to neither."""
-    first_s = facts.elapsed_s if facts.first_token_s is None else facts.first_token_s
     num_read = usage.prompt_tokens - usage.cached_tokens
-    prompt_ms = max(0.001, (first_s - (facts.queue_s or 0.0)) * 1000)
-    answer_ms = max(0.001, (facts.elapsed_s - first_s) * 1000)
+    prompt_ms = max(0.001, (facts.begun_s - facts.waited_s) * 1000)
+    answer_ms = max(0.001, (facts.elapsed_s - facts.begun_s) * 1000)
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": num_read,

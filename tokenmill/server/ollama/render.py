@@ -7,7 +7,7 @@ A stream is a JSON object a line, without empty lines and without anything to ke
 parse every line. Thoughts have a field of their own, `thinking`. A tool call is sent whole, with its arguments as an
 object. Durations are nanoseconds:
 
-    total = load (waiting to be scheduled) + prompt_eval (to the first token) + eval (to the last)
+    total = load (waiting for the model and a place) + prompt_eval (to the first token) + eval (to the last)
 
 An error is `{"error": text}`, also as the last line of a stream that failed.
 """
@@ -212,15 +212,13 @@ def done_reason(finish_reason: str) -> str:
 
 
 def durations(facts: GenerationFacts) -> dict[str, int]:
-    first_s = facts.elapsed_s if facts.first_token_s is None else facts.first_token_s
-    queue_s = min(facts.queue_s or 0.0, first_s)
     return {
         "total_duration": nanoseconds(facts.elapsed_s),
-        "load_duration": nanoseconds(queue_s),
+        "load_duration": nanoseconds(facts.waited_s),
         "prompt_eval_count": facts.usage.prompt_tokens,
-        "prompt_eval_duration": nanoseconds(first_s - queue_s),
+        "prompt_eval_duration": nanoseconds(facts.begun_s - facts.waited_s),
         "eval_count": facts.usage.completion_tokens,
-        "eval_duration": nanoseconds(facts.elapsed_s - first_s),
+        "eval_duration": nanoseconds(facts.elapsed_s - facts.begun_s),
     }
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from tokenmill.ops.interface import LatentInputs
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.select import TILE
-from tokenmill.ops.triton.attention.softmax import LOG2E, add_keys, attention_output, empty_state
+from tokenmill.ops.triton.attention.softmax import LOG2E, LOWEST, add_keys, attention_output, empty_state
 from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
@@ -127,6 +127,12 @@ def _absorb(
         tl.store(kept[:, None] + columns[None, :], normed.to(latents.dtype.element_ty), mask=is_value)
 
 
+@triton.jit
+def _split_size(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """Entries of each split of a context: whole tiles; the last splits of a short context have none"""
+    return (tl.cdiv(context, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
+
+
 @kernel_unspecialized("num_rows", "table_stride", "first_row")
 def _attend(
     queries, latents, out, parts, lse, tables, query_starts, contexts, scale, table_stride, first_row, num_rows,
@@ -159,7 +165,7 @@ def _attend(
         turned = tl.load(source + RANK + offs_p[None, :], mask=is_line[:, None] & is_rope, other=0.0)
         m_i, l_i, acc = empty_state(LINES, RANK_PADDED)
         last = tl.minimum(context - length + offset + QUERIES, context)
-        each = (tl.cdiv(last, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
+        each = _split_size(last, TILE, NUM_SPLITS)
         low = split * each
         table = tables + tl.cast(row, tl.int64) * table_stride
         for start in range(low, tl.minimum(low + each, last), TILE):
@@ -177,7 +183,7 @@ def _attend(
         if NUM_SPLITS == 1:
             result = attention_output((m_i, l_i, acc), is_line, False)
             tl.store(out + q_rows[:, None] * RANK + offs_r[None, :], result.to(out.dtype.element_ty), mask=is_result)
-        else:
+        elif low < last:
             index = q_rows * NUM_SPLITS + split
             tl.store(parts + index[:, None] * RANK + offs_r[None, :], acc, mask=is_result)
             tl.store(lse + index * 2, m_i, mask=is_line)
@@ -186,36 +192,38 @@ def _attend(
 
 @triton.jit
 def _merged(
-    parts, lse, q_rows, is_token, columns, inside, RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr
+    parts, lse, q_rows, used, columns, inside, RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Some columns of the mixtures of TOKENS lines, float32 [TOKENS, columns], from what their splits found"""
-    splits = q_rows[:, None] * NUM_SPLITS + tl.arange(0, NUM_SPLITS)[None, :]
-    m_i = tl.load(lse + splits * 2, mask=is_token[:, None], other=0.0)
-    l_i = tl.load(lse + splits * 2 + 1, mask=is_token[:, None], other=0.0)
+    """Some columns of the mixtures of TOKENS lines, float32 [TOKENS, columns], from what their first splits, `used`
+    [TOKENS] of each, found"""
+    numbers = tl.arange(0, NUM_SPLITS)[None, :]
+    splits, is_used = q_rows[:, None] * NUM_SPLITS + numbers, numbers < used[:, None]
+    m_i = tl.load(lse + splits * 2, mask=is_used, other=LOWEST)
+    l_i = tl.load(lse + splits * 2 + 1, mask=is_used, other=0.0)
     m_new = tl.max(m_i, axis=1)
     total = tl.maximum(tl.sum(tl.exp2(m_i - m_new[:, None]) * l_i, axis=1), 1e-30)
     if TOKENS == 1:  # all splits at once
-        weights = tl.exp2(m_i - m_new[:, None]) / total[:, None]
+        weights = tl.where(is_used, tl.exp2(m_i - m_new[:, None]), 0.0) / total[:, None]
         every = parts + splits[:, :, None] * RANK + columns[None, None, :]
-        found = tl.load(every, mask=inside[None, None, :], other=0.0)
+        found = tl.load(every, mask=is_used[:, :, None] & inside[None, None, :], other=0.0)
         return tl.sum(found * weights[:, :, None], axis=1)
     acc = tl.zeros((TOKENS, columns.shape[0]), tl.float32)
-    for split in range(NUM_SPLITS):
+    for split in range(tl.max(used, axis=0)):
         index = q_rows * NUM_SPLITS + split
-        weight = tl.exp2(tl.load(lse + index * 2, mask=is_token, other=0.0) - m_new) / total
+        weight = tl.exp2(tl.load(lse + index * 2, mask=split < used, other=LOWEST) - m_new) / total
         source = parts + index[:, None] * RANK + columns[None, :]
-        acc += tl.load(source, mask=is_token[:, None] & inside[None, :], other=0.0) * weight[:, None]
+        acc += tl.load(source, mask=(split < used)[:, None] & inside[None, :], other=0.0) * weight[:, None]
     return acc
 
 
 @kernel_unspecialized("num_tokens")
 def _expand(
-    mixed, lse, expand, out, num_tokens,
-    HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    mixed, lse, contexts, expand, out, num_tokens,
+    HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, HEADS * VALUE]; the latents are taken CHUNK values at a time. `mixed` [T, HEADS, RANK], or with several
-    splits what each of them found [T, HEADS, NUM_SPLITS, RANK]"""
+    splits of each token's context, in tiles of KEYS, what each of them found [T, HEADS, NUM_SPLITS, RANK]"""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -226,13 +234,17 @@ def _expand(
     matrix = tl.load(source, mask=(rows < VALUE)[:, None] & (offs_r < RANK)[None, :], other=0.0)
     wait_for_previous(OVERLAPS)
     q_rows = tokens.to(tl.int64) * HEADS + head
+    used = tokens
+    if NUM_SPLITS > 1:
+        context = tl.load(contexts + tokens, mask=is_token, other=0)
+        used = tl.cdiv(context, tl.maximum(_split_size(context, KEYS, NUM_SPLITS), 1))
     product = tl.zeros((TOKENS, BLOCK), tl.float32)
     for first in tl.static_range(0, RANK, CHUNK):
         inside = first + offs_r < RANK
         if first:
             matrix = tl.load(source + first, mask=(rows < VALUE)[:, None] & inside[None, :], other=0.0)
         if NUM_SPLITS > 1:
-            found = _merged(mixed, lse, q_rows, is_token, first + offs_r, inside, RANK, NUM_SPLITS, TOKENS)
+            found = _merged(mixed, lse, q_rows, used, first + offs_r, inside, RANK, NUM_SPLITS, TOKENS)
             latent = found.to(matrix.dtype)
         else:
             latents = mixed + q_rows[:, None] * RANK + first + offs_r[None, :]
@@ -303,7 +315,9 @@ class Mixtures(NamedTuple):
 
     values: torch.Tensor  # [T, heads, rank]; with several splits what each found, float32 [T, heads, splits, rank]
     lse: torch.Tensor  # [T, heads, splits, 2]: m_i and l_i of each split, where there are several
+    contexts: torch.Tensor  # int32 [R]; a token's where there are several splits
     splits: int
+    keys: int  # of a tile, of which a split has some
 
 
 def _attend_rows(
@@ -331,7 +345,7 @@ def _attend_rows(
         inputs.latents.shape[1], tiles.lines, tiles.keys, splits, are_single, precision_of(absorbed),
         num_warps=tiles.warps, num_stages=tiles.stages, **options, **launch_options(),
     )  # fmt: skip
-    return Mixtures(mixed, lse, splits)
+    return Mixtures(mixed, lse, plan.contexts, splits, tiles.keys)
 
 
 def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
@@ -348,7 +362,7 @@ def expand_mixtures(
     each = 1 if num_tokens <= VERY_FEW_TOKENS and not are_alike else _tokens_of_tile(own, are_alike=are_alike)
     block = min(next_power_of_2(value_dim), VALUE_BLOCK if num_tokens <= FEW_TOKENS or are_alike else 128)
     _expand[(cdiv(num_tokens, each), num_heads, cdiv(value_dim, block))](
-        values, found.lse, expand, own, num_tokens,
-        num_heads, rank, value_dim, found.splits, each, max(16, block), min(128, max(16, next_power_of_2(rank))),
+        values, found.lse, found.contexts, expand, own, num_tokens,
+        num_heads, rank, value_dim, found.splits, found.keys, each, max(16, block), min(128, max(16, next_power_of_2(rank))),
         precision_of(out), num_warps=4, **launch_options(),
     )  # fmt: skip

@@ -127,7 +127,7 @@ def _moe_gemv_down(
         second = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((LINES, WIDTH), tl.float32)
-    always = tl.zeros((LINES, WIDTH), tl.float32)
+    always = tl.zeros((LINES,), tl.float32)
     whole = 0.0
     for number in tl.static_range(COUNT):
         third, third_logit = second, second_logit
@@ -138,7 +138,10 @@ def _moe_gemv_down(
         row = inner + (token * COUNT + place) * inter
         factors = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
         if number < SHARED:
-            always += part.to(tl.float32) * factors[None, :]
+            sums += part.to(tl.float32) * factors[None, :]
+            if number + 1 == SHARED:
+                always = tl.sum(sums, axis=1)
+                sums = tl.zeros((LINES, WIDTH), tl.float32)
         else:
             share = tl.exp(logit - highest)
             whole += share
@@ -147,9 +150,7 @@ def _moe_gemv_down(
     if not RENORMALIZE:
         shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
         whole = tl.sum(shares, axis=0)
-    total = tl.sum(sums, axis=1) / whole
-    if SHARED > 0:
-        total += tl.sum(always, axis=1)
+    total = tl.sum(sums, axis=1) / whole + always
     tl.store(out + token * hidden + lines, total.to(out.dtype.element_ty), mask=lines < hidden)
 
 

@@ -43,12 +43,10 @@ def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is
     return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
 
 
-FP4_MORE_PAIRS = 4  # times as many as packed integers: their kernel keeps up with plain matrices for longer
-
-
 def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities, *, is_fp4: bool) -> int:
-    """How many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied as they are"""
-    if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts * (FP4_MORE_PAIRS if is_fp4 else 1):
+    """How many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied as they are, as
+    MXFP4 always is where Hopper's own kernel does it"""
+    if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts or (is_fp4 and gpu.has_gluon):
         return 0
     return min(num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
 

@@ -348,6 +348,7 @@ def format_rows() -> list[list[str]]:
             bits = f"{kind_.block_bytes * 8 / kind_.block_size:.4g}"
             on_cpu = "multiplied as integers" if kind_.name in PACKED_QUANTS else "expanded"
             on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
+            on_gpu += "; experts in their 4 bits" if kind_.name == "MXFP4" else ""
             rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])
     return rows
 

@@ -363,6 +363,6 @@ def expand_mixtures(
     block = min(next_power_of_2(value_dim), VALUE_BLOCK if num_tokens <= FEW_TOKENS or are_alike else 128)
     _expand[(cdiv(num_tokens, each), num_heads, cdiv(value_dim, block))](
         values, found.lse, found.contexts, expand, own, num_tokens,
-        num_heads, rank, value_dim, found.splits, found.keys, each, max(16, block), min(128, max(16, next_power_of_2(rank))),
-        precision_of(out), num_warps=4, **launch_options(),
+        num_heads, rank, value_dim, found.splits, found.keys, each, max(16, block),
+        min(128, max(16, next_power_of_2(rank))), precision_of(out), num_warps=4, **launch_options(),
     )  # fmt: skip

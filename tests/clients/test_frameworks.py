@@ -78,18 +78,28 @@ def environment(url: str, home: Path, canary: Canary) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize("client", PROBES)
-def test_a_session_with(client: str, url: str, canary: Canary, tmp_path: Path) -> None:
-    python = python_with(PROBES[client])
+def run_probe(client: str, venv: str, url: str, canary: Canary, folder: Path) -> str:
+    """What a program prints that ends well."""
     done = subprocess.run(
-        [str(python), str(CLIENTS / "programs" / f"{client}_probe.py")],
-        env=environment(url, tmp_path / "home", canary),
-        cwd=tmp_path,
+        [str(python_with(venv)), str(CLIENTS / "programs" / f"{client}_probe.py")],
+        env=environment(url, folder / "home", canary),
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("client", PROBES)
+def test_a_session_with(client: str, url: str, canary: Canary, tmp_path: Path) -> None:
+    run_probe(client, PROBES[client], url, canary, tmp_path)
+
+
+@pytest.mark.parametrize(("venv", "version"), [("new", "3."), ("old", "2.")])
+def test_openais_sdk_over_responses(venv: str, version: str, url: str, canary: Canary, tmp_path: Path) -> None:
+    assert run_probe("openai_responses", venv, url, canary, tmp_path).startswith(version)
 
 
 def test_langchains_standard_tests(url: str, canary: Canary, tmp_path: Path) -> None:

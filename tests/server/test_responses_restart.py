@@ -13,9 +13,12 @@ import httpx
 import pytest
 
 from tests.support.client_scripts import script
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import Serving
 from tests.support.scripted_server import scripted_server
 from tests.support.server_process import ServerProcess, free_port, is_alive, running
 from tokenmill.config.server import ServerConfig
+from tokenmill.server.gate import EngineGate
 
 SCRIPT = script(
     {"match": "forever", "say": "ha ", "repeat": True, "token_delay_s": 0.01},
@@ -86,6 +89,20 @@ def test_another_server_takes_over_what_one_left(tmp_path: Path) -> None:
         with scripted_server(SCRIPT, config=config) as third:  # beside it, on the same file: its work is left alone
             assert third.get(f"/v1/responses/{ran}").json()["status"] == "in_progress"
             assert third.post(f"/v1/responses/{ran}/cancel").json()["status"] == "cancelled"
+
+
+def test_a_server_that_ends_keeps_what_it_finishes(serving: Serving) -> None:
+    gate = EngineGate(FakeEngine(delay_s=0.02))
+    server = serving(gate=gate)
+    body = {"model": "fake/tiny", "input": "Hi", "stream": True}
+    with server.http.stream("POST", f"{server.url}/v1/responses", json=body) as reply:
+        lines = reply.iter_lines()
+        assert next(lines) == "event: response.created"
+        first = json.loads(next(lines).removeprefix("data: "))["response"]
+        gate.close()  # as on SIGTERM: new requests are refused, running ones finish
+        assert "event: response.completed" in list(lines)
+    assert server.post("/v1/responses", {**body, "stream": False}).status_code == 503
+    assert server.get(f"/v1/responses/{first['id']}").json()["status"] == "completed"
 
 
 @pytest.mark.slow

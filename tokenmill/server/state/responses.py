@@ -194,7 +194,8 @@ class ResponseStore:
 
     def abandoned(self, connection: sqlite3.Connection) -> list[tuple[str, str, Object, Object]]:
         """Take over what dead servers left: those that wait become this server's, as (id, owner, request, response);
-        those that ran have failed."""
+        those that ran have failed. What has expired meanwhile goes."""
+        self._responses.expire(connection)
         taken = []
         query = "SELECT * FROM responses WHERE server IS NOT NULL ORDER BY created_s"
         for row in connection.execute(query).fetchall():

@@ -31,6 +31,7 @@ from tokenmill.server.routing import RouteContext
 log = get_log("server")
 MAX_AT_ONCE = 64  # handed to engines; the others wait here
 MAX_WAITING = 4096
+FINISH_S = 2.0  # to keep answers that are complete
 
 
 @dataclass
@@ -47,6 +48,10 @@ class BackgroundResponse:
     @property
     def id(self) -> str:
         return str(self.made.writer.response["id"])
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.made.writer.response["status"] != "queued")
 
     def add(self, frames: list[bytes], *, is_over: bool = False) -> None:
         self.frames += frames
@@ -103,8 +108,11 @@ class BackgroundResponses:
             self._launch(BackgroundResponse(made))
 
     async def close(self) -> None:
-        """Stop. What has not begun stays queued, for the server that is started next."""
-        tasks = [running.task for running in self._running.values() if running.task is not None]
+        """Stop. What has not begun stays queued, for the server that is started next; what the engine has just finished
+        is kept."""
+        tasks = {running.task: running.has_begun for running in self._running.values() if running.task is not None}
+        if begun := [task for task, has_begun in tasks.items() if has_begun]:
+            await asyncio.wait(begun, timeout=FINISH_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,7 +152,7 @@ class BackgroundResponses:
     async def _run(self, running: BackgroundResponse) -> None:
         made = running.made
         record = RequestRecord(call_id(""), "POST", "/v1/responses", is_generation=True, key_id=made.owner)
-        record.model = made.engine.info.name
+        record.model = made.model
         run = self._context.start_run(replace(self._generator.job(made), finish=None), record)
         try:
             frames = await self._answer(running, run)

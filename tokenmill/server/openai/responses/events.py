@@ -76,10 +76,6 @@ class ResponseWriter:
         output: list[Item] = self.response["output"]
         return output
 
-    @property
-    def is_over(self) -> bool:
-        return self.response["status"] not in ("queued", "in_progress")
-
     # ── the response's life ────────────────────────────────────────────────────────────────────────────
 
     def queued(self) -> list[bytes]:

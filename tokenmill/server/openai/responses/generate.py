@@ -20,7 +20,7 @@ import msgspec
 from tokenmill.engine.input_processor import ClientRequest, text_digest
 from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.text_workers import TextWorkers, text_size
-from tokenmill.errors import ContextLengthExceeded, TokenmillError
+from tokenmill.errors import ContextLengthExceeded, Overloaded, TokenmillError
 from tokenmill.observe.log import get_log
 from tokenmill.server.body import BodyFields
 from tokenmill.server.gate import ServedEngine
@@ -59,6 +59,10 @@ class ResponseJob:
     def writer(self) -> ResponseWriter:
         return self.rendering.writer
 
+    @property
+    def model(self) -> str:
+        return str(self.call.repeated["model"])
+
     def shorten(self, request: ClientRequest, error: ContextLengthExceeded) -> ClientRequest | None:
         """Leave out the oldest of a conversation that does not fit, if the client wants that."""
         if not self.call.truncates or not isinstance(request, ChatRequest):
@@ -81,7 +85,10 @@ class ResponseJob:
                 model=engine.info.fingerprint,
             )
 
-        return await self.workers.run(text_size(request), measure)
+        try:
+            return await self.workers.run(text_size(request), measure)
+        except Overloaded:  # the server ends, or the model left meanwhile: what comes next is rendered anew
+            return None
 
     def row(self, prefix: TokenPrefix | None = None) -> ResponseRow:
         references = self.call.references

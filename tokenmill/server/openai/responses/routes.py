@@ -63,7 +63,7 @@ class ResponseRoutes:
             running = await self._background.begin(made)
             is_stream = made.call.references.is_stream
             return self._follow(running, -1) if is_stream else json_response(made.writer.response)
-        record.model = made.engine.info.name
+        record.model = made.model
         run = self._context.start_run(self._generator.job(made), record)
         return GenerationResponse(run, self._context.config.keep_alive_s)
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import sys
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from starlette.applications import Starlette
 
+from tests.support.fake_engine import FakeEngine
 from tests.support.server_process import ServerProcess, free_port, running
+from tokenmill.config.server import ServerConfig
+from tokenmill.observe.metrics import Metrics
+from tokenmill.server.app import create_app
+from tokenmill.server.batches import table
+from tokenmill.server.batches.runner import BatchRunner
+from tokenmill.server.batches.table import NewBatch
+from tokenmill.server.state.server_state import ServerState
 
 NUM_LINES = 200
+CHAT = "/v1/chat/completions"
 
 
 @contextmanager
@@ -36,10 +47,65 @@ def progress(client: openai.OpenAI, batch_id: str, least: int, within_s: float =
     return batch
 
 
+def runner_in(app: Starlette) -> BatchRunner:
+    return next(one for one in app.state.context.services if isinstance(one, BatchRunner))
+
+
+def new_server(folder: Path, delay_s: float = 0.0) -> tuple[BatchRunner, FakeEngine, ServerState]:
+    engine = FakeEngine(delay_s=delay_s)
+    app = create_app(engine, ServerConfig(state_dir=folder), Metrics())
+    return runner_in(app), engine, app.state.context.state
+
+
+async def until(is_it: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not is_it():
+            await asyncio.sleep(0.01)
+
+
+def test_lines_without_an_answer_are_answered_by_the_next_server(tmp_path: Path) -> None:
+    """As kill -9 leaves it: nothing was given back, but the lock of the dead server is free."""
+
+    async def work() -> None:
+        runner, engine, state = new_server(tmp_path, delay_s=0.01)
+        writer = runner.files.writer()
+        body = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hello"}]}
+        for n in range(30):
+            line = {"custom_id": f"row-{n}", "url": CHAT, "body": {**body, "max_tokens": 1 + n % 7}}
+            writer.write(json.dumps(line).encode() + b"\n")
+        file = await runner.files.keep(writer, "me", name="n", purpose="batch", expires_s=None)
+        facts = {"completion_window": "24h", "metadata": None}
+        batch = await runner.add(NewBatch("me", "openai", CHAT, file["id"], 3600.0, facts=facts))
+        await until(lambda: len(engine.seen) > 12)
+        others, _, other_state = new_server(tmp_path)
+        await others.start()
+        assert not others._running, "its server lives"
+        await others.close()
+        await other_state.close()
+        runner._watch.cancel()  # type: ignore[union-attr]
+        runner._running[batch["id"]].task.cancel()
+        await until(lambda: not runner._running)
+        half = await state.database.read(lambda connection: table.ended_lines(connection, batch["id"]))
+        assert 0 < len(half) < 30
+        os.close(state.instance._descriptor)  # type: ignore[arg-type]  # what the system does for a dead process
+        await state.database.close()
+        runner, engine, state = new_server(tmp_path)
+        await runner.start()
+        await until(lambda: not runner._running)
+        row = await state.database.read(lambda connection: table.find_batch(connection, "me", "openai", batch["id"]))
+        assert (row["status"], row["succeeded"], row["errored"]) == ("completed", 30, 0)
+        assert len(engine.seen) == 30 - len(half), "only what was not answered is asked again"
+        output = runner.files.path(table.facts_of(row)["output_file"]).read_text().splitlines()
+        assert sorted(json.loads(one)["custom_id"] for one in output) == sorted(f"row-{n}" for n in range(30))
+        await runner.close()
+        await state.close()
+
+    asyncio.run(work())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["kill", "terminate"])
 def test_a_half_done_batch_goes_on_after_a_restart(tmp_path: Path, ending: str) -> None:
-    assert sys.executable
     script = tmp_path / "model.json"
     script.write_text(json.dumps([{"say": "Number $.", "token_delay_s": 0.005}]))
     body = {"model": "model", "temperature": 0, "messages": [{"role": "user", "content": "go on"}]}

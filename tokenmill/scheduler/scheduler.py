@@ -192,7 +192,7 @@ class Scheduler:
 
     def _serve_running(self, builder: PlanBuilder, position: int, end: int) -> None:
         """Plan running groups in order; the tail may be preempted on the way, so the list is walked by position."""
-        while position < min(end, len(self._running.groups)):
+        while position < end and position < len(self._running.groups):
             if not self._serve(self._running.groups[position], builder):
                 return
             position += 1

@@ -66,16 +66,3 @@ def input_lines(
 def unit(x, axis: tl.constexpr):
     """Vectors of length one"""
     return x * tl.expand_dims(tl.rsqrt(tl.sum(x * x, axis=axis) + 1e-6), axis)
-
-
-@triton.jit
-def gated(x, z, weight, eps, NORM: tl.constexpr, SIZE: tl.constexpr):
-    """A group's outputs x, float32, gated by z and normed; SIZE of its values count."""
-    gate = silu(z)
-    if NORM == GATE_FIRST:
-        x = x * gate
-    if NORM != NO_NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight
-    if NORM != GATE_FIRST:
-        x = x * gate
-    return x

@@ -8,7 +8,8 @@ pieces, most of which are computed side by side:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +26,7 @@ class RecurrentBatch:
     num_single: int  # the first so many rows have one token each
     pieces: torch.Tensor | None  # int32 [N, 4] of the others: row, first position, tokens, first token in the step
     block_size: int
+    owners: torch.Tensor | None = None  # int32 [T]: the row of each token, where rows are computed token by token
 
 
 def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
@@ -33,7 +35,11 @@ def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentBat
 
 def plan_token_by_token(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
     """The same for kernels that compute every row token by token"""
-    return _plan(batch, cells, states, cuts_pieces=False)
+    plan = _plan(batch, cells, states, cuts_pieces=False)
+    if plan.num_single == len(plan.contexts):
+        return plan
+    numbers = [row for row, (count, _) in enumerate(_lengths(batch)) for _ in range(count)]
+    return replace(plan, owners=_sent(numbers, batch.context_lens.device))
 
 
 def _plan(batch: ForwardBatch, cells: int, states: int, *, cuts_pieces: bool) -> RecurrentBatch:
@@ -58,8 +64,13 @@ def _pieces(batch: ForwardBatch, num_single: int) -> torch.Tensor:
             length = min(context, (position // CHUNK + 1) * CHUNK) - position
             found.append((row, position, length, token))
             position, token = position + length, token + length
-    pieces = torch.tensor(found, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return pieces.to(device, non_blocking=True)
+    return _sent(found, device)
+
+
+def _sent(values: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    """int32, without the host's waiting for the device"""
+    tensor = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
 
 
 def _lengths(batch: ForwardBatch) -> list[tuple[int, int]]:

@@ -19,8 +19,6 @@ class Sizes:
     """delta rule, key heads, value heads, key dim, value dim, taps, bias of the convolution: constants of kernels"""
     norm: int
     norm_is_shared: bool
-    gates_by_head: bool
-    """A head's output is normed alone, or not at all."""
     anything: torch.Tensor
 
     @classmethod
@@ -33,7 +31,6 @@ class Sizes:
             ),
             norm=(NO_NORM if norm is None else GATE_FIRST if norm.gates_first else NORM_FIRST).value,
             norm_is_shared=norm is None or norm.is_shared,
-            gates_by_head=norm is None or norm.groups == spec.value_heads,
             anything=args.weights.rates,
         )  # fmt: skip
 

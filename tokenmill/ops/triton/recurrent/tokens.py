@@ -1,8 +1,10 @@
-"""Recurrent mixers token by token: one program computes a head of a row, from the joint projection to its output.
+"""Recurrent mixers token by token: decoding steps, and prompts of deterministic ones.
 
-The state stays in registers. Of the tokens since the last multiple of 64 a program reads cells; of those that are of
-this step, what it left beside the cache itself, in the precision of the cells. So the result of a token is computed in
-the same order whatever step it is in: decoding steps take this way, and deterministic ones for prompts too.
+    prepare   a program a token and head: convolution, q, k, v, decay and step; inputs and keys for later steps
+    recur     a program some values of a head of a row: its tokens one after another, the state in registers
+
+Of the tokens since the last multiple of 64 cells are read; of those that are of this step, what was left beside the
+cache, in the precision of the cells. So the result of a token is computed in the same order whatever step it is in.
 """
 
 from __future__ import annotations
@@ -14,66 +16,125 @@ import triton.language as tl
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, gated, input_lines, silu, step_of, unit
+from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_lines, silu, step_of
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
-from tokenmill.ops.triton.recurrent.sizes import Sizes, gate_numbers, step_numbers
+from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
-OPTIONS = {"num_warps": 8}
+RECUR = {"num_warps": 4}
+MAX_VALUES = 64  # of a head that a program of `recur` computes
 TILE = tl.constexpr(32)  # tokens of the chunk that are looked at together
 AT_ONCE = tl.constexpr(4)  # tokens that are added to a state before the next ones are loaded
 
 
+# ── before the recurrence ──────────────────────────────────────────────────────────────────────────────
+
+
 @triton.jit
-def _convolved(
-    position, row, sources, taps, channels, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
+def _convolve_token(
+    position, row, sources, taps, channels, target, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the convolution at one position, float32"""
+    """silu of the convolution at a position, float32. Its input goes to its cell, and, where a state is written behind
+    it, the last inputs to that state's tail."""
     weight, bias = taps
+    conv_inputs, tails, block, slot = target
     total = tl.zeros(channels.shape, tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + channels)
     for tap in tl.static_range(KERNEL):
         line, exists = input_lines(position - (KERNEL - 1 - tap), row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-        value = tl.load(line + channels, mask=everywhere(exists, channels), other=0.0).to(tl.float32)
-        total += tl.load(weight + channels * KERNEL + tap) * value
+        value = tl.load(line + channels, mask=everywhere(exists, channels), other=0.0)
+        total += tl.load(weight + channels * KERNEL + tap) * value.to(tl.float32)
+        if tap == KERNEL - 1:
+            cell = conv_inputs + (block * BLOCK_SIZE + position % BLOCK_SIZE) * CHANNELS
+            tl.store(cell + channels, value, mask=everywhere(block > 0, channels))
+        if tap > 0:
+            tail = tails + (slot * (KERNEL - 1) + tap - 1) * CHANNELS
+            tl.store(tail + channels, value, mask=everywhere(slot > 0, channels))
     return silu(total)
 
 
-@triton.jit
-def _keep_inputs(
-    position, row, sources, channels, target, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Write the inputs at a position into its cell, and the last ones before a state into that state's tail."""
-    conv_inputs, tails, block, slot = target
-    line, _ = input_lines(position, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-    cell = conv_inputs + (block * BLOCK_SIZE + position % BLOCK_SIZE) * CHANNELS
-    tl.store(cell + channels, tl.load(line + channels), mask=everywhere(block > 0, channels))
-    if slot > 0:
-        for number in tl.static_range(KERNEL - 1):
-            back = KERNEL - 2 - number
-            last, exists = input_lines(position - back, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-            value = tl.load(last + channels, mask=everywhere(exists, channels), other=0.0)
-            tl.store(tails + (slot * (KERNEL - 1) + number) * CHANNELS + channels, value)
+@kernel_unspecialized("cell_stride", "state_stride")
+def _prepare_tokens(
+    projected, conv_weight, conv_bias, rates, step_bias, conv_inputs, keys, tails, cell_tables, state_tables,
+    query_starts, contexts, owners, step_queries, step_keys, step_values, steps, strengths, cell_stride, state_stride,
+    step_scale, min_step, max_step, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + (2 * VALUE_HEADS if IS_DELTA else VALUE_HEADS)
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    head, number = tl.program_id(0), tl.program_id(1)
+    row_number = tl.load(owners + number) if HAS_PROMPTS else number
+    first, context = tl.load(query_starts + row_number), tl.load(contexts + row_number)
+    start = context - (tl.load(query_starts + row_number + 1) - first)
+    if context > 0:  # others fill up a graph
+        cell_table, state_table = cell_tables + row_number * cell_stride, state_tables + row_number * state_stride
+        position, token = start + number - first, number.to(tl.int64)
+        before = tl.load(state_table + tl.maximum(start // CHUNK - 1, 0), mask=start >= CHUNK, other=0).to(tl.int64)
+        block = tl.load(cell_table + position // BLOCK_SIZE).to(tl.int64)
+        is_last = position % CHUNK == CHUNK - 1
+        behind = tl.load(state_table + position // CHUNK, mask=is_last, other=0).to(tl.int64)
+        row, sources, taps = (
+            (first, start, cell_table, before),
+            (projected, conv_inputs, tails),
+            (conv_weight, conv_bias),
+        )
+        target = (conv_inputs, tails, block, behind)
+        if head < 2 * KEY_HEADS:
+            keys_at = tl.arange(0, KEY_DIM)
+            vector = _convolve_token(
+                position, row, sources, taps, head * KEY_DIM + keys_at, target, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE,
+                HAS_BIAS,
+            )  # fmt: skip
+            if IS_DELTA:
+                vector = vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + 1e-6)
+            if head < KEY_HEADS:
+                scaled = vector * (KEY_DIM**-0.5) if IS_DELTA else vector
+                tl.store(step_queries + (token * KEY_HEADS + head) * KEY_DIM + keys_at, scaled)
+            else:
+                key_head = head - KEY_HEADS
+                kept = vector.to(keys.dtype.element_ty)
+                cell = keys + ((block * KEY_HEADS + key_head) * BLOCK_SIZE + position % BLOCK_SIZE) * KEY_DIM
+                tl.store(step_keys + (token * KEY_HEADS + key_head) * KEY_DIM + keys_at, kept)
+                tl.store(cell + keys_at, kept, mask=everywhere(block > 0, keys_at))
+        else:
+            value_head = head - 2 * KEY_HEADS
+            values_at = value_head * VALUE_DIM + tl.arange(0, VALUE_DIM)
+            values = _convolve_token(
+                position, row, sources, taps, 2 * KEY_HEADS * KEY_DIM + values_at, target, WIDTH, CHANNELS, KERNEL,
+                BLOCK_SIZE, HAS_BIAS,
+            )  # fmt: skip
+            tl.store(step_values + token * (VALUE_HEADS * VALUE_DIM) + values_at, values)
+            line = projected + token * WIDTH + WIDTH - VALUE_HEADS + value_head
+            g, strength = step_of(tl.load(line), value_head, rates, step_bias, step_scale, min_step, max_step)
+            if IS_DELTA:
+                strength = tl.sigmoid(tl.load(line - VALUE_HEADS).to(tl.float32))
+            tl.store(steps + token * VALUE_HEADS + value_head, g)
+            tl.store(strengths + token * VALUE_HEADS + value_head, strength)
+
+
+# ── the recurrence ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def _cells(at, row, BLOCK_SIZE: tl.constexpr):
     """Positions of a row: whether they are of this step, the step's tokens, blocks of cells and places in them"""
-    first, start, table, _ = row
+    first, start, table = row
     in_step = at >= start
     block = tl.load(table + at // BLOCK_SIZE, mask=at < start, other=0).to(tl.int64)
     return in_step, (first + at - start).to(tl.int64), block, at % BLOCK_SIZE
 
 
 @triton.jit
-def _vectors(places, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where keys or updates of a head begin; `fields` are those of this step, and those in cells"""
-    in_step, token, block, at = places
+def _vector(place, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where one key or update of a head begins; `fields` are those of this step, and those in cells"""
+    in_step, token, block, at = place
     of_step, in_cells = fields
-    cells = in_cells + ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
-    return tl.where(in_step, of_step + (token * HEADS + head) * DIM, cells)
+    cell = in_cells + ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
+    return tl.where(in_step, of_step + (token * HEADS + head) * DIM, cell)
 
 
 @triton.jit
@@ -100,69 +161,65 @@ def _decays(places, fields, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr)
     return tl.where(in_step, of_step + token * HEADS + head, in_cells + (block * BLOCK_SIZE + at) * HEADS + head)
 
 
+@triton.jit
+def _add_cells(
+    state, decay, chunk_start, row, heads, fields, keys_at, values_at, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A state that has decayed over its chunk, and what the chunk's tokens add to it, one after another"""
+    key_head, head = heads
+    all_keys, all_updates, all_decays = fields
+    for begin in range(0, CHUNK, AT_ONCE):
+        for one in tl.static_range(AT_ONCE):
+            place = _cells(chunk_start + begin + one, row, BLOCK_SIZE)
+            k = tl.load(_vector(place, all_keys, key_head, KEY_HEADS, KEY_DIM, BLOCK_SIZE) + keys_at).to(tl.float32)
+            u = tl.load(_vector(place, all_updates, head, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE) + values_at)
+            faded = tl.exp(decay - tl.load(_decays(place, all_decays, head, VALUE_HEADS, BLOCK_SIZE)))
+            state += (k * faded)[:, None] * u.to(tl.float32)[None, :]
+    return state
+
+
 @kernel_unspecialized("cell_stride", "state_stride")
 def _recur_tokens(
-    projected, conv_weight, conv_bias, rates, step_bias, skip, norm_weight, conv_inputs, keys, updates, decays, states,
-    tails, cell_tables, state_tables, query_starts, contexts, step_queries, step_keys, step_values, step_updates,
-    step_decays, out, cell_stride, state_stride, eps, step_scale, min_step, max_step, gate_scale, out_scale,
-    IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
-    NORM_IS_SHARED: tl.constexpr, GATES: tl.constexpr, HAS_PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    skip, keys, updates, decays, states, cell_tables, state_tables, query_starts, contexts, step_queries, step_keys,
+    step_values, step_updates, step_decays, steps, strengths, out, cell_stride, state_stride, IS_DELTA: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, OWN: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + VALUES + (2 * VALUE_HEADS if IS_DELTA else VALUE_HEADS)
     STATE: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    REPEATS: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    PARTS: tl.constexpr = VALUE_DIM // OWN
+    head, row_number = tl.program_id(0) // PARTS, tl.program_id(1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    keys_at, values_at = tl.arange(0, KEY_DIM), tl.program_id(0) % PARTS * OWN + tl.arange(0, OWN)
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
-    head, row_number = tl.program_id(0), tl.program_id(1)
-    key_head = head // REPEATS
-    first, end = tl.load(query_starts + row_number), tl.load(query_starts + row_number + 1)
-    context = tl.load(contexts + row_number)
-    count = end - first
+    first, context = tl.load(query_starts + row_number), tl.load(contexts + row_number)
+    count = tl.load(query_starts + row_number + 1) - first
     start = context - count
     cell_table, state_table = cell_tables + row_number * cell_stride, state_tables + row_number * state_stride
-    keys_at, values_at = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
-    if context == 0:  # a row that fills up a graph
-        tl.store(out + (first * VALUES + head * VALUE_DIM) + values_at, tl.zeros((VALUE_DIM,), out.dtype.element_ty))
-        count = 0
     slot = tl.load(state_table + tl.maximum(start // CHUNK - 1, 0), mask=start >= CHUNK, other=0).to(tl.int64)
     state_at = head * KEY_DIM * VALUE_DIM + keys_at[:, None] * VALUE_DIM + values_at[None, :]
     state = tl.load(states + slot * STATE + state_at, mask=everywhere(slot > 0, state_at), other=0.0)
-    row = (first, start, cell_table, slot)
-    sources, taps = (projected, conv_inputs, tails), (conv_weight, conv_bias)
+    if context == 0:  # a row that fills up a graph
+        tl.store(out + first * VALUES + head * VALUE_DIM + values_at, tl.zeros((OWN,), tl.float32))
+        count = 0
+    row, heads = (first, start, cell_table), (key_head, head)
     all_keys, all_updates, all_decays = (step_keys, keys), (step_updates, updates), (step_decays, decays)
-    query_channels = key_head * KEY_DIM + keys_at
-    key_channels = KEY_HEADS * KEY_DIM + query_channels
-    value_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values_at
+    fields = (all_keys, all_updates, all_decays)
     for number in range(count):
         position, token = start + number, (first + number).to(tl.int64)
-        at = position % CHUNK
-        query = _convolved(position, row, sources, taps, query_channels, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE, HAS_BIAS)
-        key = _convolved(position, row, sources, taps, key_channels, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE, HAS_BIAS)
-        value = _convolved(position, row, sources, taps, value_channels, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE, HAS_BIAS)
-        if IS_DELTA:
-            query, key = unit(query, 0) * (KEY_DIM**-0.5), unit(key, 0)
-        # Through memory, so that every thread gets the numbers it needs and none is computed more than once.
-        own_keys, own_values = (token * KEY_HEADS + key_head) * KEY_DIM + keys_at, token * VALUES + head * VALUE_DIM
-        tl.store(step_queries + own_keys, query)
-        tl.store(step_keys + own_keys, key.to(keys.dtype.element_ty))
-        tl.store(step_values + own_values + values_at, value)
-        tl.debug_barrier()
-        query, value = tl.load(step_queries + own_keys), tl.load(step_values + own_values + values_at)
-        kept_key = tl.load(step_keys + own_keys)
-        key = kept_key.to(tl.float32)
-        line = projected + token * WIDTH
-        a = tl.load(line + WIDTH - VALUE_HEADS + head)
-        g, dt = step_of(a, head, rates, step_bias, step_scale, min_step, max_step)
-
-        # The tokens before it in its chunk
-        chunk_start = position - at
+        at, chunk_start = position % CHUNK, position - position % CHUNK
+        own_keys = (token * KEY_HEADS + key_head) * KEY_DIM + keys_at
+        own_values = token * VALUES + head * VALUE_DIM + values_at
+        query, key = tl.load(step_queries + own_keys), tl.load(step_keys + own_keys).to(tl.float32)
+        value, strength = tl.load(step_values + own_values), tl.load(strengths + token * VALUE_HEADS + head)
+        own_step = token * VALUE_HEADS + head
         last = _decays(_cells(tl.maximum(position - 1, 0), row, BLOCK_SIZE), all_decays, head, VALUE_HEADS, BLOCK_SIZE)
-        decay = g + tl.load(last, mask=at > 0, other=0.0)
-        by_key, by_query = tl.zeros((VALUE_DIM,), tl.float32), tl.zeros((VALUE_DIM,), tl.float32)
-        for tile in range(0, at, TILE):
+        decay = tl.load(steps + own_step) + tl.load(last, mask=at > 0, other=0.0)
+        by_key, by_query = tl.zeros((OWN,), tl.float32), tl.zeros((OWN,), tl.float32)
+        for tile in range(0, at, TILE):  # the tokens before it in its chunk
             numbers = tile + tl.arange(0, TILE)
             seen = numbers < at
             places = _cells(chunk_start + numbers, row, BLOCK_SIZE)
@@ -170,58 +227,38 @@ def _recur_tokens(
             u = _load_vectors(
                 places, all_updates, head, seen, values_at, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE, HAS_PROMPTS
             )
-            decays_there = tl.load(_decays(places, all_decays, head, VALUE_HEADS, BLOCK_SIZE), mask=seen, other=0.0)
-            weights = tl.where(seen, tl.exp(decay - decays_there), 0.0)
+            there = tl.load(_decays(places, all_decays, head, VALUE_HEADS, BLOCK_SIZE), mask=seen, other=0.0)
+            weights = tl.where(seen, tl.exp(decay - there), 0.0)
             by_query += tl.sum((weights * tl.sum(k * query[None, :], axis=1))[:, None] * u, axis=0)
             if IS_DELTA:
                 by_key += tl.sum((weights * tl.sum(k * key[None, :], axis=1))[:, None] * u, axis=0)
         from_state = tl.exp(decay)
+        fresh = value
         if IS_DELTA:
-            recalled = tl.sum(key[:, None] * state, axis=0) * from_state
-            strength = tl.sigmoid(tl.load(line + WIDTH - 2 * VALUE_HEADS + head).to(tl.float32))
-            update = (value - recalled - by_key) * strength
-        else:
-            update = value * dt
-        kept_update = update.to(updates.dtype.element_ty)
+            fresh = value - tl.sum(key[:, None] * state, axis=0) * from_state - by_key
+        kept_update = (fresh * strength).to(updates.dtype.element_ty)
         update = kept_update.to(tl.float32)
         result = tl.sum(query[:, None] * state, axis=0) * from_state + by_query + tl.sum(query * key, axis=0) * update
         if not IS_DELTA:
             result += tl.load(skip + head) * value
+        tl.store(out + own_values, result)
 
-        # What later tokens read
         block, in_block = tl.load(cell_table + position // BLOCK_SIZE).to(tl.int64), position % BLOCK_SIZE
-        key_cell = keys + ((block * KEY_HEADS + key_head) * BLOCK_SIZE + in_block) * KEY_DIM
-        update_cell = updates + ((block * VALUE_HEADS + head) * BLOCK_SIZE + in_block) * VALUE_DIM
-        tl.store(key_cell + keys_at, kept_key, mask=everywhere(block > 0, keys_at))
-        tl.store(update_cell + values_at, kept_update, mask=everywhere(block > 0, values_at))
+        cell = updates + ((block * VALUE_HEADS + head) * BLOCK_SIZE + in_block) * VALUE_DIM
+        tl.store(cell + values_at, kept_update, mask=everywhere(block > 0, values_at))
         tl.store(decays + (block * BLOCK_SIZE + in_block) * VALUE_HEADS + head, decay, mask=block > 0)
-        next_slot = tl.load(state_table + position // CHUNK, mask=at == CHUNK - 1, other=0).to(tl.int64)
-        target = (conv_inputs, tails, block, next_slot)
-        _keep_inputs(position, row, sources, value_channels, target, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-        if head % REPEATS == 0:
-            _keep_inputs(position, row, sources, query_channels, target, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-            _keep_inputs(position, row, sources, key_channels, target, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-        if (count > 1) | (at == CHUNK - 1):
-            tl.store(step_updates + own_values + values_at, kept_update)
-            tl.store(step_decays + token * VALUE_HEADS + head, decay)
+        is_read = at >= (0 if HAS_PROMPTS else CHUNK - 1)  # by a later token of this step, or by the state's sum
+        if is_read:
+            tl.store(step_updates + own_values, kept_update)
+            tl.store(step_decays + own_step, decay)
             tl.debug_barrier()  # other threads read what these stored
         if at == CHUNK - 1:
-            state = state * from_state
-            for begin in range(0, CHUNK, AT_ONCE):
-                for one in tl.static_range(AT_ONCE):
-                    place = _cells(chunk_start + begin + one, row, BLOCK_SIZE)
-                    k_at = _vectors(place, all_keys, key_head, KEY_HEADS, KEY_DIM, BLOCK_SIZE) + keys_at
-                    u_at = _vectors(place, all_updates, head, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE) + values_at
-                    faded = tl.exp(decay - tl.load(_decays(place, all_decays, head, VALUE_HEADS, BLOCK_SIZE)))
-                    state += (tl.load(k_at).to(tl.float32) * faded)[:, None] * tl.load(u_at).to(tl.float32)[None, :]
+            state = _add_cells(
+                state * from_state, decay, chunk_start, row, heads, fields, keys_at, values_at, KEY_HEADS, VALUE_HEADS,
+                KEY_DIM, VALUE_DIM, BLOCK_SIZE,
+            )  # fmt: skip
+            next_slot = tl.load(state_table + position // CHUNK).to(tl.int64)
             tl.store(states + next_slot * STATE + state_at, state, mask=everywhere(next_slot > 0, state_at))
-
-        if GATES:
-            z = tl.load(line + CHANNELS + head * VALUE_DIM + values_at).to(tl.float32) * gate_scale
-            weight_at = values_at if NORM_IS_SHARED else head * VALUE_DIM + values_at
-            weight = tl.load(norm_weight + weight_at) if NORM else 1.0
-            result = gated(result, z, weight, eps, NORM, VALUE_DIM) * out_scale
-        tl.store(out + own_values + values_at, result.to(out.dtype.element_ty))
 
 
 def recur_tokens(
@@ -232,21 +269,27 @@ def recur_tokens(
     out: torch.Tensor,
     num_rows: int,
 ) -> None:
-    """Compute the tokens of the first rows; out [T, values] is gated and normed where heads are groups of the norm."""
+    """Compute the tokens of the first rows; out: float32 [T, values], neither gated nor normed"""
     spec, sizes, weights = args.spec, Sizes.of(args), args.weights
-    num_tokens = num_rows if num_rows == plan.num_single else len(projected)
+    has_prompts = num_rows > plan.num_single
+    num_tokens = len(projected) if has_prompts else num_rows
     step_keys = projected.new_empty(num_tokens, spec.keys_size)
     step_updates = projected.new_empty(num_tokens, spec.values_size)
-    step_queries, step_values, step_decays = (
+    step_queries, step_values, step_decays, steps, strengths = (
         torch.empty(num_tokens, size, dtype=torch.float32, device=projected.device)
-        for size in (spec.keys_size, spec.values_size, spec.value_heads)
+        for size in (spec.keys_size, spec.values_size, *[spec.value_heads] * 3)
     )
-    _recur_tokens[(spec.value_heads, num_rows)](
-        projected, weights.conv, sizes.or_any(weights.conv_bias), weights.rates, weights.step_bias,
-        sizes.or_any(weights.skip), sizes.or_any(weights.norm), cache.conv_inputs, cache.keys, cache.updates,
-        cache.decays, cache.states, cache.tails, plan.cells, plan.states, plan.query_starts, plan.contexts,
-        step_queries, step_keys, step_values, step_updates, step_decays, out, plan.cells.stride(0),
-        plan.states.stride(0), weights.eps, *step_numbers(spec), *gate_numbers(spec), *sizes.shapes, plan.block_size,
-        sizes.norm, sizes.norm_is_shared, sizes.gates_by_head, num_rows > plan.num_single, **OPTIONS,
-        **launch_options(),
+    tables = (plan.cells, plan.states, plan.query_starts, plan.contexts)
+    strides = plan.cells.stride(0), plan.states.stride(0)
+    _prepare_tokens[(2 * spec.key_heads + spec.value_heads, num_tokens)](
+        projected, weights.conv, sizes.or_any(weights.conv_bias), weights.rates, weights.step_bias, cache.conv_inputs,
+        cache.keys, cache.tails, *tables, plan.query_starts if plan.owners is None else plan.owners, step_queries,
+        step_keys, step_values, steps, strengths, *strides, *step_numbers(spec), *sizes.shapes, plan.block_size,
+        has_prompts, num_warps=1, **launch_options(),
+    )  # fmt: skip
+    own = min(spec.value_dim, MAX_VALUES)
+    _recur_tokens[(spec.value_heads * spec.value_dim // own, num_rows)](
+        sizes.or_any(weights.skip), cache.keys, cache.updates, cache.decays, cache.states, *tables, step_queries,
+        step_keys, step_values, step_updates, step_decays, steps, strengths, out, *strides, *sizes.shapes,
+        plan.block_size, own, has_prompts, **RECUR, **launch_options(),
     )  # fmt: skip

@@ -6,12 +6,13 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.fake_engine import STORY
+from tests.support.fake_engine import INFO, STORY, FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
@@ -19,6 +20,7 @@ from tokenmill.engine.status import EngineStats
 from tokenmill.server.batches import lines as lines_module
 from tokenmill.server.batches.runner import BatchRunner
 from tokenmill.server.batches.width import BatchWidth
+from tokenmill.server.gate import EngineGate
 from tokenmill.types import BACKGROUND_PRIORITY, ChatRequest
 
 CHAT = "/v1/chat/completions"
@@ -228,6 +230,15 @@ def test_a_batch_and_its_files_belong_to_a_key(serving: Serving) -> None:
                 ask(batch.id)
         with pytest.raises(openai.NotFoundError):
             two.files.content(batch.output_file_id)
+
+
+def test_each_batch_goes_to_its_model(serving: Serving) -> None:
+    engines = [FakeEngine(), FakeEngine(info=replace(INFO, name="other"))]
+    server = serving(gate=[EngineGate(engine) for engine in engines])
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        batch = ended(client, batch_of(client, [line(f"n{n}", {**BODY, "model": "other"}) for n in range(3)]).id)
+        assert batch.request_counts.completed == 3 and batch.model == "other"
+    assert [len(engine.seen) for engine in engines] == [0, 3]
 
 
 def test_the_width_is_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:

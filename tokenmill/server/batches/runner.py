@@ -90,7 +90,10 @@ class BatchRunner:
 
     async def start(self) -> None:
         """Go on with batches whose server is gone."""
-        await self._sweep()
+        try:
+            await self._sweep()
+        except TokenmillError as error:  # a server without its old batches is better than none
+            log.error("batches: %s", error)
         self._watch = self._watch or asyncio.create_task(self._watch_all())
 
     async def close(self) -> None:
@@ -144,7 +147,7 @@ class BatchRunner:
         await self.database.write(self._bound.expire)
         for row in await self.database.read(table.abandoned):
             is_late = row["due_s"] < time.time()
-            if not self._is_worked_on(row) and (is_late or self._can_serve(row["model"])):
+            if not self._is_worked_on(row) and (is_late or await self._can_serve(row["model"])):
                 await self._take_over(row)
 
     def _is_worked_on(self, row: sqlite3.Row) -> bool:
@@ -153,10 +156,10 @@ class BatchRunner:
             return row["id"] in self._running
         return server is not None and instance.is_alive(server)
 
-    def _can_serve(self, model: str | None) -> bool:
+    async def _can_serve(self, model: str | None) -> bool:
         """False for a model of another server with the same state: that server's batches are not ours to fail."""
         try:
-            self._context.registry.find(model, is_required=False)
+            await self._context.when_read(lambda: self._context.registry.find(model, is_required=False))
         except UnknownModel:
             return False
         return True
@@ -247,7 +250,7 @@ class BatchRunner:
     async def _check(self, row: sqlite3.Row) -> sqlite3.Row:
         """Check the whole file; it has errors, or its lines are answered next."""
         check = await asyncio.to_thread(check_file, self.files.path(row["input"]), row["endpoint"])
-        if not check.faults and not self._can_serve(check.model):
+        if not check.faults and not await self._can_serve(check.model):
             problem = f"the model {shown(check.model)} does not exist"
             check.add(LineFault("model_not_found", problem, param="body.model"), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,3 +162,27 @@ def test_an_adapter_larger_than_a_slot_is_refused_by_name(stories_dir: Path, ran
     with pytest.raises(TokenmillError, match="adapter-slots"):
         without.load_adapter("a", random_dirs["a0"])
     without.close()
+
+
+@pytest.mark.slow
+def test_two_hundred_adapters_and_eight_slots_under_load(stories_dir: Path, tmp_path: Path) -> None:
+    """Requests of all kinds that come, are aborted and end: each is answered, as with its adapter alone."""
+    folders = {}
+    for number in range(200):
+        config = plain_config(r=2, lora_alpha=1 + number, target_modules=list(SIZES))
+        folders[f"a{number}"] = write_adapter(tmp_path / f"a{number}", config, llama_shapes(SIZES, 5, 2))
+    llm = LLM(stories_dir, adapters=folders, adapter_slots=8, num_blocks=60, max_running=24, threads=1)
+    rng = random.Random(0)
+    names: list[str | None] = [f"a{rng.randrange(200)}" if rng.random() < 0.95 else None for _ in range(1000)]
+    prompts = [f"{ONCE} there was {rng.randrange(30)}" for _ in names]
+    params = [
+        SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=1, max_tokens=rng.randrange(1, 24), ignore_eos=True)
+        for _ in names
+    ]
+    answers = llm.generate(prompts, params, adapter=names, progress=False)
+    assert all(answer.error is None for answer in answers)
+    assert [len(a.outputs[0].token_ids) for a in answers] == [p.max_tokens for p in params]
+    for number in rng.sample(range(1000), 60):
+        alone = llm.generate(prompts[number], params[number], adapter=names[number], progress=False)[0]
+        assert alone.outputs[0].token_ids == answers[number].outputs[0].token_ids
+    llm.close()

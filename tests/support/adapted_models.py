@@ -16,6 +16,7 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.forward_context import PositionTables
 from tokenmill.models.linear import AdapterSlots, Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
+from tokenmill.ops.cpu.packing import Quantization
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.dequantize import dequantize
@@ -45,6 +46,7 @@ def adaptable_model(
     ops: Ops = REFERENCE_OPS,
     activation_bits: str = "16",
     max_rank: int = 256,
+    quantization: Quantization = "none",
 ) -> AdaptableModel:
     spec = read_spec(folder)
     source = open_weights(folder, spec)
@@ -59,6 +61,7 @@ def adaptable_model(
         ropes,
         lambda raw: dequantize(raw, torch.float32),
         threads=1,
+        quantization=quantization,
         activation_bits=activation_bits,
         num_adapter_slots=num_slots,
     )

@@ -81,6 +81,9 @@ class ServerConfig:
     max_files_bytes: int = 8 << 30
     """Most bytes of all such files together, results of batches included; those that were not used for longest go
     first."""
+    ledger: bool | None = None
+    """Keep a row for every generation in the state: key, user, model, tokens, times, how it ended (`tokenmill usage`,
+    GET /v1/usage); by default where there are API keys."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from starlette.requests import Request
@@ -10,7 +11,8 @@ from starlette.responses import Response
 import tokenmill
 from tokenmill.server.dialect import head_of
 from tokenmill.server.errors import NotReady, error_headers
-from tokenmill.server.routing import TEXT, Endpoint, RouteContext, json_response, object_of
+from tokenmill.server.ledger import Ledger, groups_of, moment_of
+from tokenmill.server.routing import COUNT, TEXT, Endpoint, RouteContext, json_response, list_of, object_of
 
 TAG = "Operation"
 
@@ -49,4 +51,25 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
         Endpoint("GET", "/ping", ping, TAG, object_of(status=TEXT), description="The front process is alive."),
         Endpoint("GET", "/version", version, TAG, object_of(version=TEXT)),
         Endpoint("GET", "/metrics", metrics, TAG, TEXT, description="Prometheus metrics.", media_type="text/plain"),
+    ]
+
+
+def usage_endpoints(ledger: Ledger) -> list[Endpoint]:
+    async def usage(request: Request) -> Response:
+        """What a client's own key has used: a key never sees another's."""
+        groups = groups_of(request.query_params.get("group_by", "model"))
+        since_s = moment_of(request.query_params.get("since", "30d"), time.time())
+        rows = await ledger.usage(groups, since_s, request.state.record.key_id)
+        return json_response({"object": "list", "since": int(since_s), "data": rows})
+
+    return [
+        Endpoint(
+            "GET",
+            "/v1/usage",
+            usage,
+            TAG,
+            object_of(object=TEXT, since={"type": "integer"}, data=list_of(object_of(requests=COUNT))),
+            (400,),
+            description="Requests and tokens of the key that asks; ?group_by=model,user,outcome,day,month&since=7d.",
+        )
     ]

@@ -21,9 +21,9 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.text_workers import TextWorkers
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import Metrics
-from tokenmill.server.accounting import Accounting
+from tokenmill.server.accounting import Accounting, RequestRecord
 from tokenmill.server.adapter_admin import adapter_endpoints
-from tokenmill.server.admin import admin_endpoints
+from tokenmill.server.admin import admin_endpoints, usage_endpoints
 from tokenmill.server.anthropic.batches import message_batch_endpoints
 from tokenmill.server.anthropic.render import ANTHROPIC
 from tokenmill.server.anthropic.routes import anthropic_endpoints
@@ -34,6 +34,7 @@ from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import RoutingError
 from tokenmill.server.gate import EngineGate, ServedEngine
 from tokenmill.server.keys import KeyRing
+from tokenmill.server.ledger import Ledger
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
@@ -96,18 +97,23 @@ def create_app(
     accounting = Accounting(metrics, registry)
     loader.on_unload = accounting.unloaded
     state = ServerState.of(config)
+    ledger = Ledger(state.database, is_on=config.ledger if config.ledger is not None else bool(known_keys))
+
+    def count(record: RequestRecord) -> None:
+        accounting.finish(record)
+        ledger.add(record)
+
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
-    context = RouteContext(
-        registry, config, dialects, bodies, workers, live, accounting.finish, state, loader, known_keys
-    )
+    context = RouteContext(registry, config, dialects, bodies, workers, live, count, state, loader, known_keys)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
-    endpoints += admin_endpoints(context, accounting.render)
+    context.services.append(ledger)
+    endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
     endpoints += _batch_endpoints(context, jobs)
     app = Starlette(
         routes=[*routes_of(endpoints, dialects), *page_routes()],
-        middleware=_layers(config, known_keys, accounting, dialects),
+        middleware=_layers(config, known_keys, count, dialects),
         exception_handlers={
             TokenmillError: _show_error,
             HTTPException: _show_routing_error,
@@ -146,8 +152,10 @@ def _gates(models: ServedEngine | EngineGate | Sequence[EngineGate]) -> Sequence
     return [models if isinstance(models, EngineGate) else EngineGate(models)]
 
 
-def _layers(config: ServerConfig, keys: KeyRing, accounting: Accounting, dialects: Dialects) -> list[Middleware]:
-    layers = [Middleware(RequestMiddleware, on_done=accounting.finish, dialects=dialects)]
+def _layers(
+    config: ServerConfig, keys: KeyRing, count: Callable[[RequestRecord], None], dialects: Dialects
+) -> list[Middleware]:
+    layers = [Middleware(RequestMiddleware, on_done=count, dialects=dialects)]
     if config.cors_origin:
         layers.append(
             Middleware(

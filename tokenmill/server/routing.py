@@ -44,6 +44,7 @@ MakeJob = Callable[[bytes, str], Awaitable[GenerationJob]]  # the JSON of a body
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
+MAX_USER_LENGTH = 128
 LONG_BODY = 64 << 10  # bytes: parsed in a few milliseconds at most
 READING = (400, 404, 408, 413, 415, 429, 503)  # how a request with a body may fail
 FAILURES = {
@@ -120,7 +121,12 @@ class RouteContext:
         """A generation from body to reply; `make_job` is the dialect's parser, which may have a reply already."""
         record: RequestRecord = request.state.record
         record.is_generation = True
-        job = await self.parsed(request, make_job)
+
+        def make(body: dict[str, Any]) -> GenerationJob | Response:
+            record.user = user_in(body)
+            return make_job(body)
+
+        job = await self.parsed(request, make)
         if isinstance(job, Response):
             record.is_generation = False
             return job
@@ -136,6 +142,14 @@ class RouteContext:
             job = with_own_salts(job, record.key_id)
         limits = record.limits = self.quotas.of(record.key)
         return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits))
+
+
+def user_in(body: dict[str, Any]) -> str:
+    """The user that a client names in a body, in OpenAI's way or in Anthropic's."""
+    metadata = body.get("metadata")
+    named = [body.get("safety_identifier"), body.get("user")]
+    named += [metadata.get("user_id")] if isinstance(metadata, dict) else []
+    return next((name[:MAX_USER_LENGTH] for name in named if isinstance(name, str) and name), "")
 
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────────

@@ -112,4 +112,25 @@ VERSIONS = (
     CREATE TRIGGER batch_gone AFTER DELETE ON batches
         BEGIN DELETE FROM batch_lines WHERE batch = OLD.id; END;
     """,
+    """
+    CREATE TABLE usage (                 -- a row a generation, however it ended
+        time_s       REAL NOT NULL,
+        request      TEXT NOT NULL,
+        key          TEXT NOT NULL,      -- the id of the API key
+        user         TEXT NOT NULL,      -- as the client named him
+        model        TEXT NOT NULL,      -- empty: it was refused before it had one
+        path         TEXT NOT NULL,
+        status       INTEGER NOT NULL,
+        outcome      TEXT NOT NULL,      -- stop, length, abort, error
+        prompt_tokens     INTEGER NOT NULL,
+        cached_tokens     INTEGER NOT NULL,
+        completion_tokens INTEGER NOT NULL,
+        reasoning_tokens  INTEGER NOT NULL,
+        queue_s      REAL,
+        first_token_s REAL,
+        total_s      REAL NOT NULL
+    );
+    CREATE INDEX usage_by_time ON usage (time_s);
+    CREATE INDEX usage_by_key ON usage (key, time_s);
+    """,
 )

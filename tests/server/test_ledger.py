@@ -1,0 +1,98 @@
+"""The ledger adds up to the metrics and to what clients count themselves, and no key sees another's rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.metric_values import metric_values
+from tests.support.scripted_server import ScriptedServer, scripted_server
+from tests.support.timing import SOON_S, eventually
+from tokenmill.cli import main
+from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidRequest
+from tokenmill.server.ledger import groups_of, moment_of
+
+KEYS = ("alice", "bob")
+
+
+def as_key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+def ask(server: ScriptedServer, name: str, **more: Any) -> tuple[int, int]:
+    body = {"model": "scripted", "prompt": "Once upon a time", "max_tokens": 5, "user": f"{name}'s friend", **more}
+    reply = server.post("/v1/completions", body, headers=as_key(name))
+    usage = reply.json().get("usage", {"prompt_tokens": 0, "completion_tokens": 0})
+    return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def leave_early(server: ScriptedServer, name: str) -> None:
+    body = {"model": "scripted", "prompt": "Once upon a time", "max_tokens": 200, "stream": True}
+    with server.http.stream("POST", server.url + "/v1/completions", json=body, headers=as_key(name)) as reply:
+        next(reply.iter_lines())
+
+
+def usage(server: ScriptedServer, name: str, query: str = "") -> list[dict[str, Any]]:
+    return list(server.get(f"/v1/usage{query}", headers=as_key(name)).json()["data"])
+
+
+def test_the_ledger_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ServerConfig(api_key=KEYS, state_dir=tmp_path)
+    with scripted_server([{"say": "word " * 300, "token_delay_s": 0.002}], config=config) as server:
+        with ThreadPoolExecutor(6) as pool:
+            counted = list(pool.map(lambda number: ask(server, KEYS[number % 2]), range(20)))
+        refused = ask(server, "bob", temperature=-1)
+        leave_early(server, "alice")
+        assert refused == (0, 0)
+        assert eventually(lambda: len(usage(server, "alice", "?group_by=outcome")) == 2, SOON_S)
+        (alice,), (bob,) = usage(server, "alice", "?group_by="), usage(server, "bob", "?group_by=")
+        assert alice["requests"] == 11 and bob["requests"] == 11
+        assert bob["completion_tokens"] == sum(one for _, one in counted[1::2])
+        by_outcome = {row["outcome"]: row for row in usage(server, "alice", "?group_by=outcome")}
+        assert by_outcome["length"]["completion_tokens"] == sum(one for _, one in counted[::2])
+        assert by_outcome["abort"]["completion_tokens"] >= 1, "tokens of who left count"
+        metrics = metric_values(server.get("/metrics", headers=as_key("bob")).text)
+        assert metrics["tokenmill_prompt_tokens_total"] == alice["prompt_tokens"] + bob["prompt_tokens"]
+        assert metrics["tokenmill_generation_tokens_total"] == alice["completion_tokens"] + bob["completion_tokens"]
+        assert [row["user"] for row in usage(server, "bob", "?group_by=user")] == ["bob's friend"]
+        assert server.get("/v1/usage?group_by=text", headers=as_key("bob")).status_code == 400
+    assert main(["usage", "--by", "key,model", "--csv", "--state-dir", str(tmp_path)]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 3 and {row["model"] for row in rows} == {"scripted", ""}, "who was refused had no model yet"
+    assert sum(int(row["requests"]) for row in rows) == 22
+    assert main(["usage", "--json", "--state-dir", str(tmp_path)]) == 0
+    assert sum(row["completion_tokens"] for row in json.loads(capsys.readouterr().out)) == (
+        alice["completion_tokens"] + bob["completion_tokens"]
+    )
+    assert main(["usage", "--state-dir", str(tmp_path / "none")]) == 2
+
+
+def test_without_keys_nothing_is_kept(tmp_path: Path) -> None:
+    with scripted_server([{"say": "Fine."}], config=ServerConfig(state_dir=tmp_path)) as server:
+        ask(server, "nobody")
+        assert usage(server, "nobody", "?group_by=") == [
+            {
+                "requests": 0,
+                "prompt_tokens": 0,
+                "cached_tokens": 0,
+                "completion_tokens": 0,
+                "reasoning_tokens": 0,
+            }
+        ]
+
+
+def test_groups_and_spans_are_checked() -> None:
+    assert groups_of("key, day,key") == ["key", "day"]
+    with pytest.raises(InvalidRequest, match="group_by"):
+        groups_of("key; DROP TABLE usage")
+    assert moment_of("7d", 1_000_000.0) == 1_000_000.0 - 7 * 86_400
+    assert moment_of("1970-01-02", 0.0) == 86_400
+    with pytest.raises(InvalidRequest, match="since"):
+        moment_of("yesterday", 0.0)

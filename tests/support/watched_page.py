@@ -16,6 +16,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support.timing import SOON_S, eventually
 
+PATIENCE_MS = SOON_S * 1000
+expect.set_options(timeout=PATIENCE_MS)
+
 
 @contextmanager
 def watched_page(
@@ -32,7 +35,7 @@ def watched_page(
     complaints: list[str] = []
     with browser.new_context(viewport={"width": width, "height": height}, **context) as profile:
         page = profile.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(f"uncaught: {error}"))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -58,7 +61,7 @@ def ask(page: Page, text: str) -> None:
 def wait_for_answer(page: Page, text: str) -> None:
     """Wait until the last answer is complete and has this text."""
     last = page.locator(".message.assistant").last
-    expect(last).not_to_have_class(re.compile("live"), timeout=10_000)
+    expect(last).not_to_have_class(re.compile("live"), timeout=PATIENCE_MS)
     expect(last).to_contain_text(text)
 
 

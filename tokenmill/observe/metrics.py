@@ -28,7 +28,7 @@ Engine counters arrive as totals since the engine's start; `set_engine` turns th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -117,22 +117,17 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def values(self) -> dict[str, SeriesValue]:
-        """Return what `render` shows as numbers, added up over all models; of a ratio the highest. A series with
-        another label (the bound of a histogram's bucket, an outcome) is a dictionary by that label."""
+    def values(self, names: Sequence[str]) -> dict[str, SeriesValue]:
+        """Return what `render` shows of some families as numbers, added up over all models; of a ratio the highest. A
+        series with another label (the bound of a histogram's bucket, an outcome) is a dictionary by that label."""
         found: dict[str, SeriesValue] = {}
-        for family in self.registry.collect():
-            for sample in family.samples:
-                label = next((value for name, value in sample.labels.items() if name != "model"), None)
-                if label is None:
-                    others = found.get(sample.name, 0.0)
-                    assert isinstance(others, float), "a series has the same labels in all of its samples"
-                    is_ratio = sample.name.endswith("_ratio")
-                    found[sample.name] = max(others, sample.value) if is_ratio else others + sample.value
-                    continue
-                by_label = found.setdefault(sample.name, {})
-                assert isinstance(by_label, dict), "a series has the same labels in all of its samples"
-                by_label[label] = by_label.get(label, 0.0) + sample.value
+        for model in self._models.values():
+            for name, label, value in model.values(names):
+                before = found.setdefault(name, 0.0 if label is None else {})
+                if isinstance(before, dict):
+                    before[label or ""] = before.get(label or "", 0.0) + value
+                else:
+                    found[name] = max(before, value) if name.endswith("_ratio") else before + value
         return found
 
     def _declare(self, name: str, about: str, kind: Kind, labels: tuple[str, ...] = ()) -> Series:
@@ -151,6 +146,19 @@ class ModelMetrics:
         self._requests = {one: requests.labels(model, one) for one in get_args(Outcome)}  # all exported from 0 on
         self._series["model_info"].set(1)
         self._last = NO_ENGINE
+
+    def values(self, names: Sequence[str]) -> Iterator[tuple[str, str | None, float]]:
+        """Yield the values of some families: the name that `render` shows, a label beside the model's, the value.
+
+        Read from this model's own series, which takes a quarter of the time that a whole registry takes."""
+        for name in names:
+            children: dict[str | None, Series] = (
+                {**self._requests} if name == "requests" else {None: self._series[name]}
+            )
+            for outcome, series in children.items():
+                for sample in series.collect()[0].samples:
+                    if not sample.name.endswith("_created"):
+                        yield sample.name, outcome or sample.labels.get("le"), sample.value
 
     def finish_request(
         self, outcome: Outcome, *, prompt_tokens: int, output_tokens: int, times: RequestTimes, num_answers: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -124,10 +125,10 @@ class Accounting:
         self._note_engines()
         return self._metrics.render(), CONTENT_TYPE_LATEST
 
-    def values(self) -> dict[str, SeriesValue]:
-        """The same metrics as numbers, all models together."""
+    def values(self, names: Sequence[str]) -> dict[str, SeriesValue]:
+        """Some of the same metrics as numbers, all models together."""
         self._note_engines()
-        return self._metrics.values()
+        return self._metrics.values(names)
 
     def unloaded(self, name: str, last: EngineStats) -> None:
         """Count what the engine of a model did before it left the memory."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -33,7 +33,23 @@ INTERVAL_S = 1.0
 MAX_ROWS = 200  # requests in one event
 SAME_ORIGIN = ("same-origin", "none")  # values of sec-fetch-site; none: the address was typed
 
-ReadSeries = Callable[[], dict[str, SeriesValue]]
+SHOWN = (
+    "requests",
+    "requests_running",
+    "requests_waiting",
+    "kv_usage_ratio",
+    "prompt_tokens",
+    "generation_tokens",
+    "time_to_first_token_seconds",
+    "time_per_output_token_seconds",
+    "prefix_hits",
+    "prefix_queries",
+    "draft_tokens",
+    "accepted_draft_tokens",
+)
+"""The families of /metrics that the page shows."""
+
+ReadSeries = Callable[[Sequence[str]], dict[str, SeriesValue]]
 
 
 class ForeignPage(TokenmillError):
@@ -73,7 +89,7 @@ class LoadFeed:
             "state": health.state,
             "num_read": self._context.live.num_read(),
             "num_generated": self._context.live.num_generated(),
-            "series": {name: value for name, value in self._read_series().items() if not name.endswith("_created")},
+            "series": self._read_series(SHOWN),
         }
 
     async def frames(self, key_id: str) -> AsyncIterator[bytes]:

@@ -79,6 +79,19 @@ def test_other_gpus_have_rows_that_say_where_they_come_from(
     assert "hopper" not in everything and "splitk_int" in everything and "gemv_int4" in everything
 
 
+def test_shared_experts_and_mxfp4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
+    latent = json.loads((shapes / "deepseek-v2-lite" / "config.json").read_text())
+    plain = ask(tmp_path, capsys, latent, "--device", "H200")
+    assert any(title.endswith("6 a token, and 2 for all tokens") for title in plain)
+    assert not any(title.startswith("shared") for title in plain)
+    assert "norm_gemv" in plain["kv_down [576, 2048] bfloat16"]
+    rounded = ask(tmp_path, capsys, latent, "--device", "H200", "--quantization", "int8")
+    assert any(title.startswith("shared.gate_up") for title in rounded)
+    oss = ask(tmp_path, capsys, json.loads((shapes / "gpt-oss-20b" / "config.json").read_text()), "--device", "H200")
+    assert "grouped_gemm_fp4" in oss["experts 32 × [5760, 2880] mxfp4, 4 a token"]
+
+
 def test_a_gpu_without_a_row_says_whose_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ask(tmp_path, capsys, LLAMA, "--device", "H100")
     assert found["tuning"] == "no row for H100 (9.0): that of H200, the nearest compute capability"

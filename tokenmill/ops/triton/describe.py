@@ -14,18 +14,19 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, Stored, packed_int_format
-from tokenmill.arch.spec import Gqa, ModelSpec, MoeSpec
+from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
 from tokenmill.ops.triton.gemm.product import FP4, FP8, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
-from tokenmill.ops.triton.gemm.select import choose
+from tokenmill.ops.triton.gemm.select import choose, takes_norm_gemv
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
 
 MAX_ROWS = 4096
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 EPILOGUES: dict[str, Epilogue] = {"gate_up": "gated", "o": "add", "down": "add", "conv_out": "add"}
+MIXER_INPUTS = ("qkv", "kv_down")
 EXPERTS_KINDS: dict[str, ExpertsKind] = {"plain": "plain", "int": "int", "fp4": "fp4"}
 Answer = TypeVar("Answer")
 
@@ -47,6 +48,7 @@ class Kind(NamedTuple):
     form: WeightForm
     has_bias: bool
     has_post_norm: bool  # which stands between the product and the residual stream
+    is_normed: bool = False  # multiplies what an RMS norm leaves, and is a mixer's
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def matrix_kinds(spec: ModelSpec, weights: PlannedWeights) -> list[Kind]:
         if tensor.kind != "linear" or len(tensor.shape) != 2 or not name.endswith(".weight"):
             continue
         owner, own = _split_name(name)
+        if own.startswith("shared.") and _num_shared(spec.layers[_layer(owner)].mlp, owner, weights):
+            continue  # some more experts
         stack = rows.setdefault((owner, own), {})
         form = planned_form(name, tensor.shape, weights)
         stack[form] = stack.get(form, 0) + tensor.shape[0]
@@ -102,8 +106,9 @@ def matrix_kinds(spec: ModelSpec, weights: PlannedWeights) -> list[Kind]:
         columns = next((tensors[part].shape[1] for part in parts), spec.hidden_size)
         has_bias = any(f"{part.removesuffix('.weight')}.bias" in tensors for part in parts)
         has_post_norm = own in EPILOGUES and _has_post_norms(spec, owner)
+        is_normed = own in MIXER_INPUTS and spec.norm == RMS_NORM and not spec.layers[_layer(owner)].is_parallel
         for form, num_rows in stack.items():
-            found[Kind(own, num_rows, columns, form, has_bias, has_post_norm)] = None
+            found[Kind(own, num_rows, columns, form, has_bias, has_post_norm, is_normed)] = None
     if spec.tied_head:
         form = planned_form("embed.weight", (spec.vocab_size, spec.hidden_size), weights._replace(quantization="none"))
         found[Kind("head", spec.vocab_size, spec.hidden_size, form, False, False)] = None
@@ -120,7 +125,11 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _has_post_norms(spec: ModelSpec, owner: str) -> bool:
-    return spec.layers[int(owner.split(".")[1])].has_post_norms
+    return spec.layers[_layer(owner)].has_post_norms
+
+
+def _layer(owner: str) -> int:
+    return int(owner.split(".")[1])
 
 
 def product_section(kind: Kind, gpu: Capabilities) -> Section:
@@ -135,6 +144,8 @@ def _products(kind: Kind, m: int, gpu: Capabilities) -> tuple[str, str, str]:
 
 
 def _product(kind: Kind, m: int, gpu: Capabilities, mode: Mode) -> tuple[str, str]:
+    if m == 1 and kind.is_normed and takes_norm_gemv(kind.num_rows, kind.num_columns, kind.form):
+        return "norm_gemv", "one row and a small matrix: all of it is on its way before the row is normed"
     shape, epilogue = (m, kind.num_rows, kind.num_columns, kind.form, gpu, mode), EPILOGUES.get(_last(kind.name))
     if epilogue is not None and not (epilogue == "add" and kind.has_post_norm):
         fused = choose(*shape, epilogue, kind.has_bias)
@@ -147,6 +158,14 @@ def _product(kind: Kind, m: int, gpu: Capabilities, mode: Mode) -> tuple[str, st
 
 def _last(name: str) -> str:
     return name.split(".")[-1]
+
+
+def _num_shared(feed: FeedSpec | None, owner: str, weights: PlannedWeights) -> int:
+    """How many experts the MLP of all tokens is computed as: none unless it is plain and as they are"""
+    if not isinstance(feed, MoeSpec) or feed.shared is None or not feed.is_shared_like_experts:
+        return 0
+    is_plain = weights.quantization == "none" and not any(name.startswith(f"{owner}.") for name in weights.stored)
+    return feed.shared.intermediate_size // feed.expert.intermediate_size if is_plain else 0
 
 
 def experts_section(moe: MoeSpec, hidden: int, name: str, weights: PlannedWeights, gpu: Capabilities) -> Section:
@@ -163,7 +182,9 @@ def experts_section(moe: MoeSpec, hidden: int, name: str, weights: PlannedWeight
         row = choose_experts(ExpertsProduct(num_tokens, moe.num_active, experts, kind, expert_bytes, is_fused, gpu))
         return row.name, row.name, row.why
 
-    title = f"experts {experts} × [{2 * inter}, {hidden}] {forms[0]}, {moe.num_active} a token"
+    shared = _num_shared(moe, name, weights)
+    of_all = f", and {shared} for all tokens" if shared else ""
+    title = f"experts {experts} × [{2 * inter}, {hidden}] {forms[0]}, {moe.num_active} a token{of_all}"
     return Section(title, "tokens", tuple(_ranges(answer)))
 
 

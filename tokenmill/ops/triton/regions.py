@@ -36,8 +36,10 @@ from tokenmill.ops.interface import (
 from tokenmill.ops.triton.attention.decode import fused_decode_attention
 from tokenmill.ops.triton.attention.kv_cache import norm_rope_write_kv
 from tokenmill.ops.triton.attention.select import takes_fused_decode
-from tokenmill.ops.triton.elementwise.norm import norm_gemv, takes_norm_gemv
+from tokenmill.ops.triton.elementwise.norm import norm_gemv
 from tokenmill.ops.triton.gemm.linear import add_linear, can_add, gated_linear
+from tokenmill.ops.triton.gemm.product import PLAIN
+from tokenmill.ops.triton.gemm.select import takes_norm_gemv
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.moe.gemv import add_norm_experts, kind_of
 from tokenmill.ops.triton.moe.select import streams_experts
@@ -160,7 +162,8 @@ class FusedRegions:
 
 def _takes_norm_gemv(projection: ProjectionWeights) -> bool:
     matrix = projection.weight.packed
-    return projection.is_self_contained and isinstance(matrix, torch.Tensor) and takes_norm_gemv(matrix)
+    is_plain = projection.is_self_contained and isinstance(matrix, torch.Tensor)
+    return is_plain and takes_norm_gemv(len(matrix), matrix.shape[1], PLAIN[matrix.dtype])
 
 
 def _adds_in_place(projection: ProjectionWeights, post_norm: Norm | None, batch: BatchClass) -> bool:

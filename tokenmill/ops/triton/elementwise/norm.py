@@ -90,16 +90,6 @@ def _norm_gemv(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
 
 
-MAX_NORM_GEMV = 1 << 24  # numbers of a matrix, and of its columns
-MAX_NORM_GEMV_COLUMNS = 8192
-
-
-def takes_norm_gemv(matrix: torch.Tensor) -> bool:
-    """Return whether `norm_gemv` multiplies by a plain matrix."""
-    is_small = matrix.numel() <= MAX_NORM_GEMV and matrix.shape[1] <= MAX_NORM_GEMV_COLUMNS
-    return is_small and matrix.dtype != torch.float32
-
-
 def norm_gemv(
     x: torch.Tensor,
     residual: torch.Tensor | None,

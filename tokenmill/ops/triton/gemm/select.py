@@ -31,6 +31,8 @@ from tokenmill.ops.triton.gemm.product import INTERLEAVE, Epilogue, GemmKernel, 
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 MIN_HOPPER_ROWS = 33  # as many as two tiles of 16 do not hold
+MAX_NORM_GEMV = 1 << 24  # numbers of a matrix that is multiplied by a single row in the kernel that norms it
+MAX_NORM_GEMV_COLUMNS = 8192
 
 
 class GemmRow(NamedTuple):
@@ -192,6 +194,13 @@ INT_ROWS = (
     ),
 )
 PRODUCTS: dict[str, tuple[GemmRow, ...]] = {"plain": PLAIN_ROWS, "fp8": FP8_ROWS, "int": INT_ROWS}
+
+
+def takes_norm_gemv(n: int, k: int, form: WeightForm) -> bool:
+    """Return whether a single row is normed and multiplied by a matrix in one kernel (`elementwise/norm.py`), where an
+    RMS norm stands before the product."""
+    is_small = n * k <= MAX_NORM_GEMV and k <= MAX_NORM_GEMV_COLUMNS
+    return is_small and form.kind == "plain" and form.dtype != torch.float32
 
 
 @lru_cache(maxsize=16384)

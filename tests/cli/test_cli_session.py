@@ -39,7 +39,7 @@ def test_ctrl_c_ends_an_answer_that_has_not_begun(left: list[EventBuffer]) -> No
     out = io.StringIO()
     with asyncio.Runner() as runner:
         answer = write_answer(unanswered(runner, left), out)
-    assert answer.was_stopped and answer.last is None and out.getvalue() == "\n"
+    assert answer.was_stopped and answer.usage is None and out.getvalue() == "\n"
     assert left  # the engine was told
 
 
@@ -55,7 +55,7 @@ def test_a_turn_stopped_before_a_word_is_not_remembered(
 ) -> None:
     with asyncio.Runner() as runner:
         model: Any = SimpleNamespace(stream_chat=lambda messages, params: unanswered(runner, left))
-        conversation = Conversation(model, SamplingConfig(), None)
+        conversation = Conversation(lambda name: (model, "m"), None, SamplingConfig(), None)
         conversation.answer("a very long question")
     assert conversation.messages == [] and "(stopped)" in capsys.readouterr().err
 

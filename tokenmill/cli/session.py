@@ -116,6 +116,7 @@ class ServedModel:
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> ServedEvents:
         conversation = [Message(**message) for message in messages]
         asked = ChatRequest(messages=conversation, params=params, adapter=self._adapter)
+        asked = with_settings(asked, self._engine.info.defaults)
         return self._events(asked if self._custom is None else with_custom(asked, self._custom))
 
     def close(self) -> None:
@@ -138,14 +139,17 @@ def the_adapter(config: EngineConfig) -> str | None:
 
 
 def with_custom(asked: ChatRequest, custom: Customization) -> ChatRequest:
-    """A conversation with a created model. Its parameters hold where a flag was left at its default."""
+    """A conversation with a created model."""
     from tokenmill.server.ollama.options import sampling_settings
 
+    return customized(with_settings(asked, sampling_settings(custom.parameters, max_context=None)), custom)
+
+
+def with_settings(asked: ChatRequest, settings: dict[str, Any]) -> ChatRequest:
+    """A conversation with a model's own parameters, which hold where a flag was left at its default."""
     usual = SamplingConfig().params()
-    settings = sampling_settings(custom.parameters, max_context=None)
     changes = {name: value for name, value in settings.items() if getattr(asked.params, name) == getattr(usual, name)}
-    params = msgspec.structs.replace(asked.params, **changes)
-    return customized(msgspec.structs.replace(asked, params=params), custom)
+    return msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, **changes)) if changes else asked
 
 
 class ServedEvents(Iterator[Event]):

@@ -48,6 +48,9 @@ class ModelConfig:
     whatever this says; but on a GPU it is expanded for float32 and with `--deterministic`."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""
+    sampling_defaults: bool = True
+    """Draw answers by the model's own settings (its generation_config.json, or the catalog's) where a request says
+    nothing."""
     tool_format: str = "auto"
     """How the model writes tool calls: `auto` finds out from its chat template; `none`: it shall call none; or the name
     of a format (docs/tools.md)."""

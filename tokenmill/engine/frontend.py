@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.arch.read import read_spec
@@ -16,6 +17,7 @@ from tokenmill.engine.answer_reader import AnswerReader
 from tokenmill.engine.customized import with_own_adapter
 from tokenmill.engine.input_processor import InputProcessor, Shifting
 from tokenmill.engine.output_processor import MakeReader, OutputProcessor
+from tokenmill.engine.sampling_defaults import sampling_defaults
 from tokenmill.engine.scripted import scripted_spec
 from tokenmill.engine.status import ModelInfo
 from tokenmill.engine.tool_use import SpeechFinder, answer_start, callable_tools
@@ -65,6 +67,13 @@ class ModelFrontend:
     def eos_token_ids(self) -> tuple[int, ...]:
         return eos_ids(self.spec, self.tokenizer)
 
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """How answers are drawn where a request says nothing: arguments of `SamplingParams`."""
+        if not self.config.model.sampling_defaults or is_scripted(self.config.model.model):
+            return {}
+        return sampling_defaults(self.config.model.model, self.model_path)
+
     def output_processor(self, asked: ChatRequest | PromptRequest | EmbedRequest, request: Request) -> OutputProcessor:
         params = None if isinstance(asked, EmbedRequest) else asked.params
         keep_best = params.n if params is not None and params.best_of is not None else None
@@ -99,6 +108,7 @@ class ModelFrontend:
             chat_template=(self.tokenizer.chat_template or "") if self.tokenizer else "",
             can_call_tools=self.speech is not None and self.speech.calls is not None and self.speech.describes_tools,
             can_think=self.speech is not None and self.speech.thinking is not None,
+            defaults=self.sampling_defaults,
             can_fill_in=self.tokenizer is not None and find_fim_tokens(self.tokenizer) is not None,
         )
 

@@ -148,7 +148,7 @@ class LLM:
         params = one_of_two(params, sampling_params)
         shows_progress = progress if use_tqdm is None else use_tqdm
         ask = with_adapter(ask_prompt, self._adapter_of(adapter, lora_request))
-        return self._answer(AskedRows(prompts_in(prompts), params, ask), progress=shows_progress)
+        return self._answer(AskedRows(prompts_in(prompts), self._or_defaults(params), ask), progress=shows_progress)
 
     def chat(
         self,
@@ -179,7 +179,9 @@ class LLM:
         template_args = self._template_args({**(chat_template_kwargs or {}), **template_args})
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
         ask = with_adapter(ask, self._adapter_of(adapter, lora_request))
-        return self._answer(AskedRows(conversations_in(messages), params, ask), progress=shows_progress)
+        return self._answer(
+            AskedRows(conversations_in(messages), self._or_defaults(params), ask), progress=shows_progress
+        )
 
     def embed(
         self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None, adapter: Adapters = None
@@ -214,7 +216,7 @@ class LLM:
         answer with an `error`. Leaving the iterator, or Ctrl-C, ends what is under way.
         """
         ask = with_adapter(ask_prompt, adapter)
-        return self._answer_iter(AskedRows(prompts_in(prompts), params, ask), progress=progress)
+        return self._answer_iter(AskedRows(prompts_in(prompts), self._or_defaults(params), ask), progress=progress)
 
     def chat_iter(
         self,
@@ -232,13 +234,15 @@ class LLM:
         """The next turn of each conversation of an iterable of any length; else as `generate_iter` and `chat`."""
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
         ask = with_adapter(ask, adapter)
-        return self._answer_iter(AskedRows(conversations_in(conversations), params, ask), progress=progress)
+        return self._answer_iter(
+            AskedRows(conversations_in(conversations), self._or_defaults(params), ask), progress=progress
+        )
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Event]:
         """Continue one prompt, in pieces as they come. Leaving the iterator early ends the request."""
-        return self._stream(with_adapter(ask_prompt, adapter)(prompt, params_from(params)))
+        return self._stream(with_adapter(ask_prompt, adapter)(prompt, params_from(self._or_defaults(params))))
 
     def stream_chat(
         self,
@@ -254,7 +258,7 @@ class LLM:
     ) -> Iterator[Event]:
         """The next turn of one conversation, in pieces as they come; thoughts and calls are in their `parts`."""
         ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
-        return self._stream(with_adapter(ask, adapter)(messages, params_from(params)))
+        return self._stream(with_adapter(ask, adapter)(messages, params_from(self._or_defaults(params))))
 
     # ── adapters ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -298,11 +302,18 @@ class LLM:
             for request_id in list(self._output_processors):
                 self._abort(request_id)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The params of a call that gives none: the model's own (see `sampling_defaults` in the settings)."""
+        return SamplingParams(**self._frontend.sampling_defaults)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode` and `decode`."""
         return self._input_processor.tokenizer
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _or_defaults(self, params: ParamsGiven) -> ParamsGiven:
+        return self.get_default_sampling_params() if params is None else params
 
     def _template_args(self, given: dict[str, Any]) -> dict[str, Any]:
         """Keywords of `chat`, which are variables of the chat template: one that it never reads is refused."""

@@ -32,7 +32,7 @@ class ModelInfo:
     chat_template: str = ""  # the model's own; empty: it has none
     device: str = ""
     max_running: int = 0  # sequences computed together at most
-    defaults: dict[str, Any] = field(default_factory=dict)  # of a created model: arguments of SamplingParams
+    defaults: dict[str, Any] = field(default_factory=dict)  # the model's own SamplingParams
     manifest: Manifest | None = None  # of a created model
     adapters: tuple[str, ...] = ()  # names of those that are loaded
     num_adapter_slots: int = 0  # 0: none can be

@@ -77,7 +77,7 @@ def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
         name=manifest.name,
         created=int(manifest.pulled_at_s),
         chat_template=custom.template or base.chat_template,
-        defaults=sampling_settings(custom.parameters, max_context=None),
+        defaults={**base.defaults, **sampling_settings(custom.parameters, max_context=None)},
         manifest=manifest,
     )
     return Variant(parent, info, change, load_own_adapter)

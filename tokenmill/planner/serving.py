@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.backends import Device
+from tokenmill.hardware.torch_build import torch_computes_on_gpus
 from tokenmill.planner.device import PlanDevice, this_machine, unmeasured_machine
 from tokenmill.planner.memory import MemoryPlan
 from tokenmill.planner.model import PlannedModel, model_at
@@ -21,7 +22,7 @@ UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 def serving_plan(config: EngineConfig, path: Path, name: str, device: PlanDevice | None = None) -> Plan:
     """Plan a model as a server with these settings would run it. `device`: this machine, if it was measured already."""
     model = model_at(path, name)
-    device = device or this_machine(use_gpu=config.ops.device != "cpu", threads=config.ops.threads)
+    device = device or this_machine(use_gpu=_may_use_gpu(config), threads=config.ops.threads)
     return make_plan(model, device, _question(config, model, device))
 
 
@@ -35,7 +36,7 @@ def serving_memory(
     length, it takes the usual share, then nine tenths.
     """
     model = model_at(path, name)
-    device = unmeasured_machine(use_gpu=config.ops.device != "cpu")
+    device = unmeasured_machine(use_gpu=_may_use_gpu(config))
     if available is not None:
         device = replace(device, available_bytes=available)
     question, usual = _question(config, model, device), device.runs_on.memory_fraction
@@ -47,6 +48,11 @@ def serving_memory(
         if memory.fits:
             break
     return device.runs_on.name, memory
+
+
+def _may_use_gpu(config: EngineConfig) -> bool:
+    """Return whether an engine would run on a GPU that is there: by its settings, and by how torch was built."""
+    return config.ops.device == "cuda" or (config.ops.device == "auto" and torch_computes_on_gpus())
 
 
 def _question(config: EngineConfig, model: PlannedModel, device: PlanDevice) -> Question:

@@ -16,7 +16,6 @@ from tests.support.fake_engine import INFO, STORY, FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
-from tokenmill.engine.status import EngineStats
 from tokenmill.server.batches import lines as lines_module
 from tokenmill.server.batches.runner import BatchRunner
 from tokenmill.server.batches.width import BatchWidth
@@ -246,14 +245,28 @@ def test_the_width_is_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("tokenmill.server.batches.width.time.monotonic", lambda: now)
     width = BatchWidth(64)
     assert width._limit == 16, "at first a quarter"
-    width.num_under_way = 16
     now = 1.0
-    width.adapt(EngineStats(running=16))
+    width.adapt(0, 0)
     assert width._limit == 16
     now = 2.5
-    width.adapt(EngineStats(running=16))
+    width.adapt(0, 0)
     assert width._limit == 80, "alone: more than run at once"
-    width.adapt(EngineStats(running=20))
+    width.adapt(4, 0)
     assert width._limit == 15, "a quarter of what others leave"
-    width.adapt(EngineStats(running=16, waiting=3))
+    width.adapt(4, 1)
     assert width._limit == 0, "others wait"
+    width.adapt(100, 0)
+    assert width._limit == 1, "a full engine: one line waits for a row"
+
+
+def test_only_those_that_somebody_waits_for_count(client: openai.OpenAI, server: RunningServer) -> None:
+    server.engine.delay_s = 0.02
+    live = server.app.state.context.live
+    batch_id = batch_of(client, [line(f"n{n}") for n in range(8)]).id
+    when(client, batch_id, lambda batch: len(server.engine.running) >= 2)
+    assert live.interactive() == (0, 0)
+    chat: Any = {**BODY, "stream": True}
+    with client.chat.completions.create(**chat) as talk:
+        next(iter(talk))
+        assert live.interactive() == (1, 0)
+    ended(client, batch_id)

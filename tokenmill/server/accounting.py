@@ -35,6 +35,7 @@ class RequestRecord:
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     is_generation: bool = False  # counts in the request metrics
+    is_batch_line: bool = False  # nobody waits for it now
     model: str | None = None  # set once the request is handed to an engine
     usage: Usage | None = None
     accepted_s: float = 0.0  # when the engine had accepted it, since `started_s`

@@ -51,6 +51,11 @@ class LiveRequests:
     def count(self, key_id: str) -> int:
         return sum(run.record.key_id == key_id for run in self._runs.values())
 
+    def interactive(self) -> tuple[int, int]:
+        """How many runs are under way that somebody waits for, and how many of them have no token yet."""
+        waited_for = [run.record for run in self._runs.values() if not run.record.is_batch_line]
+        return len(waited_for), sum(record.first_token_s is None for record in waited_for)
+
     def num_generated(self) -> int:
         """Tokens that runs under way have generated so far, whoever they belong to."""
         return sum(run.num_generated() for run in self._runs.values())

@@ -75,7 +75,9 @@ async def _answer(
     line: BatchLine, request_id: str, owner: str, job: GenerationJob, context: RouteContext
 ) -> LineAnswer:
     model = job.engine.info.name
-    record = RequestRecord(request_id, "POST", line.url, key_id=owner, is_generation=True, model=model)
+    record = RequestRecord(
+        request_id, "POST", line.url, key_id=owner, is_generation=True, is_batch_line=True, model=model
+    )
     run = context.start_run(job, record)
     try:
         await run.accept()

@@ -24,7 +24,6 @@ from tokenmill.server.batches.lines import BatchLine, LineFault, check_file, par
 from tokenmill.server.batches.table import EndedLine, NewBatch, Outcome
 from tokenmill.server.batches.width import TICK_S, BatchWidth
 from tokenmill.server.body import shown
-from tokenmill.server.gate import EngineGate
 from tokenmill.server.routing import MakeJob, RouteContext
 from tokenmill.server.state.database import Database
 from tokenmill.server.state.files import StoredFiles
@@ -83,7 +82,7 @@ class BatchRunner:
         self.database = context.state.database
         self._bound = table.batches_bound(max_bytes)
         self._running: dict[str, RunningBatch] = {}
-        self._widths: dict[str, tuple[EngineGate, BatchWidth]] = {}
+        self._widths: dict[str, BatchWidth] = {}  # by model
         self._watch: asyncio.Task[None] | None = None
 
     # ── life of the service ────────────────────────────────────────────────────────────────────────────
@@ -132,10 +131,9 @@ class BatchRunner:
                 log.error("batches: %s", error)
 
     def _adapt_widths(self) -> None:
-        for gate, width in self._widths.values():
-            stats = gate.stats()
-            if stats is not None:
-                width.adapt(stats)
+        num_others, num_waiting = self._context.live.interactive()
+        for width in self._widths.values():
+            width.adapt(num_others, num_waiting)
 
     def _is_stopping(self) -> bool:
         return self._context.registry.default.health().state == "draining"
@@ -335,5 +333,5 @@ class BatchRunner:
             gate = self._context.registry.default
         if gate.label not in self._widths:
             known = gate.known
-            self._widths[gate.label] = gate, BatchWidth(0 if known is None else known.max_running)
-        return self._widths[gate.label][1]
+            self._widths[gate.label] = BatchWidth(0 if known is None else known.max_running)
+        return self._widths[gate.label]

@@ -4,7 +4,7 @@
     others are being answered   a quarter of the rows that they leave
     others wait                 none is begun; those under way go on, behind the others (`priority`)
 
-The engine's own figures are looked at some twenty times a second. A batch begins with a quarter of the rows, and gets
+The requests under way are looked at some twenty times a second. A batch begins with a quarter of the rows, and gets
 all of them once there was nobody else for a moment.
 """
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-
-from tokenmill.engine.status import EngineStats
 
 TICK_S = 0.05
 QUIET_S = 2.0
@@ -49,16 +47,15 @@ class BatchWidth:
         self.num_under_way -= 1
         self._admit()
 
-    def adapt(self, stats: EngineStats) -> None:
-        """Set the limit by what the engine has to do."""
+    def adapt(self, num_others: int, num_waiting: int) -> None:
+        """Set the limit by how many interactive requests there are, and how many of them wait for their first token."""
         now = time.monotonic()
-        num_others = max(0, stats.running + stats.waiting - self.num_under_way)
         if num_others:
             self._others_seen = now
-        if num_others and stats.waiting:
+        if num_waiting:
             self._limit = 0
         elif now - self._others_seen < QUIET_S:
-            self._limit = max(1, (self._num_rows - num_others) // 4)
+            self._limit = max(1, max(0, self._num_rows - num_others) // 4)
         else:
             self._limit = self._num_rows + max(2, self._num_rows // 4)
         self._admit()

@@ -296,3 +296,31 @@ def test_ordinary_templates_stay_within_bounds() -> None:
     long = [{"role": "user", "content": "word " * 200}] * 500
     text = ChatTemplate(CHATML, {}).render(long)
     assert text.count("word") == 100_000
+
+
+DOUBLED = (
+    "{% set n = namespace(x=[1], y=[1]) %}"
+    "{% for i in range(26) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *("{{ n.x == n.y }}", "{{ n.x in [n.y] }}", "{{ n.x < n.y }}", "{{ n.x|upper|length }}", "{{ n.x|pprint }}"),
+        *("{{ [n.x, n.y]|sort|length }}", "{{ [n.x, n.y]|max }}", "{{ n.x|wordcount }}", "{{ n.x|title|length }}"),
+    ],
+)
+def test_values_that_share_references_explode_nowhere(use: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ModelError, match="stopped"):
+        ChatTemplate(DOUBLED + use, {}).render([{"role": "user", "content": "x"}])
+    assert time.process_time() - began < 2.0
+
+
+def test_ordinary_comparisons_stay_what_they_are() -> None:
+    source = (
+        "{{ messages == other }},{{ messages|sort(attribute='role')|length }},{{ [3, 1]|max }},{{ ['b', 'a']|sort }}"
+    )
+    messages = [{"role": "user", "content": "x" * 500_000}]
+    assert ChatTemplate(source, {}).render(messages, extra={"other": messages}) == "True,1,3,['a', 'b']"

@@ -8,6 +8,7 @@ work without end is made to pass a check:
     loops, macros, calls    `tick`: is there time left?       (a call put into the compiled loop body)
     text written            `written`: counted as it is made, also inside macros
     + * ** % ~, filters     refused when the result would be too large, before it is computed
+    comparisons, sorting    refused for lists that hold too much, shared references counted each time
 
 Where a size is asked of nested lists, counting stops at the bound, so shared references can't explode it. `ChatSandbox`
 ties the checks into Jinja: its operators, calls, filters (those that could make much of little, `indent`, `center`,
@@ -40,6 +41,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_ITEMS = 1_000_000  # of any list a template builds
+MAX_COMPARED = 100_000  # items of lists that are compared, sorted or written as text
+MAX_PRETTY = 20_000  # characters and items laid out by `pprint`, which takes a tenth of a millisecond for each
 _MAX_INTEGER_BITS = 4096
 _MAX_WIDTH = 10_000  # of padding, indentation
 _WIDE_FORMAT = re.compile(r"\{[^{}]*\{|:[^{}]*\d{5}|%[^a-zA-Z%]*(\d{5}|\*)")
@@ -115,11 +118,12 @@ def written(value: Any) -> Any:
     return value
 
 
-def size_of(value: Any) -> int:
+def size_of(value: Any, limit: int | None = None) -> int:
     """About how many characters a value has when written out; refused once that is over the bound."""
     if isinstance(value, str):
         return len(value)
-    limit, total, waiting = _limit(), 0, [value]
+    total, waiting = 0, [value]
+    limit = _limit() if limit is None else limit
     while waiting:
         item = waiting.pop()
         total += len(item) if isinstance(item, str) else 8
@@ -130,6 +134,20 @@ def size_of(value: Any) -> int:
         if total > limit:
             raise OutOfBounds(f"it built a value of more than {limit} characters")
     return total
+
+
+def sized(value: Any) -> Any:
+    """Passes a value on that is compared or sorted, unless it is a nest of lists with too much in it; texts may be of
+    any length."""
+    num_items, waiting = 0, [value] if isinstance(value, list | tuple | dict) else []
+    while waiting:
+        item = waiting.pop()
+        inside = item.values() if isinstance(item, dict) else item
+        num_items += len(inside)
+        if num_items > MAX_COMPARED:
+            raise OutOfBounds(f"it compared a value of more than {MAX_COMPARED} items")
+        waiting += [one for one in inside if isinstance(one, list | tuple | dict)]
+    return value
 
 
 def _limit() -> int:
@@ -294,6 +312,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _pprint(value: Any) -> Any:
+    size_of([value], MAX_PRETTY)
+    return FILTERS["pprint"](value)
+
+
 BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {
     "center": _center,
     "indent": _indent,
@@ -303,9 +326,19 @@ BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {
     "string": _string,
     "replace": _replace,
     "join": _join,
+    "pprint": _pprint,
     "sum": _sum,
     "tojson": _tojson,
 }
+
+
+# Filters that compare what they are given, or write it as text.
+DEEP_FILTERS = frozenset(
+    (
+        *("capitalize", "dictsort", "e", "escape", "groupby", "lower", "max", "min", "sort", "striptags", "title"),
+        *("trim", "truncate", "unique", "upper", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
+    )
+)
 
 
 class Refusal(jinja2.TemplateError):
@@ -323,6 +356,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
             finalize=written,
         )
         self.tick = tick
+        self.sized = sized
         self.concat_bounded = _concatenated
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         del self.globals["lipsum"]
@@ -380,6 +414,20 @@ class _Watch(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _environment_call("concat_bounded", node.nodes, node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if not any(isinstance(side, nodes.Const) for side in (node.expr, *(operand.expr for operand in node.ops))):
+            node.expr = _environment_call("sized", [node.expr], node.lineno)
+            for operand in node.ops:
+                operand.expr = _environment_call("sized", [operand.expr], node.lineno)
+        return node
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if node.name in DEEP_FILTERS and node.node is not None and not isinstance(node.node, nodes.Const):
+            node.node = _environment_call("sized", [node.node], node.lineno)
+        return node
 
     def _ticking(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         fixed = sum(len(part.data) for statement in node.body for part in _fixed_texts(statement))

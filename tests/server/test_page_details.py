@@ -328,13 +328,13 @@ def test_looking_costs_less_than_a_thousandth_of_a_core(two_models: ServerProces
         time.sleep(seconds)
         return time.clock_gettime(clock) - before
 
-    looking = resting = 0.0
-    for _ in range(4):  # in turns: whatever else the server does is in both
+    looking, resting = [], []
+    for _ in range(4):  # in turns; the least of each: what others do to the machine only adds
         with httpx.stream("GET", f"{two_models.url}/ui/events", timeout=60) as reply:
             assert reply.status_code == 200
             time.sleep(0.5)
-            looking += used(5)
+            looking.append(used(5) / 5)
         time.sleep(1.5)
-        resting += used(5)
-    print(f"share of a core: {looking / 20:.5f} while someone looks, {resting / 20:.5f} otherwise")
-    assert looking - resting < 0.001 * 20
+        resting.append(used(5) / 5)
+    print(f"share of a core: {min(looking):.5f} while someone looks, {min(resting):.5f} otherwise")
+    assert min(looking) - min(resting) < 0.001

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.read import read_spec
-from tokenmill.arch.spec import LinearScaling, Llama3Scaling, LongRopeScaling, ModelSpec, RopeSpec, YarnScaling
+from tokenmill.arch.spec import LinearScaling, Llama3Scaling, LongRopeScaling, Mla, ModelSpec, RopeSpec, YarnScaling
 from tokenmill.errors import DamagedFile, ModelError, UnsupportedModel
 
 READABLE = {
@@ -198,3 +199,23 @@ def test_absent_things_are_named(tmp_path: Path) -> None:
         read_spec(tmp_path / "nothing")
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_spec(tmp_path)
+
+
+def test_kimi_linear_as_it_is_published() -> None:
+    """Layers are counted from 1, sizes of the recurrence are in a part of their own."""
+    spec = spec_from_hf(
+        {
+            "model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 163840, "model_max_length": 1048576,
+            "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+            "moe_intermediate_size": 1024, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+            "num_expert_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446,
+            "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+                                   "short_conv_kernel_size": 4},
+        }
+    )  # fmt: skip
+    kinds = ["full" if isinstance(layer.mixer, Mla) else "linear" for layer in spec.layers]
+    assert [number for number, kind in enumerate(kinds, start=1) if kind == "full"] == [4, 8, 12, 16, 20, 24, 27]
+    assert spec.max_context == 1048576 and num_parameters(spec) / 1e9 == pytest.approx(49.1, rel=0.02)

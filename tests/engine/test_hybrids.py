@@ -48,8 +48,13 @@ def hybrid(shared_dir: Path, name: str = "qwen3_5", backend: str = "reference", 
 # ── golden answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=native), "reference"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "reference") for name in (*MODELS, "kimi_linear")),
+        *(pytest.param(name, "cpu", marks=native) for name in MODELS),
+    ],
+)
 def test_golden_answers(name: str, backend: str, shared_dir: Path) -> None:
     """Greedy tokens and logprobs of a float64 computation, with prompts in odd chunks."""
     llm = hybrid(shared_dir, name, backend, token_budget=48, max_running=10, kv_dtype="float32")

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.support.compute_requests import LAYER, SPEC, WANTED
+from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec
 from tokenmill.engine.backends import TRITON
 
 pytest.importorskip("triton")
 
+MAMBA = Recurrent("ssd", 1, 2, 24, 128, 4, None)
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), True, shared=MlpSpec(8), has_shared_gate=True))
 
 
@@ -32,6 +34,11 @@ def test_every_cache_and_the_deterministic_mode_are_taken(kv_dtype: str, determi
         (
             {"spec": replace(SPEC, layers=(replace(LAYER, mixer=Gqa(64, 2, 64, 1.0, None)),))},
             "query heads",
+        ),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=MAMBA),))}, "keys of 24 dimensions"),
+        (
+            {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},
+            "states of 256 x 128",
         ),
     ],
 )

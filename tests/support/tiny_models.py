@@ -175,6 +175,13 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
          "ssm_in_multiplier": 1.2, "ssm_multipliers": [0.8, 0.7, 0.9, 1.1, 0.6], "ssm_out_multiplier": 0.9},
     ),
     "falcon_h1_no_norm": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 96, "rope_parameters": ROPE}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {**LATENT, "rope_parameters": None, "num_key_value_heads": 4, "head_dim": 8, "linear_head_dim": 8,
+         "linear_num_heads": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts": 6, "num_experts_per_token": 2,
+         "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7, "q_lora_rank": None},
+    ),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "ministral3": (
         "Ministral3Config",

@@ -220,7 +220,6 @@ MISSING = {
     "gemma3n_text": "several residual streams that predict each other",
     "glm_moe_dsa": "sparse attention over an index of keys",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
-    "kimi_linear": "recurrent layers with a decay per channel",
     "mamba": "recurrent layers without attention",
     "mimo": "heads that predict further tokens, as layers",
     "mimo_v2_flash": "keys and values of different widths beside windows of other shapes",

@@ -10,6 +10,9 @@ Per value head, with q and k of its key head, a state S [key_dim, value_dim] and
 q, k and v come from a causal depthwise convolution with silu behind it. Decay and step are computed from one number a
 token and head: g = -e^{a_log} · dt with dt = softplus(a + dt_bias). The output is normed and gated by z.
 
+Where channels have decays of their own, e^g and G are vectors over the channels of a key, and k_t·k_j is a sum in which
+channel c counts e^{G_tc - G_jc} times.
+
 Within a chunk of 64 tokens the recurrence unrolls (G: sum of g since the chunk began, S the state there):
 
     u_t = β_t (v_t - e^{G_t} k_t S - Σ_{j<t} e^{G_t - G_j} (k_t·k_j) u_j)
@@ -37,6 +40,7 @@ class OutputNorm:
     groups: int
     is_shared: bool  # one weight for all groups
     gates_first: bool  # norm(o * silu(z)) instead of norm(o) * silu(z)
+    gate: Literal["silu", "sigmoid"] = "silu"
     eps: float | None = None  # None: the model's
 
 
@@ -56,6 +60,15 @@ class Recurrent:
     step_scale: float = 1.0  # multiplies the projected a
     part_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # multiply the projected q, k and v
     out_scale: float = 1.0  # multiplies the mixer's output
+    has_channel_decays: bool = False  # each channel of a key has a decay of its own (Kimi's), not each head
+
+    @property
+    def gates_by_sigmoid(self) -> bool:
+        return self.norm is not None and self.norm.gate == "sigmoid"
+
+    @property
+    def num_decays(self) -> int:
+        return self.value_heads * self.key_dim if self.has_channel_decays else self.value_heads
 
     @property
     def keys_size(self) -> int:
@@ -74,9 +87,7 @@ class Recurrent:
     def projected_parts(self) -> tuple[tuple[str, int], ...]:
         """The matrices in front of the mixer and their rows, in the order in which they are stacked."""
         parts = (("q", self.keys_size), ("k", self.keys_size), ("v", self.values_size), ("z", self.values_size))
-        step = (
-            (("b", self.value_heads), ("a", self.value_heads)) if self.rule == "delta" else (("a", self.value_heads),)
-        )
+        step = (("b", self.value_heads), ("a", self.num_decays)) if self.rule == "delta" else (("a", self.num_decays),)
         return parts + step
 
     @property
@@ -89,11 +100,12 @@ class Recurrent:
         return sum(size for _, size in self.projected_parts)
 
     def cache_parts(self) -> tuple[CachePart, CachePart]:
+        decays = (self.value_heads, self.key_dim) if self.has_channel_decays else (self.value_heads,)
         cells = (
             CacheField("conv_inputs", (self.conv_size,), "compute"),
             CacheField("cell_keys", (self.key_heads, self.key_dim), "compute"),
             CacheField("cell_updates", (self.value_heads, self.value_dim), "compute"),
-            CacheField("cell_decays", (self.value_heads,), "float32"),
+            CacheField("cell_decays", decays, "float32"),
         )
         state = (
             CacheField("state", (self.value_heads, self.key_dim, self.value_dim), "float32"),

@@ -161,8 +161,10 @@ def _recurrent(mixer: Recurrent, hidden: int, prefix: str) -> Iterator[TensorSpe
         yield TensorSpec(f"{prefix}{name}.weight", (size, mixer.kernel), "vector")
         if mixer.conv_bias:
             yield TensorSpec(f"{prefix}{name}.bias", (size,), "vector")
-    for name in ("a_log", "dt_bias", *(("d",) if mixer.rule == "ssd" else ())):
-        yield TensorSpec(prefix + name, (mixer.value_heads,), "vector")
+    yield TensorSpec(prefix + "a_log", (mixer.value_heads,), "vector")
+    yield TensorSpec(prefix + "dt_bias", (mixer.num_decays,), "vector")
+    if mixer.rule == "ssd":
+        yield TensorSpec(prefix + "d", (mixer.value_heads,), "vector")
     if mixer.norm is not None:
         shared = mixer.values_size // mixer.norm.groups
         yield TensorSpec(prefix + "norm.weight", (shared if mixer.norm.is_shared else mixer.values_size,), "vector")
@@ -212,7 +214,8 @@ class Rule:
     add: float = 0.0
     interleaved: bool = False
     transposed: bool = False
-    unit_axis: int | None = None
+    unit_axis: int | tuple[int, ...] | None = None
+    times: str | None = None  # a matrix of as many rows as a recurrent key has channels, multiplied by theirs
 
 
 Rules = Mapping[str, Rule]
@@ -231,7 +234,8 @@ class TensorSource:
     is_vector: bool = False  # its rows are the last axis: a bias, of each expert perhaps
     add: float = 0.0
     factor: float = 1.0
-    unit_axis: int | None = None  # of theirs, which is dropped
+    unit_axes: tuple[int, ...] = ()  # of theirs, which are dropped
+    times: tuple[str, tuple[int, int]] | None = None  # a matrix that theirs is multiplied by, and its shape
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
     rotary_start: int = 0  # the first of a head's rows that are rotated
@@ -261,8 +265,14 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     if rule.fused:
         source = _fused(source, layer, rule, part)
     if rule.unit_axis is not None:
-        at = rule.unit_axis
-        source = replace(source, shape=(*source.shape[:at], 1, *source.shape[at:]), unit_axis=at)
+        axes = rule.unit_axis if isinstance(rule.unit_axis, tuple) else (rule.unit_axis,)
+        padded = source.shape
+        for at in axes:
+            padded = (*padded[:at], 1, *padded[at:])
+        source = replace(source, shape=padded, unit_axes=axes)
+    if rule.times is not None and isinstance(layer.mixer, Recurrent):
+        rank, name = layer.mixer.key_dim, rule.times.replace("{i}", str(number))
+        source = replace(source, shape=(shape[0], rank), times=(name, (rank, shape[1])))
     if rule.woven:
         source = _woven(source, layer, rule, part)
     if rule.transposed:

@@ -39,7 +39,7 @@ class AdapterTarget:
 
     def own_rows(self, b: torch.Tensor) -> torch.Tensor:
         """Take from `b` [rows of the module, rank] those of our matrix, in our order."""
-        source = replace(self.source, transposed=False, unit_axis=None)
+        source = replace(self.source, transposed=False, unit_axes=())
         return transformed(RawTensor(self.name, tuple(b.shape), b), source).data.contiguous()
 
 

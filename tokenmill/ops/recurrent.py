@@ -17,7 +17,7 @@ class RecurrentWeights:
     conv: torch.Tensor  # [channels of q, k and v, kernel], the oldest tap first
     conv_bias: torch.Tensor | None  # [channels]
     rates: torch.Tensor  # [value heads]: -e^{a_log}
-    step_bias: torch.Tensor  # [value heads]
+    step_bias: torch.Tensor  # [value heads], or [value heads * key_dim] where channels have decays of their own
     skip: torch.Tensor | None  # [value heads], Mamba-2's d
     norm: torch.Tensor | None  # [value_dim], or [values] where groups have weights of their own
     eps: float
@@ -33,7 +33,8 @@ class RecurrentCache:
     conv_inputs: torch.Tensor  # [blocks, block_size, channels]
     keys: torch.Tensor  # [blocks, key_heads, block_size, key_dim]
     updates: torch.Tensor  # [blocks, value_heads, block_size, value_dim]
-    decays: torch.Tensor  # float32 [blocks, block_size, value_heads], G since the chunk's beginning
+    decays: torch.Tensor  # float32, G since the chunk's beginning: [blocks, block_size, value_heads], or of channels
+    # [blocks, value_heads, block_size, key_dim]
     states: torch.Tensor  # float32 [slots, value_heads, key_dim, value_dim]
     tails: torch.Tensor  # [slots, kernel - 1, channels]: inputs of the convolution before the position of the state
 

@@ -119,6 +119,8 @@ class CheckpointWeights:
     def get(self, name: str) -> RawTensor:
         source = self.sources[name]
         parts = [self._part(theirs, source) for theirs in source.names]
+        if source.times is not None:
+            return self._product(name, parts[0], *source.times)
         if len(parts) == 1:
             return replace(parts[0], name=name)
         data = torch.stack([part.data for part in parts])
@@ -131,10 +133,18 @@ class CheckpointWeights:
             raise DamagedFile(f"{self.checkpoint.place}: tensor {theirs!r} {problem}")
         return transformed(self.checkpoint.load(theirs), source)
 
+    def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
+        """Two matrices with nothing between them, as one"""
+        right = self._part(theirs, TensorSource((theirs,), shape))
+        if left.quant or right.quant:
+            raise UnsupportedModel(f"tensor {theirs!r}: quantised matrices can't be multiplied by each other")
+        return replace(left, name=name, shape=(left.shape[0], shape[1]), data=left.data.float() @ right.data.float())
+
     def check(self) -> None:
         """Raise one error that names every missing, misshapen and unexpected tensor."""
         shapes = self.checkpoint.shapes
         expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
+        expected |= dict(source.times for source in self.sources.values() if source.times is not None)
         missing = [name for name in expected if name not in shapes]
         wrong = [
             f"{name} {list(shapes[name])} (expected {list(shape)})"
@@ -156,9 +166,8 @@ class CheckpointWeights:
 
 def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
     data, shape = raw.data, raw.shape
-    if source.unit_axis is not None:
-        data = data.squeeze(source.unit_axis)
-        shape = (*shape[: source.unit_axis], *shape[source.unit_axis + 1 :])
+    for at in reversed(source.unit_axes):
+        data, shape = data.squeeze(at), (*shape[:at], *shape[at + 1 :])
     axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows
     if raw.quant and len(shape) == 1 and (source.rows or source.woven or source.interleaved_heads):
         raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be cut or reordered")

@@ -16,6 +16,7 @@ from tokenmill.arch.families.gpt_oss import GPT_OSS
 from tokenmill.arch.families.granite import GRANITE
 from tokenmill.arch.families.granitemoehybrid import GRANITE_HYBRID
 from tokenmill.arch.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
+from tokenmill.arch.families.kimi_linear import KIMI_LINEAR
 from tokenmill.arch.families.lfm2 import LFM2
 from tokenmill.arch.families.lfm2_moe import LFM2_MOE
 from tokenmill.arch.families.llama import LLAMA
@@ -85,6 +86,7 @@ ALL: tuple[Family, ...] = (
     BAMBA,
     GRANITE_HYBRID,
     FALCON_H1,
+    KIMI_LINEAR,
     NEMOTRON_H,
 )
 

@@ -103,7 +103,7 @@ class Tokens(NamedTuple):
     q: torch.Tensor  # [T, key_heads, key_dim]
     k: torch.Tensor
     v: torch.Tensor  # [T, value_heads, value_dim]
-    g: torch.Tensor  # [T, value_heads], log of the decay
+    g: torch.Tensor  # [T, value_heads], or [T, value_heads, key_dim]: log of the decay
     strength: torch.Tensor  # [T, value_heads]: β, or dt
 
 
@@ -113,11 +113,14 @@ def _tokens(convolved: torch.Tensor, steps: list[torch.Tensor], args: RecurrentA
     q, k = (part.view(count, spec.key_heads, spec.key_dim) for part in (q, k))
     v = v.view(count, spec.value_heads, spec.value_dim)
     dt = functional.softplus(steps[-1] * spec.step_scale + weights.step_bias)
+    rates = weights.rates
+    if spec.has_channel_decays:
+        dt, rates = dt.view(count, spec.value_heads, spec.key_dim), rates.unsqueeze(-1)
     if spec.step_limits is not None:
         dt = dt.clamp(*spec.step_limits)
     if spec.rule == "ssd":
-        return Tokens(q, k, v, weights.rates * dt, dt)
-    return Tokens(_unit(q) * spec.key_dim**-0.5, _unit(k), v, weights.rates * dt, torch.sigmoid(steps[0]))
+        return Tokens(q, k, v, rates * dt, dt)
+    return Tokens(_unit(q) * spec.key_dim**-0.5, _unit(k), v, rates * dt, torch.sigmoid(steps[0]))
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +134,8 @@ def _gated(x: torch.Tensor, gate: torch.Tensor, args: RecurrentArgs) -> torch.Te
         return x * functional.silu(gate)
     if norm.gates_first:
         return _normed(x * functional.silu(gate), norm, weight, args.weights.eps)
-    return _normed(x, norm, weight, args.weights.eps) * functional.silu(gate)
+    factors = functional.silu(gate) if norm.gate == "silu" else torch.sigmoid(gate)
+    return _normed(x, norm, weight, args.weights.eps) * factors
 
 
 def _normed(x: torch.Tensor, norm: OutputNorm, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -158,6 +162,7 @@ class _RowChunks:
         self.cache, self.block_size, self.row, self.spec = cache, plan.block_size, row, spec
         self.tokens, self.inputs = tokens, inputs
         self.history = _inputs_before(cache, plan, row, spec.kernel - 1, inputs)
+        self.decay_shape = (spec.key_dim,) if spec.has_channel_decays else ()
         slot = row.states[row.start // CHUNK - 1] if row.start >= CHUNK else 0
         shape = (spec.value_heads, spec.key_dim, spec.value_dim)
         self.state = cache.states[slot] if slot else torch.zeros(shape, device=inputs.device)
@@ -201,14 +206,14 @@ class _RowChunks:
         spec, cache, device = self.spec, self.cache, self.state.device
         keys = torch.zeros(spec.key_heads, CHUNK, spec.key_dim, device=device)
         updates = torch.zeros(spec.value_heads, CHUNK, spec.value_dim, device=device)
-        decays = torch.zeros(spec.value_heads, CHUNK, device=device)
+        decays = torch.zeros(spec.value_heads, CHUNK, *self.decay_shape, device=device)
         chunk_start = first // CHUNK * CHUNK
         for position in range(chunk_start, first):
             block, token = self.row.cells[position // self.block_size], position % self.block_size
             at = position - chunk_start
             keys[:, at] = cache.keys[block, :, token].float()
             updates[:, at] = cache.updates[block, :, token].float()
-            decays[:, at] = cache.decays[block, token]
+            decays[:, at] = self._cell_decays(block, token)
         return keys, updates, decays
 
     def _solve(
@@ -221,8 +226,7 @@ class _RowChunks:
             fresh = tokens.v[own] * tokens.strength[own].unsqueeze(-1)
             updates[:, at:to] = fresh.transpose(0, 1).to(dtype).float()
             return
-        recalled = (keys @ self.state) * decays.exp().unsqueeze(-1)
-        products = (keys @ keys.transpose(1, 2)) * _pairwise(decays, diagonal=-1)
+        recalled, products = self._from_state(keys, decays), _products(keys, keys, decays, diagonal=-1)
         for number in range(at, to):
             line = self._line(first, number - at)
             seen = (products[:, number : number + 1] @ updates).squeeze(1)  # [value_heads, value_dim]
@@ -233,8 +237,21 @@ class _RowChunks:
         self, queries: torch.Tensor, keys: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
     ) -> torch.Tensor:
         """[value_heads, 64, value_dim]"""
-        recalled = (queries @ self.state) * decays.exp().unsqueeze(-1)
-        return recalled + ((queries @ keys.transpose(1, 2)) * _pairwise(decays, diagonal=0)) @ updates
+        return self._from_state(queries, decays) + _products(queries, keys, decays, diagonal=0) @ updates
+
+    def _from_state(self, vectors: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        """What vectors [heads, 64, D] read of the state before the chunk, as far as it has decayed since"""
+        if self.spec.has_channel_decays:
+            return (vectors * decays.exp()) @ self.state
+        return (vectors @ self.state) * decays.exp().unsqueeze(-1)
+
+    def _of_vectors(self, decays: torch.Tensor) -> torch.Tensor:
+        """Factors of vectors [heads, 64, D]"""
+        return decays if self.spec.has_channel_decays else decays.unsqueeze(-1)
+
+    def _cell_decays(self, block: int, token: int) -> torch.Tensor:
+        decays = self.cache.decays[block]
+        return decays[:, token] if self.spec.has_channel_decays else decays[token]
 
     def _write_cells(
         self, first: int, at: int, to: int, keys: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
@@ -248,13 +265,14 @@ class _RowChunks:
                 cache.conv_inputs[block, token] = self.inputs[self._line(first, number - at)]
                 cache.keys[block, :, token] = keys[:, number].to(cache.keys.dtype)
                 cache.updates[block, :, token] = updates[:, number].to(cache.updates.dtype)
-                cache.decays[block, token] = decays[:, number]
+                self._cell_decays(block, token).copy_(decays[:, number])
 
     def _next_state(self, end: int, keys: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor) -> None:
         """The state behind the chunk that ends at position `end`, kept where the table has a slot for it."""
         last = decays[:, -1:]
-        kept = keys * (last - decays).exp().unsqueeze(-1)
-        self.state = self.state * last.exp().unsqueeze(-1) + kept.transpose(1, 2) @ updates
+        kept = keys * self._of_vectors((last - decays).exp())
+        faded = last.exp().transpose(1, 2) if self.spec.has_channel_decays else last.exp().unsqueeze(-1)
+        self.state = self.state * faded + kept.transpose(1, 2) @ updates
         entry = end // CHUNK - 1
         slot = self.row.states[entry] if entry < len(self.row.states) else 0
         if slot:
@@ -262,6 +280,15 @@ class _RowChunks:
             number = self.spec.kernel - 1
             seen = torch.cat((self.history, self.inputs[: end - self.row.start]))
             self.cache.tails[slot] = seen[len(seen) - number :]
+
+
+def _products(left: torch.Tensor, right: torch.Tensor, decays: torch.Tensor, diagonal: int) -> torch.Tensor:
+    """left_t·right_j e^{G_t - G_j} [heads, 64, 64] of vectors [heads, 64, D], see `_pairwise`"""
+    if decays.dim() == 2:
+        return (left @ right.transpose(1, 2)) * _pairwise(decays, diagonal)
+    sees = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decays.device).tril(diagonal)
+    differences = (decays.unsqueeze(2) - decays.unsqueeze(1)).masked_fill(~sees.unsqueeze(-1), float("-inf"))
+    return torch.einsum("htc,hjc,htjc->htj", left, right, differences.exp())
 
 
 def _pairwise(decays: torch.Tensor, diagonal: int) -> torch.Tensor:

@@ -103,7 +103,7 @@ def test_thousands_of_control_tokens_are_searched_in_time() -> None:
 
 @pytest.mark.slow
 def test_the_default_models_own_tokens(smollm2_path: Path) -> None:
-    tokenizer = tokenizer_from_gguf(read_gguf(smollm2_path))
+    tokenizer = tokenizer_from_gguf(read_gguf(smollm2_path).metadata)
     ours = processor(tokenizer)
     request = ChatRequest(messages=[Message(role="user", content=SPOOF)])
     honest = ChatRequest(messages=[Message(role="user", content="Hi")])

@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from tests.support.fake_engine import INFO
-from tokenmill.server.openai.render import ChatRendering, CompletionRendering
-from tokenmill.types import Event
+from tokenmill.server.openai.render import ChatRendering, CompletionRendering, LegacyLogprobs, echoed_logprobs
+from tokenmill.types import Event, TokenInfo
 
 
 @pytest.mark.parametrize("text", ["a", '"quoted"\n\\', "\0", "–🌞", ""])
@@ -33,3 +33,12 @@ def test_a_chunk_of_text_has_every_field(text: str, choice: int, include_usage: 
             found = orjson.loads(chunk.removeprefix(b"data: "))
             assert chunk.endswith(b"\n\n") and found["choices"] == [expected]
             assert ("usage" in found) == include_usage and found["model"] == INFO.name
+
+
+def test_offsets_count_characters_where_several_tokens_share_one() -> None:
+    """A sentencepiece vocabulary writes rare characters byte by byte."""
+    pieces = [b" n", "é".encode(), *(bytes([byte]) for byte in "🦙".encode()), b" x"]
+    infos = [TokenInfo(1, raw.decode(errors="replace"), raw, -1.0, 1) for raw in pieces]
+    assert LegacyLogprobs().render(infos)["text_offset"] == [0, 2, 3, 3, 3, 3, 4]
+    echoed = echoed_logprobs("né🦙 x", [None, *infos], [])
+    assert echoed["text_offset"] == [0, 0, 1, 2, 2, 2, 2, 3], "the space before the text is the tokenizer's"

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 
 EXIT_TIMEOUT_S = 3.0
@@ -22,6 +23,7 @@ MAX_SOCKET_PATH = 70  # bytes: the folder's own name and the socket's take 29 mo
 SECRETS = ("TOKENMILL_API_KEY",)  # the front's: a core knows no keys
 FOLDER_PREFIX = "tokenmill-"
 LOCK = "owner"
+YOUNG_S = 60.0  # a folder of this age may be one whose owner is about to lock it
 PLAIN_START = "--no-fast-start"  # the child's last argument, where it is not to start fast
 
 
@@ -119,7 +121,8 @@ def remove_abandoned(place: str) -> None:
 def _is_abandoned(folder: str) -> bool:
     """Tell whether the owner of a folder is gone: nothing holds its lock. One without a lock is left alone."""
     try:
-        if os.lstat(folder).st_uid != os.getuid():
+        found = os.lstat(folder)
+        if found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG_S:
             return False
         lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

@@ -49,7 +49,7 @@ def tiles_for(dtype: torch.dtype, num_heads: int, *, are_single: bool, keys_each
     if dtype == torch.float32:
         return LatentTiles(16, 16, 4, 1)
     if are_single and num_heads <= 16:
-        return LatentTiles(16, 2 * TILE, 4, 2) if keys_each >= 4 * TILE else LatentTiles(16, TILE, 8, 2)
+        return LatentTiles(16, 2 * TILE, 4, 2) if keys_each >= 4 * TILE else LatentTiles(16, TILE // 2, 4, 2)
     return LatentTiles(64, TILE, 8, 2)
 
 

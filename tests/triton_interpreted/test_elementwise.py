@@ -32,6 +32,11 @@ def test_gated_activation(kind: str) -> None:
     assert_near(OPS.act_mul(x, kind), PLAIN.act_mul(x, kind))
 
 
+def test_rows_with_a_gate_of_their_own() -> None:
+    y, x, gate = torch.randn(3, 200), torch.randn(3, 200), torch.randn(200)
+    assert_near(OPS.gate_rows(y, x, gate), PLAIN.gate_rows(y, x, gate))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kernel", "has_bias"), [(3, False), (4, True), (1, True)])
 @pytest.mark.parametrize(

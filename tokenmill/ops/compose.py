@@ -216,7 +216,7 @@ class ComposedRegions:
         result = self._mlp(x, shared)
         if shared.gate is None:
             return result
-        return result * torch.sigmoid(x.float() @ shared.gate).to(x.dtype).unsqueeze(1)
+        return self.ops.gate_rows(result, x, shared.gate)
 
 
 def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:

@@ -396,6 +396,8 @@ class Ops:
     """[T, 2 * inter], gate then up → act(gate) * up"""
     activate: Callable[[torch.Tensor, Activation], torch.Tensor]
     """act(x), where there is no gate"""
+    gate_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """(y [T, H], x [T, H], gate float32 [H]) → each row of y times the sigmoid of its row x·gate"""
     route: Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor]]
     """(router logits [T, experts], how) → float32 weights [T, k], int64 expert ids [T, k], shared experts last"""
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsWeight, Activation], torch.Tensor]

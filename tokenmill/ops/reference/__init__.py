@@ -5,7 +5,16 @@ from __future__ import annotations
 from tokenmill.ops.compose import adapted_regions, composed
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
-from tokenmill.ops.reference.elementwise import act_mul, activate, add_rms_norm, layer_norm, rms_norm, rotate, softcap
+from tokenmill.ops.reference.elementwise import (
+    act_mul,
+    activate,
+    add_rms_norm,
+    gate_rows,
+    layer_norm,
+    rms_norm,
+    rotate,
+    softcap,
+)
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.latent_attention import latent_attend
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
@@ -35,6 +44,7 @@ REFERENCE_OPS = Ops(
     recurrent=recurrent,
     act_mul=act_mul,
     activate=activate,
+    gate_rows=gate_rows,
     route=route,
     experts=experts,
     softcap=softcap,

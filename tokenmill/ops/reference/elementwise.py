@@ -50,6 +50,10 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return activate(gate, activation) * up
 
 
+def gate_rows(y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return y * torch.sigmoid(x.float() @ gate).to(x.dtype).unsqueeze(1)
+
+
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     match activation:
         case "silu":

@@ -25,8 +25,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
     if request.rounds_latents:
         return ROUNDED_LATENTS
     for moe in request.spec.experts:
-        if request.deterministic and moe.has_shared_gate:
-            return "the gate of experts for all tokens has no one order of adding for every batch (deterministic)"
         if not moe.expert.is_gated:
             return "experts without a gate"
     for attention in request.spec.attentions:

@@ -12,8 +12,12 @@ import pytest
 from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
 from tests.support.trained_models import GREEDY, golden_cases, num_equal_tokens
 from tokenmill import LLM, Guided, SamplingParams
+from tokenmill.arch.read import read_spec
+from tokenmill.config import EngineConfig, ModelConfig
+from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.errors import TokenmillError, UnknownModel
 from tokenmill.params import BeamParams
+from tokenmill.planner.serving import serving_memory
 
 TRAINED = ("dora_r8_robots", "lora_pattern_reversed", "lora_r8_upper", "rslora_r16_bang")
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -186,3 +190,14 @@ def test_two_hundred_adapters_and_eight_slots_under_load(stories_dir: Path, tmp_
         alone = llm.generate(prompts[number], params[number], adapter=names[number], progress=False)[0]
         assert alone.outputs[0].token_ids == answers[number].outputs[0].token_ids
     llm.close()
+
+
+def test_slots_are_planned_as_they_are_made(stories_dir: Path, random_dirs: dict[str, Path]) -> None:
+    adapter = tuple(f"{name}={path}" for name, path in random_dirs.items())
+    config = EngineConfig(ModelConfig(model=str(stories_dir), adapter=adapter, adapter_slots=3))
+    room = resolve_adapters(config.model, read_spec(stories_dir), 4)
+    assert (room.slots, room.rank) == (3, 17)
+    _, memory = serving_memory(config, stories_dir, "stories")
+    _, without = serving_memory(EngineConfig(ModelConfig(model=str(stories_dir))), stories_dir, "stories")
+    assert (memory.adapters, without.adapters) == (room.total_bytes, 0)
+    assert room.total_bytes == 3 * room.slot_values * 4 > 0

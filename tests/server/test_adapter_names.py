@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.server_process import ServerProcess, real_server
+from tests.support.timing import SOON_S
 
 UPPER, BANG = "lora_r8_upper", "rslora_r16_bang"
 ONCE = "Once upon a time"
@@ -104,3 +108,23 @@ def test_wrong_loads_are_refused(client: httpx.Client, body: dict[str, str], sai
     reply = client.post("/v1/load_lora_adapter", json=body)
     assert reply.status_code == 400
     assert said in reply.text
+
+
+@pytest.mark.slow
+def test_adapters_outlive_a_crash_of_the_engine(
+    process: ServerProcess, client: httpx.Client, trained_dir: Path
+) -> None:
+    def is_there() -> bool:
+        return client.get("/health").status_code == 200 and "tiny:bang" in names(client)
+
+    load = {"lora_name": "bang", "lora_path": str(trained_dir / BANG)}
+    assert client.post("/v1/load_lora_adapter", json=load).status_code == 200
+    before = completion(client, "bang")
+    os.kill(process.children()[0], signal.SIGKILL)
+    for expected in (False, True):  # gone, and there again
+        deadline = time.monotonic() + SOON_S
+        while is_there() != expected and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert completion(client, "bang") == before
+    assert completion(client, "upper").isupper()
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "bang"}).status_code == 200

@@ -88,6 +88,7 @@ class AsyncEngine:
         self._num_preparing = 0
         self._running: dict[str, EventBuffer] = {}
         self._adapters: dict[str, LoadedAdapter] = {}
+        self._has_started = False
         self._loading: dict[str, asyncio.Future[LoadedAdapter]] = {}  # adapters, by name
         self._stats = EngineStats()
         self._idle = asyncio.Event()
@@ -366,11 +367,17 @@ class AsyncEngine:
 
     def _core_is_ready(self, info: CoreInfo) -> None:
         self._input_processor = self._frontend.input_processor(info.max_context)
-        named = {one.name for one in info.adapters}
-        for adapter in self.adapters:  # a core that was started anew has those of the config alone
-            if adapter.name not in named:
+        known = self._adapters if self._has_started else {one.name: one for one in info.adapters}
+        self._has_started = True
+        # A core that was started anew has the adapters of the config: what came and went since is repeated.
+        kept = [one for one in info.adapters if one.name in known and one.path == known[one.name].path]
+        for adapter in info.adapters:
+            if adapter.name not in known:
+                self._core.send(UnloadAdapter(adapter.name))
+        for adapter in known.values():
+            if adapter.name not in {one.name for one in kept}:
                 self._core.send(LoadAdapter(adapter.name, adapter.path))
-        self._set_adapters(info.adapters)
+        self._set_adapters(kept)
 
 
 class CoreSupervisor:

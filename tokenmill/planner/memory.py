@@ -68,6 +68,7 @@ class Limits:
     num_states: int | None = None  # of recurrent layers, likewise
     expands_weights: bool = False  # matrices that a GPU expands for large steps
     value_bytes: int = 2  # of an activation on a GPU
+    adapter_values: int = 0  # numbers in all slots for adapters
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class MemoryPlan:
     max_concurrency: int  # requests of full context that the pool holds
     mapped: int = 0  # pages of the model's file: counted as resident, given back when memory is short
     num_states: int = 0  # of recurrent layers
+    adapters: int = 0  # slots for them
 
     @property
     def resident(self) -> int:
@@ -93,7 +95,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.runtime + self.graphs + self.kv_pool
+        return self.weights + self.activations + self.runtime + self.graphs + self.kv_pool + self.adapters
 
     @property
     def fits(self) -> bool:
@@ -115,14 +117,15 @@ def plan_memory(
     weights = device_weight_bytes(spec, parts, split)
     activations, graphs = step_bytes(spec, limits, device, split)
     runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + device.runs_on.start_bytes
-    free = device.available_bytes - weights - activations - runtime - graphs
+    adapters = limits.adapter_values * (4 if device.is_cpu else limits.value_bytes)
+    free = device.available_bytes - weights - activations - runtime - graphs - adapters
     pool = _pool(spec, kv_dtype, device, split, limits, free)
     held = 0 if pool.num_blocks < 2 else (pool.num_blocks - 1) // pool.blocks_per_request
     if pool.state_bytes:
         held = min(held, (pool.num_states - 1) // 2)
     return MemoryPlan(
         weights, activations, runtime, graphs, pool.num_bytes, pool.bytes_per_request, pool.num_blocks,
-        device.available_bytes, held, file_bytes if device.is_cpu else 0, pool.num_states,
+        device.available_bytes, held, file_bytes if device.is_cpu else 0, pool.num_states, adapters,
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class Question:
     block_size: int = 16
     num_blocks: int | None = None
     num_states: int | None = None
+    adapter_values: int = 0  # in all slots for adapters
     slo: Slo = field(default_factory=Slo)
     usd_per_hour: float | None = None
     speeds: Speeds | None = None  # measured; None: from the device's peaks
@@ -61,7 +62,7 @@ class Question:
     def limits(self) -> Limits:
         return Limits(
             self.context, self.max_running, self.token_budget, self.block_size, self.memory_fraction, self.num_blocks,
-            self.num_states,
+            self.num_states, adapter_values=self.adapter_values,
         )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def memory_parts(plan: Plan) -> list[tuple[str, float]]:
         ("activations", m.activations),
         ("runtime and graphs", m.runtime + m.graphs),
         ("KV pool", m.kv_pool),
+        *([("adapter slots", m.adapters)] if m.adapters else []),
     ]
 
 

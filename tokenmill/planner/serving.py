@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import Device
 from tokenmill.hardware.torch_build import torch_computes_on_gpus
 from tokenmill.planner.device import PlanDevice, this_machine, unmeasured_machine
@@ -72,7 +74,16 @@ def _question(config: EngineConfig, model: PlannedModel, device: PlanDevice) -> 
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
         num_states=config.cache.num_states,
+        adapter_values=_adapter_values(config, model),
     )
+
+
+def _adapter_values(config: EngineConfig, model: PlannedModel) -> int:
+    """Numbers in the slots that the engine will make for adapters"""
+    if not isinstance(model.spec, ModelSpec):
+        return 0
+    room = resolve_adapters(config.model, model.spec, 1)
+    return room.slots * room.slot_values
 
 
 def _weight_dtype(config: EngineConfig, model: PlannedModel, device: Device) -> str:

@@ -32,7 +32,7 @@ MAX_SINGLE = 64  # tokens that are computed one by one
 TILE = 32  # tokens of a tile
 # Ranks and columns of a program that shrinks, and its warps; columns of one that expands, and its warps.
 SHRINK_TILE, SHRINK_WARPS = (4, 2048), 8
-EXPAND_ROWS, EXPAND_WARPS = 256, 4
+EXPAND_ROWS, EXPAND_WARPS = 128, 4
 
 
 # ── one token a program ────────────────────────────────────────────────────────────────────────────────
@@ -41,23 +41,27 @@ EXPAND_ROWS, EXPAND_WARPS = 256, 4
 @kernel
 def _shrink(
     x, slots, a, ranks, out, columns, max_rank, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    CHECKS_RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     slot = tl.load(slots + token).to(tl.int64)
-    part = first // max_rank
-    if first - part * max_rank < tl.load(ranks + slot * PARTS + part):  # slot 0 has no ranks
-        rows = first + tl.arange(0, ROWS)
-        lanes = tl.arange(0, BLOCK)
-        own = a + (slot - 1) * PARTS * max_rank * columns
-        sums = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, columns, BLOCK):
+    is_used = slot > 0
+    if CHECKS_RANKS:
+        part = first // max_rank
+        is_used = first - part * max_rank < tl.load(ranks + slot * PARTS + part)  # slot 0 has no ranks
+    rows, lanes = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at = (tl.maximum(slot, 1) - 1) * PARTS * max_rank * columns + rows[:, None].to(tl.int64) * columns + lanes[None, :]
+    limit = tl.where(is_used, columns, 0)
+    weights = tl.load(a + at, mask=(lanes < limit)[None, :], other=0.0).to(tl.float32)
+    if is_used:
+        values = tl.load(x + token * columns + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
+        sums = weights * values[None, :]
+        for start in range(BLOCK, columns, BLOCK):
             inside = start + lanes < columns
             values = tl.load(x + token * columns + start + lanes, mask=inside, other=0.0).to(tl.float32)
-            at = rows[:, None].to(tl.int64) * columns + start + lanes[None, :]
-            sums += tl.load(own + at, mask=inside[None, :], other=0.0).to(tl.float32) * values[None, :]
+            sums += tl.load(a + at + start, mask=inside[None, :], other=0.0).to(tl.float32) * values[None, :]
         tl.store(out + token * PARTS * max_rank + rows, tl.sum(sums, axis=1))
 
 
@@ -88,7 +92,8 @@ def _part_of(rows, starts, PARTS: tl.constexpr):
 @kernel
 def _expand(
     shrunk, slots, b, ranks, starts, gains, bias, out, num_rows, max_rank, PARTS: tl.constexpr,
-    HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    CHECKS_RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
@@ -96,25 +101,30 @@ def _expand(
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     slot = tl.load(slots + token).to(tl.int64)
-    if slot > 0:
-        part = _part_of(rows, starts, PARTS)
+    is_used = slot > 0
+    part = _part_of(rows, starts, PARTS)
+    used = rows * 0 + max_rank
+    if CHECKS_RANKS:
         used = tl.load(ranks + slot * PARTS + part)
-        lanes = tl.arange(0, WIDTH)
-        own = b + ((slot - 1) * num_rows + rows[:, None]) * max_rank
-        held = shrunk + token * PARTS * max_rank + part[:, None] * max_rank
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, tl.max(tl.where(inside, used, 0)), WIDTH):
+    lanes = tl.arange(0, WIDTH)
+    at = ((tl.maximum(slot, 1) - 1) * num_rows + rows[:, None]) * max_rank + lanes[None, :]
+    used = tl.where(is_used, used, 0)
+    there = inside[:, None] & (lanes[None, :] < used[:, None])
+    weights = tl.load(b + at, mask=there, other=0.0).to(tl.float32)
+    if is_used:
+        held = shrunk + token * PARTS * max_rank + part[:, None] * max_rank + lanes[None, :]
+        before = tl.load(out + token * num_rows + rows, mask=inside, other=0.0).to(tl.float32)
+        sums = tl.sum(weights * tl.load(held, mask=there, other=0.0), axis=1)
+        for start in range(WIDTH, tl.max(tl.where(inside, used, 0)), WIDTH):
             there = inside[:, None] & (start + lanes[None, :] < used[:, None])
-            weights = tl.load(own + start + lanes[None, :], mask=there, other=0.0).to(tl.float32)
-            sums += tl.sum(weights * tl.load(held + start + lanes[None, :], mask=there, other=0.0), axis=1)
-        at = out + token * num_rows + rows
-        before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            weights = tl.load(b + at + start, mask=there, other=0.0).to(tl.float32)
+            sums += tl.sum(weights * tl.load(held + start, mask=there, other=0.0), axis=1)
         if HAS_GAIN:
             product = before
             if HAS_BIAS:
                 product -= tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
             sums += product * tl.load(gains + (slot - 1) * num_rows + rows, mask=inside, other=0.0)
-        tl.store(at, (before + sums).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + token * num_rows + rows, (before + sums).to(out.dtype.element_ty), mask=inside)
 
 
 # ── tiles of tokens ────────────────────────────────────────────────────────────────────────────────────
@@ -264,6 +274,8 @@ class TritonLowRank:
             self._gains = self._gains.new_zeros(self._b.shape[:2])
         if self._has_gains:
             self._gains[slot - 1] = 0.0
+        self._a[slot - 1] = 0.0  # ranks that this one does not have, where the largest is too small to look
+        self._b[slot - 1] = 0.0
         for number, part in enumerate(parts):
             if part is not None:
                 self._put_part(slot - 1, number, part)
@@ -287,6 +299,9 @@ class TritonLowRank:
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokenSlots) -> torch.Tensor:
         if not self.is_active or not len(x):
             return out
+        return self._expanded(self._shrunk(x, plan), out, bias, plan)
+
+    def _shrunk(self, x: torch.Tensor, plan: TokenSlots) -> torch.Tensor:
         x, parts = x.contiguous(), len(self._starts) - 1
         shrunk = torch.empty(len(x), parts * self._max_rank, dtype=torch.float32, device=x.device)
         args = (x, plan.slots, self._a, self._ranks, shrunk)
@@ -298,9 +313,9 @@ class TritonLowRank:
         else:
             rows, block = SHRINK_TILE[0], min(SHRINK_TILE[1], next_power_of_2(self._columns))
             grid = (len(x), parts * self._max_rank // rows)
-            sizes, options = (self._columns, self._max_rank), {"num_warps": SHRINK_WARPS, **launch_options()}
-            _shrink[grid](*args, *sizes, parts, rows, block, **options)
-        return self._expanded(shrunk, out, bias, plan)
+            sizes, kinds = (self._columns, self._max_rank), (parts, rows, block, self._max_rank > RANKS)
+            _shrink[grid](*args, *sizes, *kinds, num_warps=SHRINK_WARPS, **launch_options())
+        return shrunk
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: TokenSlots) -> torch.Tensor:
         if not self.is_active or not len(numbers):
@@ -325,6 +340,8 @@ class TritonLowRank:
             _expand_tiles[grid](*args, given, out, *sizes, *kinds, TILE, 64, RANKS, **launch_options())
         else:
             grid = (len(out), cdiv(rows, EXPAND_ROWS))
-            options = {"num_warps": EXPAND_WARPS, **launch_options()}
-            _expand[grid](*args, given, out, rows, self._max_rank, *kinds, EXPAND_ROWS, RANKS, **options)
+            sizes = (EXPAND_ROWS, RANKS, self._max_rank > RANKS)
+            _expand[grid](
+                *args, given, out, rows, self._max_rank, *kinds, *sizes, num_warps=EXPAND_WARPS, **launch_options()
+            )
         return out

@@ -89,7 +89,7 @@ class AsyncEngine:
         self._running: dict[str, EventBuffer] = {}
         self._adapters: dict[str, LoadedAdapter] = {}
         self._has_started = False
-        self._loading: dict[str, asyncio.Future[LoadedAdapter]] = {}  # adapters, by name
+        self._loading: dict[str, tuple[Path, asyncio.Future[LoadedAdapter]]] = {}  # adapters, by name
         self._stats = EngineStats()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -217,14 +217,14 @@ class AsyncEngine:
         require_ready(self.health())
         require_adapter_name(name)
         if name in self._loading:
-            raise InvalidRequest(f"the adapter {name!r} is being loaded already", param="lora_name")
-        self._loading[name] = loading = asyncio.get_running_loop().create_future()
+            asked, loading = self._loading[name]
+            if asked != path:
+                raise InvalidRequest(f"another adapter {name!r} is being loaded", param="lora_name")
+            return await asyncio.shield(loading)
+        loading = asyncio.get_running_loop().create_future()
+        self._loading[name] = path, loading
         self._core.send(LoadAdapter(name, str(path)))
-        try:
-            loaded: LoadedAdapter = await loading
-            return loaded
-        finally:
-            self._loading.pop(name, None)
+        return await asyncio.shield(loading)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests that run with it go on."""
@@ -241,7 +241,7 @@ class AsyncEngine:
             self._settle_loading(failed.name, error_with_code(failed.code, failed.message))
 
     def _settle_loading(self, name: str, result: LoadedAdapter | TokenmillError) -> None:
-        loading = self._loading.get(name)
+        _, loading = self._loading.pop(name, (None, None))
         if loading is None or loading.done():
             return
         if isinstance(result, LoadedAdapter):

@@ -11,10 +11,12 @@ from tokenmill.config import EngineConfig
 from tokenmill.store.layout import Customization
 from tokenmill.types import ChatRequest, Message
 
+CREATED = "created/"  # what the names of created models' adapters begin with: they are not models of their own
+
 
 def own_adapter(custom: Customization) -> str | None:
     """The name under which engines have a created model's adapter; None: it has none."""
-    return f"created/{sha256(custom.adapter.encode()).hexdigest()[:12]}" if custom.adapter else None
+    return f"{CREATED}{sha256(custom.adapter.encode()).hexdigest()[:12]}" if custom.adapter else None
 
 
 def with_own_adapter(config: EngineConfig, custom: Customization | None) -> EngineConfig:

@@ -40,4 +40,4 @@ async def ensure_loaded(gate: EngineGate, name: str, path: Path) -> None:
     """Load an adapter that a created model has, unless it is there."""
     engine = await adapter_engine(gate)
     if all(one.name != name for one in engine.adapters):
-        await load_checked(engine, name, path)
+        await load_checked(engine, name, path)  # of several first requests one loads, and the others wait for it

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from tokenmill.engine.customized import CREATED
 from tokenmill.engine.status import Health, ModelInfo
 from tokenmill.errors import InvalidConfig, InvalidRequest, TokenmillError, UnknownModel
 from tokenmill.server.body import shown
@@ -122,7 +123,8 @@ class ModelRegistry:
         """The adapters of all models whose files were read."""
         for gate in self._gates:
             for adapter in gate.known.adapters if gate.known is not None else ():
-                yield gate, adapter
+                if not adapter.startswith(CREATED):
+                    yield gate, adapter
 
     def _variants(self) -> Iterator[Variant]:
         """All names that answer with the engine of a served model."""

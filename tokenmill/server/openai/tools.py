@@ -62,7 +62,7 @@ def _tool(value: object, path: str) -> Tool:
     inner = fields.object(kind)
     if inner is None:
         refuse(fields.name(kind), "is required")
-    return function_tool(inner) if kind == "function" else _custom_tool(inner)
+    return function_tool(inner) if kind == "function" else custom_tool(inner, _input_grammar(inner.object("format")))
 
 
 def function_tool(fields: BodyFields) -> Tool:
@@ -75,12 +75,12 @@ def function_tool(fields: BodyFields) -> Tool:
     )
 
 
-def _custom_tool(fields: BodyFields) -> Tool:
+def custom_tool(fields: BodyFields, grammar: Guided | None) -> Tool:
     return Tool(
         name=fields.required_text("name"),
         description=fields.text("description", MAX_DESCRIPTION),
         kind="custom",
-        input_grammar=_input_grammar(fields.object("format")),
+        input_grammar=grammar,
     )
 
 
@@ -90,12 +90,17 @@ def _input_grammar(given: BodyFields | None) -> Guided | None:
     grammar = given.object("grammar")
     if grammar is None:
         refuse(given.name("grammar"), "is required")
-    syntax = grammar.one_of("syntax", ("lark", "regex"))
+    return grammar_in(grammar)
+
+
+def grammar_in(fields: BodyFields) -> Guided:
+    """The grammar of a custom tool's input, by its `syntax` and `definition`."""
+    syntax = fields.one_of("syntax", ("lark", "regex"))
     if syntax is None:
-        refuse(grammar.name("syntax"), "is required: lark or regex")
-    definition = grammar.required_text("definition")
+        refuse(fields.name("syntax"), "is required: lark or regex")
+    definition = fields.required_text("definition")
     if not definition:
-        refuse(grammar.name("definition"), "must not be empty")
+        refuse(fields.name("definition"), "must not be empty")
     return Guided(syntax, definition)  # type: ignore[arg-type]  # one of the two
 
 

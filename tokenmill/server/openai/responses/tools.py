@@ -22,7 +22,7 @@ from typing import Any, Literal
 from tokenmill.observe.log import get_log
 from tokenmill.params import Guided
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
-from tokenmill.server.openai.tools import MAX_DESCRIPTION, MAX_TOOLS, MODES, function_tool
+from tokenmill.server.openai.tools import MAX_DESCRIPTION, MAX_TOOLS, MODES, custom_tool, function_tool, grammar_in
 from tokenmill.types import Tool, ToolChoice
 
 log = get_log("server")
@@ -91,7 +91,7 @@ class OfferedTools:
 
     def _add_one(self, fields: BodyFields, namespace: str | None, *, shows_all: bool) -> str:
         kind: CallKind = "custom" if fields.get("type") == "custom" else "function"
-        tool = function_tool(fields) if kind == "function" else _custom_tool(fields)
+        tool = function_tool(fields) if kind == "function" else custom_tool(fields, _grammar(fields.object("format")))
         called = CalledTool(kind, tool.name, namespace)
         seen = seen_name(called)
         tool = Tool(
@@ -166,25 +166,10 @@ def _fields(value: object, path: str) -> BodyFields:
     return BodyFields(value, f"{path}.")
 
 
-def _custom_tool(fields: BodyFields) -> Tool:
-    return Tool(
-        name=fields.required_text("name"),
-        description=fields.text("description", MAX_DESCRIPTION),
-        kind="custom",
-        input_grammar=_grammar(fields.object("format")),
-    )
-
-
 def _grammar(given: BodyFields | None) -> Guided | None:
     if given is None or given.one_of("type", ("text", "grammar")) != "grammar":
         return None
-    syntax = given.one_of("syntax", ("lark", "regex"))
-    if syntax is None:
-        refuse(given.name("syntax"), "is required: lark or regex")
-    definition = given.required_text("definition")
-    if not definition:
-        refuse(given.name("definition"), "must not be empty")
-    return Guided(syntax, definition)  # type: ignore[arg-type]  # one of the two
+    return grammar_in(given)
 
 
 # ── the choice ─────────────────────────────────────────────────────────────────────────────────────────

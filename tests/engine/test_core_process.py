@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,16 @@ def test_a_core_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         process.kill()
 
 
-def test_folders_of_killed_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_process.tempfile, "gettempdir", lambda: str(tmp_path))
-    abandoned, alive, other = (tmp_path / f"tokenmill-{name}" for name in ("abandoned", "alive", "other"))
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name."""
+    with tempfile.TemporaryDirectory(prefix="cores-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_folders_of_killed_processes_go(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process.tempfile, "gettempdir", lambda: str(short_path))
+    abandoned, alive, other = (short_path / f"tokenmill-{name}" for name in ("abandoned", "alive", "other"))
     for folder in (abandoned, alive, other):
         folder.mkdir()
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(abandoned)], stdout=subprocess.PIPE)
@@ -42,11 +51,11 @@ def test_folders_of_killed_processes_go(tmp_path: Path, monkeypatch: pytest.Monk
     with owner.stdout:
         owner.stdout.readline()
         lock = hold(str(alive))
-        remove_abandoned(str(tmp_path))
+        remove_abandoned(str(short_path))
         assert abandoned.exists() and alive.exists(), "their owners live"
         owner.kill()
         owner.wait()
-    remove_abandoned(str(tmp_path))
+    remove_abandoned(str(short_path))
     assert abandoned.exists(), "too young to be sure"
     for folder in (abandoned, alive, other):
         os.utime(folder, (1, 1))

@@ -165,12 +165,13 @@ def test_anthropics_client_reads_its_own_headers(limited: tuple[RunningServer, s
 
 def test_one_at_a_time_also_after_clients_that_leave(limited: tuple[RunningServer, str]) -> None:
     server, key = limited
-    server.engine.delay_s = 0.05
+    server.engine.delay_s = 1.0
     headers = {"authorization": f"Bearer {key}"}
     with server.http.stream(
         "POST", server.url + "/v1/chat/completions", json={**CHAT, "stream": True}, headers=headers
     ) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: without it the client would leave
+        next(lines)
         refused = server.http.post(server.url + "/v1/chat/completions", json=CHAT, headers=headers)
         assert refused.status_code == 429 and "at a time" in refused.text
     assert eventually(lambda: not server.engine.running, 5)

@@ -54,7 +54,8 @@ def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
 
 def _kept(wanted: torch.Tensor, spec: RoutingSpec) -> torch.Tensor:
     """bool [T, experts]: those whose group is among the best"""
-    groups = wanted.view(*wanted.shape[:-1], spec.num_groups, -1)
+    each = wanted.shape[-1] // spec.num_groups  # not -1: there may be no tokens at all
+    groups = wanted.view(*wanted.shape[:-1], spec.num_groups, each)
     best = groups.sort(dim=-1, descending=True).values[..., : 1 if spec.group_score == "best" else 2].sum(-1)
     chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., : spec.kept_groups]
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)

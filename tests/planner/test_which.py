@@ -49,6 +49,9 @@ def test_devices_are_ranked_by_price_within_the_limits() -> None:
     assert kinds == sorted(kinds) and kinds[-1] == 2 and options[-1].why_not
     assert verdict(options).startswith(f"Cheapest: 1 × {options[0].device}, $")
     assert len(rows(options)) == len(options)
+    # Without a price, the fewest that keep the limits.
+    unpriced = {option.device: option.plan for option in options if option.plan and option.plan.price is None}
+    assert unpriced["GB200"].question.split.num_devices == 1 and unpriced["M3 Ultra"].question.split.num_devices == 2
 
 
 def test_a_large_model_takes_several(capsys: pytest.CaptureFixture[str]) -> None:

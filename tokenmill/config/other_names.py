@@ -35,7 +35,6 @@ LAYERS = {"0": "cpu", "99": "auto", "999": "auto", "all": "auto"}
 ONE_DEVICE = "a server runs a model on one device"
 LEFT_MEMORY = "--memory-fraction is the share that the KV cache may take of what is left after loading"
 ALL_LAYERS = "a model runs on one device as a whole: --device cuda or --device cpu"
-FORMATS_FOUND = "the format of the weights is read from the model's files"
 TEMPLATE_SAYS = "found out from the chat template; --tool-format overrides it"
 
 OTHER_NAMES: dict[str, OtherName] = {

@@ -102,7 +102,6 @@ class ServerConfig:
             raise InvalidConfig("the same port is given twice", param="port")
 
 
-MAX_PRIORITY = (1 << 31) - 1
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),

@@ -95,7 +95,7 @@ def guided_from(name: str, given: Any) -> Guided | None:
     kinds = (*GUIDED_MAKERS, "json_object")
     values = given if isinstance(given, Mapping) else {kind: getattr(given, kind, None) for kind in kinds}
     asked = {key: value for key, value in values.items() if value not in (None, False)}
-    if len(asked) != 1 or not asked.keys() <= {*GUIDED_MAKERS, "json_object"}:
+    if len(asked) != 1 or not asked.keys() <= set(kinds):
         refuse(name, f"must hold exactly one of {', '.join(GUIDED_MAKERS)} and json_object")
     ((kind, value),) = asked.items()
     return Guided.json() if kind == "json_object" else GUIDED_MAKERS[kind](value)

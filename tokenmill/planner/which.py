@@ -58,8 +58,10 @@ def _option(model: PlannedModel, device: PlanDevice, question: Question) -> Opti
             continue
         plans.append(make_plan(model, device, replace(question, split=split)))
     able = [Option(name, plan) for plan in plans if plan.memory.fits and plan.best is not None]
-    if able:
+    if able and able[0].order[0] == 0:
         return min(able, key=lambda option: option.order)
+    if able:
+        return able[0]  # without a price, the fewest that do
     fits = any(plan.memory.fits for plan in plans)
     return Option(
         name, why_not="misses the limits" if fits else f"does not fit {plans[-1].question.split.num_devices} of them"

@@ -29,7 +29,6 @@ from tokenmill.server.tgi.render import TextGenerationRendering
 from tokenmill.server.variants import FoundModel, adapter_variant, gate_of
 
 TAG = "TGI"
-SSE_TYPE = "text/event-stream"
 BODY: Schema = {
     "type": "object",
     "required": ["inputs"],

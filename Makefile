@@ -75,6 +75,8 @@ test: lint
 REPORTS := build/test-reports
 COVERED := --cov --cov-append --cov-report=
 
+# Property tests look for new examples here; in `make test` they try the same ones each time.
+test-all: export HYPOTHESIS_PROFILE := random
 test-all: lint
 	rm -rf $(REPORTS) && mkdir -p $(REPORTS)
 	$(PYTEST) --dist loadfile -m "not gpu and not serial" $(COVERED) --junitxml=$(REPORTS)/all.xml

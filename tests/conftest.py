@@ -13,6 +13,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis.internal.conjecture import providers as hypothesis_providers
 
 from tests.support.real_models import fetched_model
 from tokenmill.weights import packed_cache
@@ -31,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _choose_examples()
     path: Path | None = config.getoption("native")
     if path is not None:
         spec = spec_from_file_location("tokenmill.ops.cpu._native", path)
@@ -38,6 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
     _choose_interpreter(config)
+
+
+def _choose_examples() -> None:
+    """Let property tests try the same examples in every run; `HYPOTHESIS_PROFILE=random` looks for new ones.
+
+    Hypothesis also takes constants from the modules that a process happens to have loaded, which depends on how tests
+    are spread over processes: in a run that repeats, there are none.
+    """
+    hypothesis_settings.register_profile("repeatable", derandomize=True, database=None)
+    hypothesis_settings.register_profile("random", derandomize=False)
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
+    hypothesis_settings.load_profile(profile)
+    if profile == "repeatable" and hasattr(hypothesis_providers, "is_local_module_file"):
+        hypothesis_providers.is_local_module_file = lambda path: False
 
 
 def _choose_interpreter(config: pytest.Config) -> None:

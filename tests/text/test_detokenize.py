@@ -18,6 +18,8 @@ from tokenmill.text.tokenizer import EOS_ID, Tokenizer, Traits, byte_tokenizer
 
 with_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 VOCABULARIES = ["bytes", "llama-spm", "gpt-2", "bert-bge", "phi-3"]
+SPACE_MARK = "\u2581"
+"""What SentencePiece writes for a space: a text that holds it can't be told from one that holds a space."""
 
 
 @cache
@@ -52,7 +54,7 @@ def test_any_ids(shared_dir: Path, name: str, skip: bool, data: st.DataObject) -
 @with_fixtures
 @example(text=" ", prompt="")
 @example(text=" a", prompt="")
-@given(text=st.text(max_size=40), prompt=st.text(max_size=8))
+@given(text=st.text(max_size=40).filter(lambda text: SPACE_MARK not in text), prompt=st.text(max_size=8))
 def test_any_text_round_trips_and_no_character_is_split(shared_dir: Path, name: str, text: str, prompt: str) -> None:
     tokenizer = vocabulary(name, shared_dir)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,33 @@ def test_what_goes_wrong_is_told_in_the_servers_words(
     with pytest.raises(InvalidRequest, match="wants a key"):
         RemoteModel(keyed.url)
     assert RemoteModel(keyed.url, key="k").name
+
+
+def test_flags_of_an_engine_are_refused_by_name(server: RunningServer, tmp_path: Path) -> None:
+    settings = tmp_path / "here.toml"
+    settings.write_text("[ops]\nthreads = 2\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for verb in ("run", "chat"):
+        done = real(environment, verb, "--url", server.url, "--threads", "2", "fake/tiny")
+        assert done.returncode == 2 and "--threads does nothing with --url" in done.stderr
+    done = real(environment, "run", "--url", server.url, "--max-tokens", "2", "hi", "--config", str(settings))
+    assert done.returncode == 0 and done.stdout.strip()  # a file's settings are for engines that run here
+
+
+@pytest.mark.parametrize(
+    ("guided", "fields"),
+    [
+        (Guided.json(), {"response_format": {"type": "json_object"}}),
+        (Guided.choice(["yes", "no"]), {"guided_choice": ["yes", "no"]}),
+        (Guided.regex("a+"), {"guided_regex": "a+"}),
+        (Guided.grammar('root ::= "a"'), {"guided_grammar": 'root ::= "a"'}),
+        (Guided.grammar('start: "a"'), {"guided_grammar": 'start: "a"'}),
+    ],
+)
+def test_constraints_of_all_kinds_are_sent(guided: Guided, fields: dict[str, Any], server: RunningServer) -> None:
+    params = SamplingParams(guided=guided, max_tokens=4)
+    assert sent(params) == {"temperature": 1.0, "max_tokens": 4, **fields}
+    RemoteModel(server.url).stream("hi", params).close()  # the server reads it
 
 
 def test_only_what_was_set_is_sent() -> None:

@@ -64,6 +64,8 @@ def command(
         How the model should behave, in words.
     """
     sampling.params()  # wrong values are refused before a model is loaded
+    if url is not None:
+        flags.refuse_engine_flags(engine)
 
     def open_model(name: str | None) -> tuple[session.ChatModel, str]:
         if url is not None:

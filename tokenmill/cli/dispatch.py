@@ -54,7 +54,7 @@ def dispatch(verb: str, arguments: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         arguments, config_file = take_config_file(arguments)
-        app = build_app(verb, config_file)
+        app = build_app(verb, config_file, asks_server=_asks_server(arguments))
         arguments = with_our_names(arguments, flags_of(app, verb))
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
@@ -85,10 +85,11 @@ def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     return rest, Path(chosen).expanduser() if chosen else None
 
 
-def build_app(verb: str, config_file: Path | None) -> App:
-    sources = [_source(environment_settings(os.environ), "the environment")]
+def build_app(verb: str, config_file: Path | None, *, asks_server: bool = False) -> App:
+    found = [(environment_settings(os.environ), "the environment")]
     if config_file is not None:
-        sources.append(_source(file_settings(config_file), str(config_file)))
+        found.append((file_settings(config_file), str(config_file)))
+    sources = [_source(_without_engine(values) if asks_server else values, name) for values, name in found]
     app = App(
         name="tokenmill",
         config=[*sources, whole_numbers_only],
@@ -103,6 +104,16 @@ def build_app(verb: str, config_file: Path | None) -> App:
     module, function = ENTRY_POINTS.get(verb, (verb, "command"))
     app.command(getattr(import_module(f"tokenmill.cli.{module}"), function), name=verb)
     return app
+
+
+def _asks_server(arguments: Sequence[str]) -> bool:
+    return any(argument == "--url" or argument.startswith("--url=") for argument in arguments)
+
+
+def _without_engine(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those of an engine: a file and the environment are about engines that run here."""
+    of_engine = {flag_name(section, name) for section in ENGINE_SECTIONS for name in _names(section)}
+    return {flag: value for flag, value in values.items() if flag not in of_engine}
 
 
 def worth_showing(default: object) -> str | None:
@@ -211,6 +222,7 @@ SECTIONS: dict[str, type[Any]] = {
     "sampling": SamplingConfig,
     "server": ServerConfig,
 }
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "ops")
 PREFIX = "TOKENMILL_"
 OTHER_VARIABLES = ("TOKENMILL_HOME", "TOKENMILL_CONFIG", "TOKENMILL_DEBUG")  # and what the tests set:
 TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")

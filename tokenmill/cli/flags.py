@@ -105,6 +105,17 @@ class EngineOptions:
         return EngineConfig(model, self.cache, self.scheduler, ops)
 
 
+def refuse_engine_flags(engine: EngineOptions) -> None:
+    """Refuse flags of an engine where a server is asked, which has its own."""
+    for group in fields(engine):
+        settings = getattr(engine, group.name)
+        for option in fields(settings):
+            if getattr(settings, option.name) != option.default:
+                flag = flag_name(group.name, option.name)
+                why = "give the model's name alone" if flag == "model" else "the server that --url names has its own"
+                raise InvalidConfig(f"--{flag} does nothing with --url: {why}", param=option.name)
+
+
 FOR_CLIENTS = ("served_name", "max_waiting")
 
 

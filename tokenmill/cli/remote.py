@@ -19,7 +19,7 @@ import msgspec
 import orjson
 
 from tokenmill.errors import EngineDead, InvalidConfig, InvalidRequest, RequestFailed, TokenmillError, UnknownModel
-from tokenmill.params import SamplingParams
+from tokenmill.params import Guided, SamplingParams
 from tokenmill.types import Event, Part, TextPart, ThoughtPart, Usage
 
 CONNECT_TIMEOUT_S = 10.0
@@ -62,11 +62,26 @@ def sent(params: SamplingParams) -> dict[str, Any]:
     given = {name: getattr(params, name) for name in params.__struct_fields__ if name not in NOT_SENT}
     fields = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
     if params.guided is not None:
-        schema = {"name": "answer", "schema": orjson.loads(params.guided.text or "{}")}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields |= constraint(params.guided)
     if params.watermark is not None:
         fields["watermark"] = msgspec.to_builtins(params.watermark)
     return {"temperature": params.temperature, **fields}
+
+
+def constraint(guided: Guided) -> dict[str, Any]:
+    """A constraint as OpenAI's field for JSON, as vLLM's for the kinds that OpenAI has none for."""
+    match guided.kind:
+        case "json_object":
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema":
+            schema = {"name": "answer", "schema": orjson.loads(guided.text)}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case "choice":
+            return {"guided_choice": orjson.loads(guided.text)}
+        case "regex":
+            return {"guided_regex": guided.text}
+        case "lark" | "gbnf":
+            return {"guided_grammar": guided.text}
 
 
 class RemoteServer:

@@ -62,6 +62,8 @@ def command(
         Tell on stderr how many tokens and how fast.
     """
     model, prompt = tell_apart(model, prompt) if url is None or prompt is not None else (None, model)
+    if url is not None:
+        flags.refuse_engine_flags(engine)
     text = _with_stdin(prompt)
     if raw and system:
         raise InvalidRequest("--system needs the chat template, which --raw leaves out")

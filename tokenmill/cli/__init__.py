@@ -26,6 +26,7 @@ VERBS = {
     "create": "Make a model from another one by a Modelfile",
     "keys": "Make, list and revoke the API keys of a server",
     "usage": "Requests and tokens of a server, by key, user, model or day",
+    "audit": "Show and verify the audit log of a server",
     "plan": "Memory, speed and price of a model on a device, before buying it",
     "detect": "Tell whether a text carries a watermark",
     "bench": "Measure: offline, serve, search, startup, latency, compare, report",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +14,15 @@ from cyclopts import App, Parameter
 
 from tokenmill.cli.output import print_table
 from tokenmill.errors import InvalidConfig
+from tokenmill.server.audit import append, by_operator, file_beside
 from tokenmill.server.keys import KeyRecord, new_key, read_keys, usual_file, write_keys
 
 command = App(help="Make, list and revoke the API keys of a server.", help_flags=["--help", "-h"], version_flags=[])
 
 File = Annotated[Path | None, Parameter(name="--keys-file", help="The file; keys.toml in TOKENMILL_HOME by default.")]
+AuditFile = Annotated[
+    Path | None, Parameter(name="--audit-log", help="The audit log; audit.jsonl beside the file of keys by default.")
+]
 TOLD = "A running server reads its keys again on SIGHUP."
 _LIFETIME = re.compile(r"(\d{1,5})([dhw])")
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
@@ -33,6 +39,7 @@ def add(
     tokens_per_day: int | None = None,
     max_running: int | None = None,
     keys_file: File = None,
+    audit_log: AuditFile = None,
 ) -> int:
     """Make a key and print it: it is kept nowhere, only its digest is.
 
@@ -66,6 +73,7 @@ def add(
     )
     key, records = new_key(_known(path), wanted)
     write_keys(path, records)
+    _record(audit_log or file_beside(path), "key_added", name)
     print(key)
     return 0
 
@@ -93,7 +101,7 @@ def list_keys(*, json: Annotated[bool, Parameter(negative="")] = False, keys_fil
 
 
 @command.command
-def revoke(name: str, *, keys_file: File = None) -> int:
+def revoke(name: str, *, keys_file: File = None, audit_log: AuditFile = None) -> int:
     """Remove a key.
 
     Parameters
@@ -107,8 +115,17 @@ def revoke(name: str, *, keys_file: File = None) -> int:
     if len(left) == len(records):
         raise InvalidConfig(f"there is no key {name!r} in {path}", hint="tokenmill keys list")
     write_keys(path, left)
+    _record(audit_log or file_beside(path), "key_revoked", name)
     print(f"{name} is revoked. {TOLD}")
     return 0
+
+
+def _record(path: Path, event: str, key_id: str) -> None:
+    """Write a change to the audit log; a disk that does not take it does not undo the change."""
+    try:
+        append(path, [(time.time(), event, {"id": key_id, "by": by_operator()})])
+    except OSError as problem:
+        print(f"tokenmill: the audit log {path} could not be written: {problem.strerror}", file=sys.stderr)
 
 
 def _limits(record: KeyRecord) -> str:

@@ -84,6 +84,10 @@ class ServerConfig:
     ledger: bool | None = None
     """Keep a row for every generation in the state: key, user, model, tokens, times, how it ended (`tokenmill usage`,
     GET /v1/usage); by default where there are API keys."""
+    audit_log: Path | None = None
+    """File for the audit log: refused keys, changed keys, loads of models, restarts of engines, chained by hashes
+    (`tokenmill audit verify`); where there are API keys, by default audit.jsonl beside their file, or else with the
+    server's state."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

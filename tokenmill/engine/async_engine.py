@@ -494,7 +494,8 @@ class CoreSupervisor:
         now = time.monotonic()
         self._deaths = [died for died in self._deaths if now - died < RESTART_WINDOW_S] + [now]
         if len(self._deaths) > MAX_RESTARTS:
-            self.health = Health("dead", f"the engine died {len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s")
+            why_dead = f"the engine died {len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s"
+            self.health = Health("dead", why_dead, is_given_up=True)
             log.error(
                 "%s; %s: it is not started again. Stop this server, mend what ended it, start anew",
                 why,

@@ -42,6 +42,7 @@ class ModelInfo:
 class Health:
     state: EngineState
     detail: str = ""
+    is_given_up: bool = False  # dead for good: only a new process of the server helps
 
 
 def require_ready(health: Health) -> None:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.status import EngineStats
 from tokenmill.engine.text_workers import TextWorkers
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import Metrics
@@ -27,6 +28,7 @@ from tokenmill.server.admin import admin_endpoints, usage_endpoints
 from tokenmill.server.anthropic.batches import message_batch_endpoints
 from tokenmill.server.anthropic.render import ANTHROPIC
 from tokenmill.server.anthropic.routes import anthropic_endpoints
+from tokenmill.server.audit_trail import AuditTrail, audit_file
 from tokenmill.server.auth import PUBLIC_PATHS, RequireKey, RequireLocalHost, is_loopback
 from tokenmill.server.batches.runner import BatchRunner
 from tokenmill.server.body import BodyReader
@@ -95,9 +97,16 @@ def create_app(
     loader = loader or ModelLoader()
     registry = ModelRegistry(*_gates(models), any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
-    loader.on_unload = accounting.unloaded
     state = ServerState.of(config)
     ledger = Ledger(state.database, is_on=config.ledger if config.ledger is not None else bool(known_keys))
+
+    audit = AuditTrail(audit_file(config, known_keys, state.folder), registry, known_keys)
+
+    def unloaded(name: str, last: EngineStats) -> None:
+        accounting.unloaded(name, last)
+        audit.note_unload(name)
+
+    loader.on_load, loader.on_failure, loader.on_unload = audit.note_load, audit.note_failed_load, unloaded
 
     def count(record: RequestRecord) -> None:
         accounting.finish(record)
@@ -106,14 +115,14 @@ def create_app(
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
     context = RouteContext(registry, config, dialects, bodies, workers, live, count, state, loader, known_keys)
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
-    context.services.append(ledger)
+    context.services.extend([ledger, audit])
     endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
     endpoints += _batch_endpoints(context, jobs)
     app = Starlette(
         routes=[*routes_of(endpoints, dialects), *page_routes()],
-        middleware=_layers(config, known_keys, count, dialects),
+        middleware=_layers(config, known_keys, count, dialects, audit),
         exception_handlers={
             TokenmillError: _show_error,
             HTTPException: _show_routing_error,
@@ -124,6 +133,7 @@ def create_app(
     app.state.dialects = dialects
     app.state.context = context
     app.state.batch_jobs = jobs
+    app.state.audit = audit
     return app
 
 
@@ -153,7 +163,11 @@ def _gates(models: ServedEngine | EngineGate | Sequence[EngineGate]) -> Sequence
 
 
 def _layers(
-    config: ServerConfig, keys: KeyRing, count: Callable[[RequestRecord], None], dialects: Dialects
+    config: ServerConfig,
+    keys: KeyRing,
+    count: Callable[[RequestRecord], None],
+    dialects: Dialects,
+    audit: AuditTrail,
 ) -> list[Middleware]:
     layers = [Middleware(RequestMiddleware, on_done=count, dialects=dialects)]
     if config.cors_origin:
@@ -168,7 +182,9 @@ def _layers(
         )
     if keys:
         public = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
-        layers.append(Middleware(RequireKey, keys=keys, public_paths=public, dialects=dialects))
+        layers.append(
+            Middleware(RequireKey, keys=keys, public_paths=public, dialects=dialects, on_refusal=audit.note_refusal)
+        )
     elif is_loopback(config.host):
         layers.append(Middleware(RequireLocalHost, allowed=config.allowed_host, dialects=dialects))
     return layers

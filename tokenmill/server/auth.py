@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -109,13 +109,25 @@ class RequireLocalHost:
         await self._dialects.of(head_of(scope)).error_response(error, record.request_id)(scope, receive, send)
 
 
+OnRefusal = Callable[[str, str], None]  # the address of a client, and why it was refused
+
+
 class RequireKey:
     """Asks every request for a key but those of a few public paths, before routing: a path that does not exist needs
     one too, so nothing can be probed."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, public_paths: frozenset[str], dialects: Dialects) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        public_paths: frozenset[str],
+        dialects: Dialects,
+        on_refusal: OnRefusal = lambda client, reason: None,
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._on_refusal = on_refusal
         self._public_paths = public_paths
         self._dialects = dialects
 
@@ -126,11 +138,13 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]
-        known = self._keys.find(keys_in(Headers(scope=scope)))
+        offered = keys_in(Headers(scope=scope))
+        known = self._keys.find(offered)
         if known is not None:
             record.key_id, record.key = known.id, known
             await self._app(scope, receive, send)
             return
+        self._on_refusal(str((scope.get("client") or ["unknown"])[0]), self._keys.why_not(offered))
         dialect = self._dialects.of(head_of(scope))
         error = MissingKey("a valid API key is required", hint=dialect.key_hint)
         record.error_code = error.code

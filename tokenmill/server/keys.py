@@ -78,7 +78,7 @@ class KeyRing:
     def __init__(self, plain: Sequence[bytes] = (), path: Path | None = None) -> None:
         """`plain`: keys as they are; `path`: a file of records."""
         self._plain = [_digest(key) for key in plain]
-        self._path = path
+        self.path = path
         self._by_digest: dict[str, KeyRecord] = {}
         self._by_id: dict[str, KeyRecord] = {}
         self._expiry_s: dict[str, float] = {}
@@ -86,14 +86,14 @@ class KeyRing:
 
     def __bool__(self) -> bool:
         """Tell whether keys are needed: with a file they are, even if it holds none."""
-        return bool(self._plain) or self._path is not None
+        return bool(self._plain) or self.path is not None
 
     def __len__(self) -> int:
         return len(self._by_digest)
 
     def reload(self) -> None:
         """Read the file again; one that is wrong raises InvalidConfig and changes nothing."""
-        records = [] if self._path is None else read_keys(self._path)
+        records = [] if self.path is None else read_keys(self.path)
         records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain]
         self._by_digest = {record.sha256: record for record in records}
         self._by_id = {record.id: record for record in records}
@@ -107,6 +107,16 @@ class KeyRing:
     def get(self, key_id: str) -> KeyRecord | None:
         """The record of a key by its id, for work that goes on without a client; None if there is none any more."""
         return self._by_id.get(key_id)
+
+    def records(self) -> dict[str, KeyRecord]:
+        """All records by their ids."""
+        return self._by_id
+
+    def why_not(self, offered: Sequence[bytes]) -> str:
+        """Why none of these keys admits, for the operator."""
+        if not any(offered):
+            return "no key"
+        return "expired key" if any(_digest(key) in self._by_digest for key in offered) else "unknown key"
 
     def _is_expired(self, record: KeyRecord) -> bool:
         expiry_s = self._expiry_s.get(record.sha256)

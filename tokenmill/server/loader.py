@@ -94,11 +94,13 @@ class ModelLoader:
         *,
         max_loaded: int | None = None,
         memory_bytes: int | None = None,
-        on_unload: Callable[[str, EngineStats], None] = lambda name, stats: None,
     ) -> None:
         """`max_loaded`: models in memory at most, those that are about to leave included. `memory_bytes`: for all of
-        them together on a device; by default what is free now. `on_unload` is told the last numbers of an engine."""
-        self.on_unload = on_unload
+        them together on a device; by default what is free now."""
+        # Whoever counts or records is told of every load, failed load and unload, with the last numbers of the engine.
+        self.on_load: Callable[[EngineGate, float], None] = lambda gate, seconds: None
+        self.on_failure: Callable[[EngineGate, TokenmillError], None] = lambda gate, problem: None
+        self.on_unload: Callable[[str, EngineStats], None] = lambda name, stats: None
         self.make_model: MakeModel | None = None  # for models that the server was not started with
         self._max_loaded = max_loaded
         self._memory_bytes = memory_bytes
@@ -189,6 +191,7 @@ class ModelLoader:
             log.error("%s could not be loaded: %s", gate.label, problem)
         seat.failed_at_s = time.monotonic()
         gate.shut("failed", problem)
+        self.on_failure(gate, problem)
 
     async def _load(self, gate: EngineGate, seat: Seat, leaving: asyncio.Task[None] | None) -> None:
         if leaving is not None:
@@ -201,6 +204,7 @@ class ModelLoader:
             engine = await seat.source.start(seat.memory)
             seat.load_s = time.monotonic() - began_s
             gate.open(engine)
+            self.on_load(gate, seat.load_s)
             self._attach(gate)
             self._start_sweeping()
         except (TokenmillError, OSError) as problem:

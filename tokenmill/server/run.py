@@ -34,13 +34,14 @@ from tokenmill.errors import InvalidConfig, TokenmillError, UnknownModel
 from tokenmill.observe.log import configure_logging, get_log
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
+from tokenmill.server.audit_trail import AuditTrail
 from tokenmill.server.auth import require_safe_exposure
 from tokenmill.server.body import shown
 from tokenmill.server.engine_source import Announce, EngineSource, PlanMemory, StartedSource, StartEngine
 from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.http_protocol import limited_protocol
-from tokenmill.server.keys import KeyRing, key_ring
+from tokenmill.server.keys import key_ring
 from tokenmill.server.listen import bind_all, require_free_ports
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import require_distinct
@@ -147,7 +148,7 @@ def serve_models(
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        life = ServerLifecycle(http_server, listeners, app.state.context, keys)
+        life = ServerLifecycle(http_server, listeners, app.state.context, app.state.audit)
         return runner.run(life.run())
 
 
@@ -201,12 +202,13 @@ class ServerLifecycle:
     """Loads the first model behind open ports, and drains all on a signal."""
 
     def __init__(
-        self, http_server: HttpServer, listeners: list[socket.socket], context: RouteContext, keys: KeyRing
+        self, http_server: HttpServer, listeners: list[socket.socket], context: RouteContext, audit: AuditTrail
     ) -> None:
         self._http_server = http_server
         self._listeners = listeners
         self._context = context
-        self._keys = keys
+        self._keys = context.keys
+        self._audit = audit
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -244,8 +246,10 @@ class ServerLifecycle:
                 log.error("%s; the keys stay as they were", problem)
             else:
                 log.info("%d API keys were read", len(self._keys))
+                loop.call_soon_threadsafe(self._audit.note_keys)
 
-        asyncio.get_running_loop().run_in_executor(None, reload)
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(None, reload)
 
     async def _load(self) -> bool:
         """Load the first models; False when told to stop before that was done."""

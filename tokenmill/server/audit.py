@@ -1,0 +1,205 @@
+"""The audit log: who was let in or refused, and what happened to keys, models and engines, as a chain of hashes.
+
+    {"entry": 7, "time": "2027-01-31T12:00:00.123Z", "event": "key_added", "id": "alice", …, "previous": H6, "hash": H7}
+
+The hash of a line covers all before it in the line, and with `previous` all lines before it, so a line that was
+changed, removed or slipped in later is found by `tokenmill audit verify`. Whoever may write the file can also write all
+of it anew, or cut off its end: the log of the server tells the newest hash at its start and at its end, and `verify
+--contains HASH` says whether such a hash is still part of the chain.
+
+The server and `tokenmill keys` write to the same file, each line under a lock. At `ROTATE_BYTES` the file gets the
+number of its last entry as part of its name (`audit.7.jsonl`) and the chain goes on in a new one. Neither keys nor
+texts are ever written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from tokenmill.errors import InvalidConfig, TokenmillError
+
+FIRST = "0" * 64  # what the first entry follows on
+ROTATE_BYTES = 16 << 20
+MAX_LINE_BYTES = 64 << 10
+
+Detail = str | int | float | Sequence[str]
+Entry = tuple[float, str, Mapping[str, Detail]]  # when, what, details
+
+
+class BrokenChain(TokenmillError):
+    """The audit log is not what was written: a line was changed, removed or added."""
+
+    code = "audit_log_altered"
+
+
+FILE_NAME = "audit.jsonl"
+
+
+def file_beside(keys_file: Path) -> Path:
+    """Where changes of a file of keys are recorded: by the commands that make them, and by the server that reads it."""
+    return keys_file.with_name(FILE_NAME)
+
+
+# ── the file ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def append(path: Path, entries: Sequence[Entry]) -> None:
+    """Add entries to the chain, on the disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path) as file:
+        number, previous = _last(path, file)
+        if path.stat().st_size > ROTATE_BYTES:
+            os.rename(path, rotated_name(path, number))
+            with open(path, "x", opener=_private, encoding="utf-8") as fresh:
+                _write(fresh, number, previous, entries)
+        else:
+            _write(file, number, previous, entries)
+
+
+def newest(path: Path) -> tuple[int, str]:
+    """Number and hash of the newest entry."""
+    with _locked(path) as file:
+        return _last(path, file)
+
+
+def _write(file: IO[str], number: int, previous: str, entries: Sequence[Entry]) -> None:
+    lines = []
+    for place, (time_s, event, details) in enumerate(entries, number + 1):
+        line = line_of(place, time_s, event, details, previous)
+        previous = line["hash"]
+        lines.append(json.dumps(line, ensure_ascii=True) + "\n")
+    file.write("".join(lines))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def line_of(number: int, time_s: float, event: str, details: Mapping[str, Detail], previous: str) -> dict[str, Any]:
+    moment = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line = {"entry": number, "time": moment, "event": event, **details, "previous": previous}
+    return {**line, "hash": hash_of(line)}
+
+
+def hash_of(line: Mapping[str, object]) -> str:
+    """The hash of a line without its `hash`; the order of fields and the spelling of strings do not matter."""
+    told = {name: value for name, value in line.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def rotated_name(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """The file, open for reading and appending, while nobody else appends; not one that was rotated meanwhile."""
+    while True:
+        with open(path, "a+", opener=_private, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
+
+
+def _last(path: Path, file: IO[str]) -> tuple[int, str]:
+    """Number and hash of the newest entry. A line that a crash cut short is ended: the next one stands alone."""
+    end = file.seek(0, os.SEEK_END)
+    if not end:
+        older = rotated_files(path)
+        return (0, FIRST) if not older else _last_in(older[-1].read_bytes(), older[-1])
+    with open(path, "rb") as whole:
+        whole.seek(max(0, end - 2 * MAX_LINE_BYTES))
+        tail = whole.read()
+    if not tail.endswith(b"\n"):
+        file.write("\n")
+    return _last_in(tail, path)
+
+
+def _last_in(tail: bytes, path: Path) -> tuple[int, str]:
+    for text in reversed(tail.splitlines()):
+        try:
+            line = json.loads(text)
+            return int(line["entry"]), str(line["hash"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    raise BrokenChain(f"{path} holds no entry of an audit log", hint="move the file away to begin a new one")
+
+
+def rotated_files(path: Path) -> list[Path]:
+    """Older files of the same chain, the oldest first."""
+    name = re.compile(re.escape(path.stem) + r"\.(\d+)" + re.escape(path.suffix))
+    found = [
+        (int(match[1]), one)
+        for one in path.parent.glob(f"{path.stem}.*{path.suffix}")
+        if (match := name.fullmatch(one.name))
+    ]
+    return [one for _, one in sorted(found)]
+
+
+def read_entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """All entries of the chain, each with where it stands; an empty one for a line that is none."""
+    for file in [*rotated_files(path), path]:
+        try:
+            lines = file.read_bytes().splitlines()
+        except OSError as problem:
+            raise InvalidConfig(f"{file} cannot be read: {problem.strerror}") from None
+        for number, text in enumerate(lines, 1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            yield f"{file.name}, line {number}", line if isinstance(line, dict) else {}
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """A chain that was found whole."""
+
+    first: int  # number of the oldest entry that is here
+    last: int
+    hash: str  # of the newest
+    hashes: frozenset[str]
+    num_unreadable: int  # lines that a crash cut short: they never were part of the chain
+
+
+def verify(path: Path) -> ChainState:
+    """Follow the chain; BrokenChain names the first place where it does not hold."""
+    first, number, previous, num_unreadable = 0, 0, FIRST, 0
+    hashes = {FIRST}
+    for place, line in read_entries(path):
+        if not line:
+            num_unreadable += 1
+            continue
+        if not first:
+            oldest = line.get("entry")
+            first = oldest if isinstance(oldest, int) else 1
+            number, previous = first - 1, FIRST if first == 1 else str(line.get("previous"))
+        if line.get("entry") != number + 1 or line.get("previous") != previous:
+            raise BrokenChain(f"{place}: entry {line.get('entry')!r} does not follow on entry {number}")
+        if line.get("hash") != hash_of(line):
+            raise BrokenChain(f"{place}: entry {number + 1} was changed after it was written")
+        number, previous = number + 1, str(line["hash"])
+        hashes.add(previous)
+    return ChainState(first, number, previous, frozenset(hashes), num_unreadable)
+
+
+def by_operator() -> str:
+    """The user who runs this process, for entries that a command makes."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -59,8 +59,6 @@ ENVIRONMENT = {
 PLANNED = {
     "deepseek_v2": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
     "deepseek_v3": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
-    "deepseek_v32": "DeepSeek-V3.2: latent attention over an index of keys, routed experts",
-    "glm_moe_dsa": "GLM-5: latent attention over an index of keys, routed experts",
     "kimi_k2": "Kimi K2, K2.5: latent attention, routed experts",
     "kimi_k25": "Kimi K2.5 (text part): latent attention, routed experts",
     "nemotron_h": "Nemotron-H, Nemotron 3: state-space layers, attention, routed experts",

@@ -65,8 +65,10 @@ def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.C
     assert "runs on a CPU  native kernels" in words and "20.9 B" in words
     assert command(str(shared_dir / "configs" / "zai-org--GLM-5_config.json")) == 0
     words = capsys.readouterr().out
-    assert "no: model_type 'glm_moe_dsa' is not implemented: sparse attention over an index of keys" in words
+    assert "torch's ops, slow: attention over tokens that an indexer chooses" in words
     assert "743.9 B, 41.8 B active" in words
+    assert command(str(shared_dir / "configs" / "moonshotai--Kimi-K3_config.json")) == 0
+    assert "no: kimi_k3: activation 'situ' is not implemented" in capsys.readouterr().out
 
 
 def test_no_two_settings_share_a_flag() -> None:

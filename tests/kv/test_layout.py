@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tokenmill.arch.cache_parts import CacheField
-from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, ShortConv
+from tokenmill.arch.cost import kv_bytes_per_token
+from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.spec import Gqa, LayerSpec, Mla, MlpSpec, ModelSpec, ShortConv
 from tokenmill.kv.layout import CacheDtypes, CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 
@@ -99,3 +103,24 @@ def test_keys_and_values_may_have_different_widths() -> None:
     storage = KVStorage(layout, 4, 16, torch.device("cpu"))
     assert storage.layer(1).keys.shape == (4, 1, 16, 192) and storage.layer(1).values.shape == (4, 1, 16, 128)
     assert storage.num_bytes == 4 * layout.block_bytes(16)
+
+
+def test_keys_of_an_index_have_blocks_of_their_own_where_layers_share_one() -> None:
+    """DeepSeek V3.2: every layer has an indexer, one table holds both fields. GLM-5.2: most layers have none."""
+    own = Mla(4, 32, 64, 16, 8, 16, 1.0, None, indexer=Indexer(2, 24, 8))
+    shared = replace(own, indexer=None, shares_index_of=0)
+    layers = [LayerSpec(mixer, MlpSpec(8)) for mixer in (own, shared, shared, shared, own, shared, shared, shared)]
+    spec = ModelSpec("deepseek_v32", 32, 32, (layers[0],) * 8, 1e-6, 64, True)
+    alike = KVLayout.from_spec(spec)
+    assert [(group.window, len(group.layers), len(group.fields)) for group in alike.groups] == [(None, 8, 2)]
+    assert alike.block_bytes(16) == 16 * 8 * (72 + 24) * 4 == 16 * kv_bytes_per_token(spec, "float32")
+    mixed = KVLayout.from_spec(replace(spec, layers=tuple(layers)))
+    fields: dict[int, list[str]] = {layer: [] for layer in range(8)}
+    for group in mixed.groups:
+        assert len(group.fields) == 1 and group.window is None
+        for layer in group.layers:
+            fields[layer].append(group.fields[0].name)
+    assert fields == {layer: ["latents", "index_keys"] if layer in (0, 4) else ["latents"] for layer in range(8)}
+    storage = KVStorage(mixed, 4, 16, torch.device("cpu"))
+    assert storage.group(4) == storage.group(4, "latents") != storage.group(4, "index_keys")
+    assert storage.fields(4)["index_keys"].shape[1:] == (16, 24)

@@ -146,6 +146,7 @@ MAMBA = {
     "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+INDEXED = {"q_lora_rank": 20, "index_n_heads": 6, "index_head_dim": 12, "index_topk": 11}
 CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1], "mlp_bias": True, "rope_parameters": HALF_ROPE}),
     "granitemoehybrid": (
@@ -181,6 +182,12 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
          "linear_num_heads": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
          "mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts": 6, "num_experts_per_token": 2,
          "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7, "q_lora_rank": None},
+    ),
+    "deepseek_v32": ("DeepseekV32Config", {**LATENT, **INDEXED, "n_group": 3, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**LATENT, **INDEXED, "num_hidden_layers": 5, "rope_parameters": {"rope_theta": 1e6},
+         "indexer_types": ["full", "shared", "full", "shared", "shared"]},
     ),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "ministral3": (

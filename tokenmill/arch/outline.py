@@ -129,16 +129,18 @@ def _of_attention(attention: Gqa) -> LayerOutline:
 
 
 def _of_latent_attention(mla: Mla) -> LayerOutline:
-    """A layer of nothing but this mixer, without its weights. All heads look at one entry a token."""
+    """A layer of nothing but this mixer, without its weights. All heads look at one entry a token, where an indexer
+    chooses some too: an upper bound."""
     absorbed = mla.num_heads * (mla.entry_size + mla.kv_rank)
+    kept, compared = (0, 0) if mla.indexer is None else (mla.indexer.head_dim, mla.indexer.q_size)
     return LayerOutline(
         linear=0,
         vectors=0,
-        kv_values=mla.entry_size,
-        pair_values=absorbed,
+        kv_values=mla.entry_size + kept,
+        pair_values=absorbed + compared,
         num_heads=mla.num_heads,
         num_kv_heads=1,
-        width=2 * mla.q_size + mla.entry_size + absorbed + mla.out_size,
+        width=2 * mla.q_size + mla.entry_size + absorbed + mla.out_size + compared,
     )
 
 

@@ -214,11 +214,9 @@ SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_
 MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",
     "deepseek_ref": "compressed and sparse attention, several residual streams",
-    "deepseek_v32": "sparse attention over an index of keys",
     "deepseek_v4": "compressed and sparse attention, several residual streams",
     "gemma3n": "several residual streams that predict each other",
     "gemma3n_text": "several residual streams that predict each other",
-    "glm_moe_dsa": "sparse attention over an index of keys",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
     "mimo": "heads that predict further tokens, as layers",

@@ -147,7 +147,8 @@ def _mixed(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) -> tuple[M
             inputs, output = _stacked(name, _inputs(mixer), mixer.qkv_bias), _stacked(name, ("o",), mixer.out_bias)
             cache = number if mixer.shares_kv_of is None else mixer.shares_kv_of
         case Mla():
-            inputs = _stacked(name, ("q" if mixer.q_rank is None else "q_down", "kv_down"))
+            index = () if mixer.indexer is None else ("index_k", "index_weights")
+            inputs = _stacked(name, ("q" if mixer.q_rank is None else "q_down", "kv_down", *index))
             output = _stacked(name, ("o",))
         case ShortConv():
             inputs, output = _stacked(name, ("conv_in",), mixer.bias), _stacked(name, ("conv_out",), mixer.bias)

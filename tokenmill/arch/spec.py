@@ -6,8 +6,8 @@
 
 A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`), latent attention
 (`Mla`), a short convolution (`ShortConv`) or a recurrence (`Recurrent`, in `recurrent.py`). It alone knows what has to
-be kept of the tokens computed so far (`cache_fields`) and how far back a token looks (`window`); cache, memory sizing
-and planner ask it and nothing else.
+be kept of the tokens computed so far (`cache_fields`, or `cache_parts` where it is of several kinds) and how far back a
+token looks (`window`); cache, memory sizing and planner ask it and nothing else.
 
 A variant that these fields cannot express is refused by the reader, by name; it is never approximated.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokenmill.arch.cache_parts import CacheField
+from tokenmill.arch.cache_parts import CacheField, CachePart
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
@@ -208,10 +209,16 @@ class Mla:
     scale: float  # multiplies q·k
     rope: RopeSpec | None
     norm_eps: float = 1e-6  # of the latents, whatever the model's own is
+    indexer: Indexer | None = None  # chooses the tokens that are looked at; None: all of the context are
+    shares_index_of: int | None = None  # a layer before, whose indexer's choice holds for this one too
 
     @property
     def window(self) -> None:
         return None
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.indexer is not None or self.shares_index_of is not None
 
     @property
     def head_dim(self) -> int:
@@ -229,8 +236,9 @@ class Mla:
     def entry_size(self) -> int:
         return self.kv_rank + self.rope_dim
 
-    def cache_fields(self) -> tuple[CacheField, ...]:
-        return (CacheField("latents", (self.entry_size,)),)
+    def cache_parts(self) -> tuple[CachePart, ...]:
+        latents = CachePart("paged", (CacheField("latents", (self.entry_size,)),))
+        return (latents,) if self.indexer is None else (latents, self.indexer.cache_part())
 
 
 MixerSpec = Gqa | ShortConv | Mla | Recurrent
@@ -410,6 +418,9 @@ class TensorSpec:
     layers.{i}.q_up.weight, or .q.weight               [heads * head_dim, q_rank], or [heads * head_dim, hidden]
     layers.{i}.kv_down.weight, .kv_norm.weight         [kv_rank + rope_dim, hidden], [kv_rank]
     layers.{i}.kv_up.weight                            [heads * (nope_dim + value_dim), kv_rank]
+    layers.{i}.index_q.weight                          [index heads * index_dim, q_rank], of an indexer
+    layers.{i}.{index_k,index_weights}.weight          [index_dim, hidden], [index heads, hidden]
+    layers.{i}.index_k_norm.weight  (.bias)            [index_dim]
     layers.{i}.conv_in.weight  (.bias)                 [3 * hidden, hidden], rows of b, then c, then x
     layers.{i}.conv.weight  (.bias)                    [hidden, kernel], oldest tap first
     layers.{i}.conv_out.weight  (.bias)                [hidden, hidden]

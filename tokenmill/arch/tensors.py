@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import (
     RMS_NORM,
@@ -143,7 +144,16 @@ def _latent_attention(mla: Mla, hidden: int, prefix: str) -> Iterator[TensorSpec
     yield from _linear(prefix + "kv_down", mla.entry_size, hidden, False)
     yield from _norm(prefix + "kv_norm", mla.kv_rank)
     yield from _linear(prefix + "kv_up", mla.num_heads * (mla.nope_dim + mla.value_dim), mla.kv_rank, False)
+    if mla.indexer is not None:
+        yield from _indexer(mla.indexer, mla.q_rank or hidden, hidden, prefix + "index_")
     yield from _linear(prefix + "o", hidden, mla.out_size, False)
+
+
+def _indexer(indexer: Indexer, q_inputs: int, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    yield from _linear(prefix + "q", indexer.q_size, q_inputs, False)
+    yield from _linear(prefix + "k", indexer.head_dim, hidden, False)
+    yield from _norm(prefix + "k_norm", indexer.head_dim, NormSpec("layer", has_bias=True))
+    yield from _linear(prefix + "weights", indexer.num_heads, hidden, False)
 
 
 def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
@@ -299,6 +309,9 @@ def _rule(rules: Rules, name: str, spec: ModelSpec) -> Rule:
 
 def _interleaved(source: TensorSource, layer: LayerSpec, part: str) -> TensorSource:
     attention = layer.mixer
+    if isinstance(attention, Mla) and attention.indexer is not None and part.startswith("index_"):
+        heads = attention.indexer.num_heads if part.startswith("index_q") else 1
+        return replace(source, interleaved_heads=heads, rotary_dim=attention.rope_dim)
     if isinstance(attention, Mla):
         heads, start = (1, attention.kv_rank) if part.startswith("kv") else (attention.num_heads, attention.nope_dim)
         return replace(source, interleaved_heads=heads, rotary_dim=attention.rope_dim, rotary_start=start)

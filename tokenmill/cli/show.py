@@ -215,7 +215,10 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
     if isinstance(mixer, ShortConv):
         return f"short convolution of {mixer.kernel} tokens, {mixer.width} wide"
     if isinstance(mixer, Mla):
-        return f"latent attention, {mixer.num_heads} heads of {mixer.head_dim}, {mixer.entry_size} values a token"
+        words = f"latent attention, {mixer.num_heads} heads of {mixer.head_dim}, {mixer.entry_size} values a token"
+        if mixer.indexer is not None:
+            return f"{words}, over the {mixer.indexer.top_k} tokens that an indexer chooses"
+        return words if not mixer.is_sparse else f"{words}, over the tokens that an earlier layer's indexer chose"
     if isinstance(mixer, Recurrent):
         rule = "gated DeltaNet" if mixer.rule == "delta" else "Mamba-2"
         return f"{rule}, {mixer.value_heads} heads of {mixer.key_dim} × {mixer.value_dim}"

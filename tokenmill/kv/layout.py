@@ -1,6 +1,6 @@
 """Cache groups: how a model's layers share one pool of blocks. Pure data, no torch.
 
-What a layer keeps of its tokens is asked of its mixer (`cache_fields`, `window`). Layers that keep the same fields and
+What a layer keeps of its tokens is asked of its mixer (`cache_parts`). Layers that keep the same fields and
 look back equally far need the same blocks at the same time: they form cache groups, and a sequence holds one block
 table per group. Groups are cut so that a block takes about the same number of bytes in every one of them; then one pool
 of equal blocks serves all groups, and what one gives back another may take:
@@ -34,7 +34,7 @@ from math import ceil, lcm, prod
 from tokenmill.arch.cache_parts import CacheField, CacheKind, CachePart
 from tokenmill.arch.cost import KV_SCALE_BYTES, bytes_per_value
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import MixerSpec, ModelSpec
+from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec
 from tokenmill.errors import UnsupportedModel
 from tokenmill.kv.entries import REGIONS, EntryRule
 
@@ -151,7 +151,7 @@ class KVLayout:
 
     def place(self, layer: int) -> tuple[int, int]:
         """(group, index within the group) of a layer's paged fields."""
-        for number, group in enumerate(self.paged):
+        for number, group in enumerate(self.paged):  # the first of two, where an index has a group of its own
             if layer in group.layers:
                 return number, group.layers.index(layer)
         raise IndexError(f"layer {layer} is not in the layout")
@@ -220,12 +220,23 @@ def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
         for part in chain.from_iterable(map(cache_parts, layer.mixers)):
             fields = tuple(dtypes.resolved(field) for field in part.fields)
             found.setdefault(replace(part, fields=fields), []).append(number)
-    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+    return dict(sorted(_joined(found).items(), key=lambda item: _order(item[0])))
+
+
+def _joined(found: Kinds) -> Kinds:
+    """Parts that all layers keep alike, as one: a block table for all of them (latents and keys of an index)."""
+    paged = {part: layers for part, layers in found.items() if part.kind == "paged"}
+    if len(paged) < 2 or len({(part.window, tuple(layers)) for part, layers in paged.items()}) > 1:
+        return found
+    first, layers = next(iter(paged.items()))
+    fields = tuple(field for part in paged for field in part.fields)
+    others = {part: layers for part, layers in found.items() if part.kind != "paged"}
+    return {replace(first, fields=fields): layers, **others}
 
 
 def cache_parts(mixer: MixerSpec) -> tuple[CachePart, ...]:
     """What a mixer keeps, by kind."""
-    if isinstance(mixer, Recurrent):
+    if isinstance(mixer, Recurrent | Mla):
         return mixer.cache_parts()
     fields = mixer.cache_fields()
     return (CachePart("paged", fields, mixer.window),) if fields else ()  # none: it reads what another layer keeps

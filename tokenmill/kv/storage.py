@@ -75,7 +75,7 @@ class KVStorage:
             for layer in group.layers
             for field in group.fields
         }
-        self._paged = {layer: number for number, group in enumerate(layout.paged) for layer in group.layers}
+        self._paged = {layer: layout.place(layer)[0] for group in layout.paged for layer in group.layers}
         if layout.is_uniform:
             self._allocate_fields(layout)
         else:
@@ -88,7 +88,8 @@ class KVStorage:
         }
 
     def group(self, layer: int, field: str | None = None) -> int:
-        """The cache group of a layer's field: which of a batch's block tables is its own. None: of its paged fields."""
+        """The cache group of a layer's field: which of a batch's block tables is its own. None: of its paged fields,
+        of the first of two groups."""
         return self._paged[layer] if field is None else self._groups[layer, field]
 
     def fields(self, layer: int) -> Fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class ForwardContext:
     gathering: tuple[BatchClass, BatchClass]  # of one that goes on with `batch.logit_rows`: before and behind its mixer
     adapted: AdaptedStep | None = None
     layer_inputs: torch.Tensor | None = None  # [T, layers, width], where layers have embeddings of their own
+    choices: dict[int | None, Any] = field(default_factory=dict)  # what indexers chose so far, by layer
 
     @property
     def adapters(self) -> Any:

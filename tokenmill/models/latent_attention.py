@@ -8,14 +8,47 @@ head by head, to queries and to mixtures of latents instead of to every key and 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
+from tokenmill.arch.indexer import INDEX_KEYS, KEY_NORM_EPS, Indexer
 from tokenmill.arch.regions import Matrices
-from tokenmill.arch.spec import Mla
+from tokenmill.arch.spec import Mla, NormSpec
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
-from tokenmill.ops.interface import LatentInputs, Regions
+from tokenmill.ops.interface import IndexInputs, LatentInputs, Regions
+
+
+class EntryIndex:
+    """The indexer of a layer: chooses the entries that its attention looks at."""
+
+    def __init__(self, indexer: Indexer, mla: Mla, name: str, layer: int, load: Loader) -> None:
+        self._indexer, self._rope = indexer, mla.rope
+        self._choose = load.ops.choose_entries
+        self._layer = layer
+        self._queries = load.projection(Matrices((f"{name}.index_q",)))
+        self._norm = load.norm(f"{name}.index_k_norm", KEY_NORM_EPS, NormSpec("layer", has_bias=True))
+
+    @property
+    def kind(self) -> Hashable:
+        return self._indexer, form_of((self._queries, self._norm))
+
+    def choose(self, latent: torch.Tensor, projected: torch.Tensor, step: ForwardContext) -> Any:
+        """latent [T, q_rank], projected [T, a key and a weight for each head] → see `Ops.choose_entries`"""
+        group, size = step.storage.group(self._layer, INDEX_KEYS), self._indexer.head_dim
+        inputs = IndexInputs(
+            self._queries(latent, step.batch.mode, step.adapters),
+            projected[:, :size],
+            projected[:, size:],
+            step.storage.fields(self._layer)[INDEX_KEYS],
+            step.batch.groups[group].slots,
+            self._norm,
+            None if self._rope is None else step.cos_sin[self._rope],
+            step.mixer_plans[group],
+            self._indexer,
+        )
+        return self._choose(inputs)
 
 
 class LatentAttention:
@@ -29,18 +62,25 @@ class LatentAttention:
         heads = load.dense(load.source.get(f"{name}.kv_up.weight")).view(spec.num_heads, -1, spec.kv_rank)
         self._absorb = heads[:, : spec.nope_dim].transpose(1, 2).contiguous()  # [heads, rank, nope]
         self._expand = heads[:, spec.nope_dim :].contiguous()  # [heads, value_dim, rank]
+        self._index = EntryIndex(spec.indexer, spec, name, layer, load) if spec.indexer is not None else None
 
     @property
     def kind(self) -> Hashable:
-        return self.spec, form_of((self._norm, self._q_norm, self._q_up, self._absorb, self._expand))
+        own = form_of((self._norm, self._q_norm, self._q_up, self._absorb, self._expand))
+        return self.spec, own, self._index and self._index.kind
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Joint projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim] → [T, heads * value_dim]"""
-        spec, group = self.spec, step.storage.group(self._layer)
-        queries, entries = projected[:, : -spec.entry_size], projected[:, -spec.entry_size :]
+        """Joint projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim], with those of an indexer behind →
+        [T, heads * value_dim]"""
+        spec, group = self.spec, step.storage.group(self._layer, "latents")
+        size = spec.q_rank or spec.q_size
+        queries, entries = projected[:, :size], projected[:, size : size + spec.entry_size]
         if self._q_norm is not None and self._q_up is not None:
-            normed = self._ops.rms_norm(queries.contiguous(), *self._q_norm[:2])
-            queries = self._q_up(normed, step.batch.mode, step.adapters)
+            latent = self._ops.rms_norm(queries.contiguous(), *self._q_norm[:2])
+            queries = self._q_up(latent, step.batch.mode, step.adapters)
+            if self._index is not None:
+                beside = projected[:, size + spec.entry_size :]
+                step.choices[self._layer] = self._index.choose(latent, beside, step)
         inputs = LatentInputs(
             queries,
             entries,
@@ -52,5 +92,6 @@ class LatentAttention:
             self._expand,
             step.mixer_plans[group],
             spec.scale,
+            step.choices[self._layer if spec.indexer is not None else spec.shares_index_of] if spec.is_sparse else None,
         )
         return self._ops.latent_attend(inputs)

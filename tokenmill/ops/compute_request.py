@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tokenmill.arch.spec import Mla, ModelSpec
 
 ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention"
+CHOSEN_ENTRIES = "attention over tokens that an indexer chooses"
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,8 @@ class ComputeRequest:
         """True where latent attention would have to keep its entries in one byte a value, which no backend does."""
         has_latents = any(isinstance(layer.mixer, Mla) for layer in self.spec.layers)
         return has_latents and self.kv_dtype in ("int8", "fp8")
+
+    @property
+    def chooses_entries(self) -> bool:
+        """True where an indexer chooses the entries that latent attention looks at."""
+        return any(isinstance(layer.mixer, Mla) and layer.mixer.is_sparse for layer in self.spec.layers)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.spec import Activation, Gqa, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.low_rank import HeldExperts, LowRankOps
@@ -238,6 +239,21 @@ class LatentInputs(NamedTuple):
     expand: torch.Tensor  # [heads, value_dim, rank]: a mixture of latents as a head's value
     plan: Any  # the backend's own, see `plan_attention`
     scale: float
+    choice: Any = None  # the entries that are looked at, as `choose_entries` says; None: all
+
+
+class IndexInputs(NamedTuple):
+    """What an indexer (`arch/indexer.py`) chooses entries of latent attention from"""
+
+    queries: torch.Tensor  # [T, index heads * dim]
+    keys: torch.Tensor  # [T, dim], neither normed nor rotated yet
+    weights: torch.Tensor  # [T, index heads]
+    kept: torch.Tensor  # the cache of keys, [blocks, block_size, dim]
+    slots: torch.Tensor  # int64 [T], where the tokens' keys go
+    norm: Norm  # of keys, a LayerNorm
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None  # [T, rope / 2] each
+    plan: Any  # the backend's own, of the keys' cache group
+    indexer: Indexer
 
 
 Stream = Any
@@ -386,6 +402,9 @@ class Ops:
     latent_attend: Callable[[LatentInputs], torch.Tensor]
     """Entries are normed, rotated and written into the cache; all heads over the entries of the context →
     [T, heads * value_dim]"""
+    choose_entries: Callable[[IndexInputs], Any]
+    """Index keys are normed, rotated and written into the cache → what `latent_attend` of this layer, and of those that
+    share its index, looks at"""
     plan_short_conv: Callable[[ForwardBatch, int, int], Any]
     """(batch, group, kernel) → what `short_conv` of this group's layers reads; once a step."""
     short_conv: ShortConvolve

@@ -125,7 +125,8 @@ def _mixer_width(mixer: MixerSpec) -> int:
         return 5 * mixer.width  # b, c and x as one, the convolution's inputs and its output
     if isinstance(mixer, Mla):  # projections, queries and their latents, absorbed ones, mixtures, the output
         absorbed = mixer.num_heads * (mixer.entry_size + mixer.kv_rank)
-        return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size
+        index = 0 if mixer.indexer is None else mixer.indexer.q_size + 2 * mixer.indexer.projected_size
+        return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size + index
     if isinstance(mixer, Recurrent):
         # the projections as one; q, k and v, with two matrices of a chunk or in float32; o in float32, the output
         heads = mixer.value_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmill.arch.families.bamba import BAMBA
 from tokenmill.arch.families.cohere2 import COHERE2
-from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
 from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from tokenmill.arch.families.exaone4 import EXAONE4
 from tokenmill.arch.families.falcon_h1 import FALCON_H1
@@ -58,6 +58,8 @@ ALL: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
     COHERE2,
     ERNIE4_5,
     ERNIE4_5_MOE,

@@ -1,8 +1,11 @@
-"""DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Moonlight: latent attention, and routed experts behind a few dense
-layers, beside experts for every token.
+"""DeepSeek V2 to V3.2, R1, Kimi K2, GLM-5, GLM-4.7-Flash, Moonlight: latent attention, and routed experts behind a few
+dense layers, beside experts for every token.
 
 V2 weighs experts by a softmax over all; V3 by sigmoids, with a bias that counts for the choice alone and groups of
 experts of which the best are kept. Layers behind the last one, which predict further tokens, are left out.
+
+V3.2 and GLM-5 look at those tokens of the context that an indexer chooses; in GLM-5.2 most layers take the choice of a
+layer before them.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, refuse_others
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.spec import MlpSpec, ModelSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.spec import LayerSpec, Mla, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
 
 HF_LATENT: Rules = {
@@ -30,6 +34,23 @@ HF_LATENT: Rules = {
     **{
         f"layers.{{i}}.shared.{part}.weight": Rule(f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight")
         for part in ("gate", "up", "down")
+    },
+}
+
+INDEX = "model.layers.{i}.self_attn.indexer"
+HF_INDEXED: Rules = {
+    **HF_LATENT,
+    "layers.{i}.index_q.weight": Rule(f"{INDEX}.wq_b.weight"),
+    "layers.{i}.index_k.weight": Rule(f"{INDEX}.wk.weight"),
+    "layers.{i}.index_k_norm.weight": Rule(f"{INDEX}.k_norm.weight"),
+    "layers.{i}.index_k_norm.bias": Rule(f"{INDEX}.k_norm.bias"),
+    "layers.{i}.index_weights.weight": Rule(f"{INDEX}.weights_proj.weight"),
+}
+HF_INTERLEAVED_INDEX: Rules = {
+    **HF_INDEXED,
+    **{
+        f"layers.{{i}}.{part}": replace(HF_INDEXED[f"layers.{{i}}.{part}"], interleaved=True)
+        for part in ("index_q.weight", "index_k.weight", "index_k_norm.weight", "index_k_norm.bias")
     },
 }
 
@@ -80,6 +101,39 @@ def _experts_by_sigmoid(fields: ConfigFields, layer_index: int) -> MoeSpec | Non
 
 def _with_extra_layers(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
     return replace(model, num_extra_layers=fields.integer_or_none("num_nextn_predict_layers", minimum=0) or 0)
+
+
+def _indexed(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
+    """Return the layer with an indexer, or with the choice of the last layer that has one."""
+    mixer, kinds = layer.mixer, _index_kinds(fields)
+    assert isinstance(mixer, Mla), "see `is_latent`"
+    if mixer.q_rank is None:
+        fields.refuse("an indexer without q_lora_rank is not possible")
+    if kinds[layer_index] == "shared":
+        earlier = [index for index, kind in enumerate(kinds[:layer_index]) if kind == "full"]
+        if not earlier:
+            fields.refuse("indexer_types: the first layer can't share an index")
+        return replace(layer, mixer=replace(mixer, shares_index_of=earlier[-1]))
+    heads, dim = fields.integer("index_n_heads"), fields.integer("index_head_dim")
+    if dim < mixer.rope_dim:
+        fields.refuse(f"index_head_dim {dim} is less than qk_rope_head_dim {mixer.rope_dim}")
+    return replace(layer, mixer=replace(mixer, indexer=Indexer(heads, dim, fields.integer("index_topk"))))
+
+
+def _index_kinds(fields: ConfigFields) -> tuple[str, ...]:
+    """ "full" or "shared" for each layer, in any of the ways to say it"""
+    count, pattern = fields.integer("num_hidden_layers"), fields.get("index_topk_pattern")
+    kinds = fields.words("indexer_types", count)
+    if kinds is None and isinstance(pattern, str):
+        kinds = tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
+    if kinds is None:
+        every = fields.integer_or_none("index_topk_freq") or 1
+        offset = fields.integer("index_skip_topk_offset", minimum=0)
+        return tuple("shared" if max(index - offset + 1, 0) % every else "full" for index in range(count))
+    if len(kinds) != count:
+        fields.refuse(f"index_topk_pattern has {len(kinds)} letters for {count} layers")
+    refuse_others(fields, kinds, "full", "shared")
+    return kinds
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -160,4 +214,40 @@ GLM4_MOE_LITE = replace(
         "moe_intermediate_size": 1536,
         "rms_norm_eps": 1e-5,
     },
+)
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v32",
+    model_types=("deepseek_v32",),
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "max_position_embeddings": 163840,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "index_skip_topk_offset": 2,
+    },
+    hf_rules=HF_INDEXED,
+    adjust_layer=_indexed,
+    refused_flags=("attention_bias", "mlp_bias", "indexer_rope_interleave"),
+)
+
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    name="glm_moe_dsa",
+    model_types=("glm_moe_dsa",),
+    defaults={
+        **DEEPSEEK_V32.defaults,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "max_position_embeddings": 202752,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "index_n_heads": 32,
+    },
+    hf_rules=HF_INTERLEAVED_INDEX,
+    refused_flags=("attention_bias", "mlp_bias"),
 )

@@ -16,7 +16,7 @@ from tokenmill.ops.reference.elementwise import (
     softcap,
 )
 from tokenmill.ops.reference.experts import experts, pack_experts, route
-from tokenmill.ops.reference.latent_attention import latent_attend
+from tokenmill.ops.reference.latent_attention import choose_entries, latent_attend
 from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.reference.recurrent import plan_recurrent, recurrent
@@ -38,6 +38,7 @@ REFERENCE_OPS = Ops(
     write_kv=write_kv,
     attention=attention,
     latent_attend=latent_attend,
+    choose_entries=choose_entries,
     plan_short_conv=plan_short_conv,
     short_conv=short_conv,
     plan_recurrent=plan_recurrent,

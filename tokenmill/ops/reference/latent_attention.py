@@ -7,15 +7,19 @@ head's key is its own projection of the latent; instead of projecting every key,
 
 So all heads attend to the entries themselves, as if they were one key head, and the latent is the value. A query's
 result then never depends on whether its prompt came whole or in chunks: there is only one way to compute it.
+
+Sparse attention is the same over entries that an indexer chose: what it did not choose is as if it were not visible.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from tokenmill.ops.interface import LatentInputs
+from tokenmill.ops.interface import IndexInputs, LatentInputs
 from tokenmill.ops.reference.attention import AttentionPlan, AttentionTask, mix_values
-from tokenmill.ops.reference.elementwise import rms_norm, rotate
+from tokenmill.ops.reference.elementwise import layer_norm, rms_norm, rotate
 from tokenmill.ops.reference.linear import multiply
 
 
@@ -30,8 +34,39 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     kept = inputs.latents.view(-1, inputs.latents.shape[-1])
     kept[inputs.slots] = torch.cat((latent, key[:, 0]), dim=-1).to(kept.dtype)
     absorbed = torch.cat((per_head(plain, inputs.absorb), turned), dim=-1)
-    mixed = attend_entries(absorbed, inputs.latents, inputs.plan, inputs.scale, rank)
+    plan = inputs.plan
+    if inputs.choice is not None:
+        plan = [replace(task, visible=chosen) for task, chosen in zip(plan, inputs.choice, strict=True)]
+    mixed = attend_entries(absorbed, inputs.latents, plan, inputs.scale, rank)
     return per_head(mixed, inputs.expand).flatten(1)
+
+
+def choose_entries(inputs: IndexInputs) -> list[torch.Tensor]:
+    """→ for each task of the plan what its queries see, bool [B, Q, N * block_size]. Tasks of other cache groups that
+    look equally far back are the same but for their blocks."""
+    indexer, kept = inputs.indexer, inputs.kept
+    queries = inputs.queries.view(len(inputs.queries), indexer.num_heads, indexer.head_dim)
+    keys = layer_norm(inputs.keys, inputs.norm.weight, inputs.norm.bias, inputs.norm.eps).unsqueeze(1)
+    if inputs.cos_sin is not None:
+        queries, keys = rotate(queries, *inputs.cos_sin), rotate(keys, *inputs.cos_sin)
+    kept.view(-1, indexer.head_dim)[inputs.slots] = keys[:, 0].to(kept.dtype)
+    weights = inputs.weights.float() * indexer.scale
+    return [_chosen(queries[task.tokens], weights[task.tokens], kept, task, indexer.top_k) for task in inputs.plan]
+
+
+def _chosen(
+    queries: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, task: AttentionTask, top_k: int
+) -> torch.Tensor:
+    """queries [B * Q, heads, D], weights [B * Q, heads] → [B, Q, N * block_size]"""
+    if task.visible.shape[-1] <= top_k:
+        return task.visible
+    rows, (_, heads, dim) = task.num_rows, queries.shape
+    keys = kept[task.blocks].float().view(rows, -1, dim)
+    products = queries.float().view(rows, -1, dim) @ keys.transpose(1, 2)
+    scores = products.relu_().view(rows, -1, heads, keys.shape[1])  # [B, Q, heads, S]
+    totals = (weights.view(rows, -1, 1, heads) @ scores).squeeze(2).masked_fill_(~task.visible, float("-inf"))
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return torch.zeros_like(task.visible).scatter_(-1, best, True) & task.visible
 
 
 def per_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -96,3 +96,17 @@ def test_groups_and_spans_are_checked() -> None:
     assert moment_of("1970-01-02", 0.0) == 86_400
     with pytest.raises(InvalidRequest, match="since"):
         moment_of("yesterday", 0.0)
+
+
+def test_times_between_outputs_and_sizes_of_steps_are_measured() -> None:
+    with scripted_server([{"say": "word " * 300, "token_delay_s": 0.002}]) as server:
+        body = {"model": "scripted", "prompt": "Once upon a time", "max_tokens": 30, "n": 2, "stream": True}
+        lines = [line for line in server.post("/v1/completions", body).text.splitlines() if line.startswith("data: {")]
+        values = metric_values(server.get("/metrics").text)
+        most = sum('"finish_reason":null' in line or '"finish_reason":"length"' in line for line in lines)
+        assert 2 <= values["tokenmill_inter_token_latency_seconds_count"] <= most - 2, "two streams of their own"
+        assert values["tokenmill_step_tokens_sum"] >= 60
+        assert values["tokenmill_request_max_tokens_sum"] == 30 and values["tokenmill_request_num_choices_sum"] == 2
+        assert values["tokenmill_http_responses_total{200}"] >= 1
+        name = "tokenmill_event_loop_lag_seconds_count"
+        assert eventually(lambda: metric_values(server.get("/metrics").text)[name] > 0, SOON_S)

@@ -88,6 +88,8 @@ class ServerConfig:
     """File for the audit log: refused keys, changed keys, loads of models, restarts of engines, chained by hashes
     (`tokenmill audit verify`); where there are API keys, by default audit.jsonl beside their file, or else with the
     server's state."""
+    metrics_names: Literal["tokenmill", "vllm", "both"] = "tokenmill"
+    """Names of the series of /metrics: ours, those that vLLM's dashboards ask for, or both."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -319,6 +319,7 @@ class AsyncEngine:
             self._info = replace(
                 info,
                 device=self.core.device,
+                kv_block_size=self.core.block_size,
                 max_running=self.core.max_running,
                 adapters=tuple(self._adapters),
                 num_adapter_slots=self.core.num_adapter_slots,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.masks import StepMasks
 from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.observe.buckets import STEP_TOKENS
 from tokenmill.scheduler import Scheduler
 from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
 
@@ -115,6 +117,8 @@ class EngineCore:
         self._refusals: list[SequenceOutput] = []
         self._num_steps = 0
         self._busy_s = 0.0
+        self._step_counts = [0] * (len(STEP_TOKENS) + 1)
+        self._step_tokens = 0
         self._failed_steps = 0
 
     @property
@@ -223,6 +227,9 @@ class EngineCore:
         if isinstance(result, Exception):
             return self._fail(plan, result)
         self._failed_steps = 0
+        num_tokens = plan.num_tokens
+        self._step_counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self._step_tokens += num_tokens
         return self._scheduler.apply(self._grammars.advance(plan, result))
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
@@ -252,6 +259,7 @@ class EngineCore:
         return EngineStats(
             running=seen.running,
             waiting=seen.waiting + self._grammars.num_waiting,
+            waiting_for_grammar=self._grammars.num_waiting,
             kv_blocks_used=seen.kv_blocks_used,
             kv_blocks_total=seen.kv_blocks_total,
             prefix_hit_tokens=seen.prefix_hit_tokens,
@@ -259,6 +267,8 @@ class EngineCore:
             preemptions=seen.preemptions,
             steps=self._num_steps,
             busy_s=self._busy_s,
+            step_counts=self._step_counts.copy(),
+            step_tokens=self._step_tokens,
             drafted_tokens=seen.drafted_tokens,
             accepted_tokens=seen.accepted_tokens,
             engine_pid=os.getpid(),

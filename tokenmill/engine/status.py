@@ -31,6 +31,7 @@ class ModelInfo:
     path: Path | None = None  # of the weights
     chat_template: str = ""  # the model's own; empty: it has none
     device: str = ""
+    kv_block_size: int = 0  # tokens
     max_running: int = 0  # sequences computed together at most
     defaults: dict[str, Any] = field(default_factory=dict)  # the model's own SamplingParams
     manifest: Manifest | None = None  # of a created model
@@ -56,6 +57,7 @@ def require_ready(health: Health) -> None:
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
+    waiting_for_grammar: int = 0  # among them
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     prefix_hit_tokens: int = 0
@@ -63,6 +65,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     steps: int = 0
     busy_s: float = 0.0  # time spent in steps
+    step_counts: list[int] = []  # steps by how many tokens they computed, in buckets of `observe.buckets.STEP_TOKENS`
+    step_tokens: int = 0  # computed in all steps
     drafted_tokens: int = 0  # proposed by speculation and computed
     accepted_tokens: int = 0  # ... and accepted
     engine_pid: int = 0

@@ -50,7 +50,7 @@ def visible_indices(setting: str | None, count: int) -> list[int]:
 
 # ── NVIDIA ───────────────────────────────────────────────────────────────────────────────────────────────
 
-_OK = 0
+NVML_OK = 0
 _NAME_BYTES = 96
 
 
@@ -59,12 +59,12 @@ class _Memory(ctypes.Structure):
 
 
 def probe_nvidia() -> list[Gpu]:
-    nvml = _nvml()
-    if nvml is None or nvml.nvmlInit_v2() != _OK:
+    nvml = load_nvml()
+    if nvml is None or nvml.nvmlInit_v2() != NVML_OK:
         return []
     try:
         count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _OK:
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_OK:
             return []
         visible = visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), count.value)
         return [gpu for index in visible if (gpu := _describe_nvidia(nvml, index)) is not None]
@@ -73,17 +73,17 @@ def probe_nvidia() -> list[Gpu]:
 
 
 def driver_version() -> str | None:
-    nvml = _nvml()
-    if nvml is None or nvml.nvmlInit_v2() != _OK:
+    nvml = load_nvml()
+    if nvml is None or nvml.nvmlInit_v2() != NVML_OK:
         return None
     try:
         text = ctypes.create_string_buffer(_NAME_BYTES)
-        return text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, _NAME_BYTES) == _OK else None
+        return text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, _NAME_BYTES) == NVML_OK else None
     finally:
         nvml.nvmlShutdown()
 
 
-def _nvml() -> ctypes.CDLL | None:
+def load_nvml() -> ctypes.CDLL | None:
     for name in ("libnvidia-ml.so.1", "nvml.dll"):
         try:
             return ctypes.CDLL(name)
@@ -95,14 +95,14 @@ def _nvml() -> ctypes.CDLL | None:
 def _describe_nvidia(nvml: ctypes.CDLL, index: int) -> Gpu | None:
     device, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES), _Memory()
     major, minor = ctypes.c_int(), ctypes.c_int()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != _OK:
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != NVML_OK:
         return None
     answers = (
         nvml.nvmlDeviceGetName(device, name, _NAME_BYTES),
         nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)),
         nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)),
     )
-    if any(answer != _OK for answer in answers):
+    if any(answer != NVML_OK for answer in answers):
         return None
     return Gpu(index, name.value.decode(), memory.total, memory.free, f"sm_{major.value}{minor.value}")
 

@@ -10,8 +10,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokenmill.engine.status import EngineStats
 from tokenmill.errors import TokenmillError
+from tokenmill.hardware.power import PowerMeter
+from tokenmill.observe.live_histogram import LiveHistogram
 from tokenmill.observe.log import Value
-from tokenmill.observe.metrics import EngineState, Metrics, ModelMetrics, Outcome, RequestTimes, SeriesValue
+from tokenmill.observe.metrics import (
+    EngineState,
+    Metrics,
+    ModelMetrics,
+    Outcome,
+    RequestSize,
+    RequestTimes,
+    SeriesValue,
+)
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord
 from tokenmill.server.quotas import KeyLimits
@@ -41,6 +51,9 @@ class RequestRecord:
     accepted_s: float = 0.0  # when the engine had accepted it, since `started_s`
     queue_s: float | None = None
     first_token_s: float | None = None  # since `started_s`
+    max_tokens: int = 0  # longest answer; 0: not known
+    gaps: LiveHistogram | None = None  # where the times between outputs are counted, once it has a model
+    last_event_s: dict[int, float] = field(default_factory=dict)  # by choice
     finish_reasons: list[str] = field(default_factory=list)
     error_code: str | None = None
     is_finished: bool = False
@@ -48,10 +61,15 @@ class RequestRecord:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
 
-    def note_event(self, event: Event) -> None:
+    def note_event(self, event: Event, choice: int = 0) -> None:
+        now_s = time.perf_counter()
         if self.first_token_s is None:
-            self.first_token_s = self.elapsed_s()
+            self.first_token_s = now_s - self.started_s
             self.queue_s = event.queue_s
+        before_s = self.last_event_s.get(choice)
+        self.last_event_s[choice] = now_s
+        if before_s is not None and self.gaps is not None:
+            self.gaps.add(now_s - before_s)
         if event.finish_reason is not None:
             self.finish_reasons.append(event.finish_reason)
 
@@ -105,8 +123,15 @@ class Accounting:
         self._metrics = metrics
         self._registry = registry
         self._num_restarts: dict[str, int] = {}
+        self._power = PowerMeter()
+
+    def gaps_of(self, model: str) -> LiveHistogram:
+        """Where the times between outputs of a model are counted."""
+        return self._metrics.of(model).gaps
 
     def finish(self, record: RequestRecord) -> None:
+        if not record.is_batch_line:
+            self._metrics.process.note_response(record.status)
         if not record.is_generation:
             return
         if record.model is None:
@@ -115,15 +140,20 @@ class Accounting:
         usage = record.usage
         self._metrics.of(record.model).finish_request(
             record.outcome,
-            prompt_tokens=usage.prompt_tokens if usage else 0,
-            output_tokens=usage.completion_tokens if usage else 0,
-            times=RequestTimes(record.elapsed_s(), record.queue_s, record.first_token_s),
-            num_answers=max(1, len(record.finish_reasons)),
+            RequestSize(
+                prompt_tokens=usage.prompt_tokens if usage else 0,
+                output_tokens=usage.completion_tokens if usage else 0,
+                cached_tokens=usage.cached_tokens if usage else 0,
+                max_tokens=record.max_tokens,
+                num_answers=max(1, len(record.finish_reasons)),
+            ),
+            RequestTimes(record.elapsed_s(), record.queue_s, record.first_token_s, record.accepted_s),
         )
 
     def render(self) -> tuple[bytes, str]:
         """The metrics in Prometheus' text format, with the engines' numbers of this moment, and their content type."""
         self._note_engines()
+        self._metrics.process.set_watts(self._power.watts())
         return self._metrics.render(), CONTENT_TYPE_LATEST
 
     def values(self, names: Sequence[str]) -> dict[str, SeriesValue]:
@@ -149,9 +179,11 @@ class Accounting:
         if not name:
             return
         series = self._metrics.of(name)
-        series.set_loaded(stats is not None)
+        series.set_loaded(stats is not None, gate.num_waiting)
         if stats is None:
             return
+        if stats.kv_blocks_total and gate.known is not None:
+            series.set_cache_config(gate.known.kv_block_size, stats.kv_blocks_total)
         known = self._num_restarts.get(name, 0)
         if stats.restarts > known:
             series.engine_restarted(stats.restarts - known)
@@ -172,4 +204,7 @@ def _state(stats: EngineStats) -> EngineState:
         busy_s=stats.busy_s,
         drafted=stats.drafted_tokens,
         accepted=stats.accepted_tokens,
+        waiting_for_grammar=stats.waiting_for_grammar,
+        step_counts=tuple(stats.step_counts),
+        step_tokens=stats.step_tokens,
     )

@@ -41,6 +41,7 @@ from tokenmill.server.live import LiveRequests
 from tokenmill.server.llamacpp.render import LLAMACPP
 from tokenmill.server.llamacpp.routes import llamacpp_endpoints
 from tokenmill.server.loader import ModelLoader
+from tokenmill.server.loop_lag import LoopLag
 from tokenmill.server.middleware import RequestMiddleware
 from tokenmill.server.model_admin import model_endpoints
 from tokenmill.server.ollama.render import OLLAMA
@@ -113,9 +114,11 @@ def create_app(
         ledger.add(record)
 
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
-    context = RouteContext(registry, config, dialects, bodies, workers, live, count, state, loader, known_keys)
+    context = RouteContext(
+        registry, config, dialects, bodies, workers, live, accounting.gaps_of, count, state, loader, known_keys
+    )
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
-    context.services.extend([ledger, audit])
+    context.services.extend([ledger, audit, LoopLag(metrics.process.note_lag)])
     endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}

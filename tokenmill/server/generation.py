@@ -185,6 +185,7 @@ class GenerationRun:
             raise
         self._prompt_token_ids = self._prompt_token_ids or prepared.request.prompt_token_ids
         num_tokens = len(prepared.request.prompt_token_ids)
+        self.record.max_tokens = max(self.record.max_tokens, prepared.request.max_tokens)
         self._usages[request.request_id] = Usage(prompt_tokens=num_tokens, completion_tokens=0)
         self._open[request.request_id] = events
         return events
@@ -259,14 +260,15 @@ class GenerationRun:
         events = self._open.get(request.request_id) or await self._submit(request)
         try:
             async for event in events:
-                self._note(request.request_id, event)
-                yield number * self.job.num_choices + event.index, event
+                choice = number * self.job.num_choices + event.index
+                self._note(request.request_id, choice, event)
+                yield choice, event
         except InvalidRequest as error:
             error.param = self.job.guided_param if error.param == "guided" else error.param
             raise
         self._open.pop(request.request_id, None)
 
-    def _note(self, request_id: str, event: Event) -> None:
+    def _note(self, request_id: str, choice: int, event: Event) -> None:
         if event.finish_reason in ("abort", "error"):
             raise RequestFailed(f"the request was ended by the engine ({event.finish_reason})")
         self._num_seen[request_id] = self._num_seen.get(request_id, 0) + len(event.token_ids)
@@ -274,7 +276,7 @@ class GenerationRun:
             self._usages[request_id] = event.usage
         if event.finish_reason is not None:
             self.record.usage = self.usage
-        self.record.note_event(event)
+        self.record.note_event(event, choice)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         return self._events_of(0) if len(self._requests) == 1 else self._merged()

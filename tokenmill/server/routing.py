@@ -25,6 +25,7 @@ from starlette.routing import Route
 import tokenmill
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.text_workers import Result, TextWorkers
+from tokenmill.observe.live_histogram import LiveHistogram
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.body import BodyReader, parse_object
 from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
@@ -78,6 +79,7 @@ class RouteContext:
     bodies: BodyReader
     workers: TextWorkers
     live: LiveRequests
+    gaps_of: Callable[[str], LiveHistogram]  # where the times between a model's outputs are counted
     count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
     state: ServerState
     loader: ModelLoader
@@ -140,6 +142,7 @@ class RouteContext:
         require_allowed(job, record.key)
         if record.key_id and not self.config.share_cache:
             job = with_own_salts(job, record.key_id)
+        record.gaps = self.gaps_of(job.engine.info.name)
         limits = record.limits = self.quotas.of(record.key)
         return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits))
 

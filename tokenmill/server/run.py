@@ -87,7 +87,7 @@ def run_server(
         if len(gates) > 1:
             require_distinct(gates)
         loader.make_model = partial(stored_model, base or models[0].engine, plan, spare)
-        return serve_models(gates, loader, config, Metrics(), fits)
+        return serve_models(gates, loader, config, Metrics(names=config.metrics_names), fits)
     except TokenmillError as error:
         print(f"tokenmill: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,6 +1,7 @@
 """Publish recorded measurements: `docs/performance.md` (tables) and `docs/results.svg` (the README's picture).
 
     python benchmarks/publish_results.py
+    python benchmarks/publish_results.py --growth growth.html      how figures developed, a page to look at
 
 Measurements are kept in `benchmarks/results/SUBJECT.DATE.NUMBER.json`. A file says what was measured (`title`), when
 (`date`), with which code (`commit`: the one that recorded the figures), where (`machine`, `software`), how (`command`)
@@ -13,16 +14,20 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
+
+from tokenmill.bench.pages import GrowthRow, html_growth
+from tokenmill.report.charts import FONT, svg
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.svg"
 DRAWN = "cpu-compare"  # the subject of the picture
 ENGINES = {"Tokenmill": "#0b5394", "OpenVINO": "#93a7b8", "llama.cpp": "#d5b58a"}
-WIDTH, PANEL, TOP, BOTTOM, BAR = 860, 400, 64, 300, 26
 
 # Subjects in the order of the page; one that is not listed here follows the others.
 CHAPTERS = {
@@ -126,50 +131,99 @@ def shown(value: Any) -> str:
 # ── the picture ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "middle", style: str = "") -> str:
-    return (
-        f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}" {style}>{html.escape(words)}</text>'
-    )
-
-
-def panel(left: float, phase: str, groups: list[dict[str, Any]]) -> str:
-    """Bars of one phase: a group for each number of sequences, in it a bar for each engine."""
-    most = max(group[engine] for group in groups for engine in ENGINES)
-    slot = PANEL / len(groups)
-    parts = [text(left + PANEL / 2, TOP - 14, f"{phase}, tokens/s", size=15, style='font-weight="bold"')]
-    for index, group in enumerate(groups):
-        start = left + index * slot + (slot - len(ENGINES) * BAR) / 2
-        for number, (engine, colour) in enumerate(ENGINES.items()):
-            height = (BOTTOM - TOP - 24) * group[engine] / most
-            x, y = start + number * BAR, BOTTOM - height
-            parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{BAR - 3}" height="{height:.0f}" fill="{colour}"/>')
-            parts.append(text(x + BAR / 2 - 1, y - 4, f"{group[engine]:,.0f}", size=10))
-        label = f"{group['sequences']} sequence{'s' if group['sequences'] != 1 else ''}"
-        parts.append(text(start + len(ENGINES) * BAR / 2, BOTTOM + 18, label))
-    return "".join(parts)
-
-
 def drawing(found: Measurement) -> str:
-    phases: dict[str, list[dict[str, Any]]] = {}
-    for figure in found.figures:
-        phases.setdefault(figure["phase"], []).append(figure)
-    panels = [panel(20 + n * (PANEL + 20), phase, groups) for n, (phase, groups) in enumerate(phases.items())]
-    legend = "".join(
-        f'<rect x="{250 + 130 * n}" y="{BOTTOM + 34}" width="12" height="12" fill="{colour}"/>'
-        + text(268 + 130 * n, BOTTOM + 45, engine, anchor="start")
-        for n, (engine, colour) in enumerate(ENGINES.items())
-    )
-    heading = text(WIDTH / 2, 16, found.title, size=14) + text(WIDTH / 2, 32, f"{found.machine}, {found.date}", size=11)
-    height = BOTTOM + 64
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="system-ui, sans-serif" role="img"><title>{html.escape(found.title)}: tokens a second</title>'
-        f'<rect width="100%" height="100%" fill="white"/>{heading}{"".join(panels)}{legend}</svg>\n'
-    )
+    """Bars of the engines by the number of sequences, decode beside prefill."""
+    rows = [
+        {"phase": figure["phase"], "load": sequences(figure["sequences"]), "engine": engine, "speed": figure[engine],
+         "shown": f"{figure[engine]:,.0f}"}
+        for figure in found.figures
+        for engine in ENGINES
+        if figure.get(engine) is not None
+    ]  # fmt: skip
+    engines, loads = list(ENGINES), list(dict.fromkeys(row["load"] for row in rows))
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    offset = {"xOffset": {"field": "engine", "sort": engines}}
+    legend = {"orient": "bottom", "title": None, "labelFontSize": 13, "symbolType": "square", "direction": "horizontal"}
+    colour = {"scale": {"domain": engines, "range": list(ENGINES.values())}, "legend": legend}
+    spec = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "title": {"text": found.title, "subtitle": [*wrap(found.machine, 100), found.date], "anchor": "start",
+                  "offset": 14},
+        "data": {"values": rows},
+        "hconcat": [
+            {
+                "title": {"text": f"{phase}, tokens/s", "anchor": "middle", "fontSize": 14},
+                "width": {"step": 42},
+                "height": 220,
+                "transform": [{"filter": {"field": "phase", "equal": phase}}],
+                "encoding": {
+                    "x": {"field": "load", "sort": loads, "axis": {"title": None, "labelAngle": 0, "ticks": False}},
+                    "y": {"field": "speed", "type": "quantitative", "axis": None},
+                    **offset,
+                },
+                "layer": [
+                    {"mark": {"type": "bar", "width": {"band": 0.9}},
+                     "encoding": {"color": {"field": "engine", **colour}}},
+                    {"mark": {"type": "text", "dy": -6, "fontSize": 11}, "encoding": {"text": {"field": "shown"}}},
+                ],
+            }
+            for phase in phases
+        ],
+        "spacing": 40,
+        "padding": 18,
+        "config": {"font": FONT, "background": "white", "view": {"stroke": None}, "axis": {"labelFontSize": 12}},
+    }  # fmt: skip
+    picture = svg(spec)
+    source = f"<desc>{html.escape(found.file.name)}, commit {found.commit}</desc>"
+    title = f"<title>{html.escape(found.title)}: tokens a second</title>"
+    return picture.replace(">", f' role="img">{title}{source}', 1) + "\n"
+
+
+def sequences(count: int) -> str:
+    return f"{count} sequence{'' if count == 1 else 's'}"
+
+
+# ── growth ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+OURS = ("Tokenmill", "measured", "value")  # columns that hold our own figure
+
+
+def growth(results: dict[str, list[Measurement]]) -> list[tuple[str, list[GrowthRow]]]:
+    """Figures that were measured more than once, by subject."""
+    subjects = []
+    for measurements in results.values():
+        series: dict[tuple[str, str], list[tuple[str, float]]] = {}
+        for one in measurements:
+            for figure in one.figures:
+                value = next((middle(figure[key]) for key in OURS if key in figure), None)
+                if value is not None:
+                    series.setdefault((named(figure), str(figure.get("unit", ""))), []).append((one.commit, value))
+        rows = [GrowthRow(name, unit, values) for (name, unit), values in series.items() if len(values) > 1]
+        if rows:
+            subjects.append((measurements[-1].title, rows))
+    return subjects
+
+
+def named(figure: dict[str, Any]) -> str:
+    if "what" in figure:
+        return str(figure["what"])
+    return f"{figure.get('phase')}, {sequences(figure.get('sequences', 1))}"
+
+
+def middle(value: Any) -> float | None:
+    """The number of a cell: a pair's mean, a triple's median; None for words."""
+    if isinstance(value, list):
+        return float(value[0]) if len(value) == 3 else sum(value) / 2
+    return float(value) if isinstance(value, int | float) else None
 
 
 if __name__ == "__main__":
     results = load_results()
+    if sys.argv[1:2] == ["--growth"]:
+        command = f"python benchmarks/publish_results.py {' '.join(sys.argv[1:])}"
+        Path(sys.argv[2]).write_text(html_growth(growth(results), command), encoding="utf-8")
+        sys.exit()
     PAGE.write_text(page(results), encoding="utf-8")
     PICTURE.write_text(drawing(results[DRAWN][-1]), encoding="utf-8")
     print(PAGE, PICTURE, sep="\n")

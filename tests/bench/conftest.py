@@ -5,10 +5,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browser import require_chromium
+from tests.support.browser import open_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 STUB = Path(__file__).resolve().parents[1] / "support" / "stub_server.py"
 Start = Callable[..., str]
@@ -37,6 +41,8 @@ def stub() -> Iterator[Start]:
         yield start
 
 
-@pytest.fixture(scope="session")
-def browser() -> str:
-    return require_chromium()
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for the tests of one file: while it is open, nothing else in this process may run an event loop."""
+    with open_chromium() as browser:
+        yield browser

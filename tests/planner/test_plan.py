@@ -139,8 +139,8 @@ def test_grid() -> None:
 def test_page_draws_and_escapes() -> None:
     plan = make_plan(replace(MODEL, name="<b>&"), H200, Question())
     text = html_page([plan, make_plan(MODEL, plan_device("L4"), Question())])
-    assert text.count("<svg") == 3 and "<polyline" in text and "<script" not in text and "http" not in text.replace(
-        "http://www.w3.org/2000/svg", "")  # fmt: skip
+    assert text.count("<figure>") == 4 and text.count("<svg role=") == 8 and "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "<b>&" not in text and "NaN" not in text and "inf" not in text.lower().replace("inference", "")
 
 

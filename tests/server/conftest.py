@@ -13,7 +13,7 @@ import openai
 import pytest
 import uvicorn
 
-from tests.support.browser import PLAYWRIGHT_ARGUMENTS, find_chromium
+from tests.support.browser import open_chromium
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tests.support.page_script import SCRIPT, TEMPLATE
@@ -97,16 +97,8 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     """A browser for the tests of one file: while it is open, nothing else in this process may run an event loop."""
-    from playwright.sync_api import Error, sync_playwright  # slow to import
-
-    path = find_chromium()
-    with sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch(executable_path=path, args=list(PLAYWRIGHT_ARGUMENTS))
-        except Error as error:
-            pytest.skip(f"{path} does not start here: {error}")
+    with open_chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

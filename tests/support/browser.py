@@ -1,26 +1,18 @@
-"""A headless Chromium, driven over its DevTools protocol: open a page, hear its console, ask it questions."""
+"""A headless Chromium for tests: pages that are open in it, and what is wrong with their look."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from websockets.sync.client import ClientConnection, connect
 
-FLAGS = ("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--disable-dev-shm-usage",
-         "--remote-debugging-port=0", "--window-size=1400,3000")  # fmt: skip
-TALK = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed")
-
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 PLAYWRIGHT_ARGUMENTS = (
     "--no-sandbox",
@@ -41,82 +33,77 @@ def find_chromium() -> str:
     return found
 
 
-def require_chromium() -> str:
-    """The path of a Chromium that works here; the test is skipped where there is none."""
-    found = find_chromium()
-    if not shows_a_page(found):
-        pytest.skip(f"{found} does not start here")
-    return found
-
-
-def shows_a_page(browser: str) -> bool:
-    command = [browser, "--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--dump-dom", "about:blank"]
-    try:
-        return "<html>" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-class Tab:
-    def __init__(self, socket: ClientConnection) -> None:
-        self._socket, self._number, self._session = socket, 0, ""
-        self.heard: list[dict[str, Any]] = []  # whatever the console, the log or the network complained of
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def open(self, page: Path) -> None:
-        self.call("Page.navigate", url=page.as_uri())
-        while self.ask("document.readyState") != "complete":
-            pass
-
-    def ask(self, expression: str) -> Any:
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        self._socket.send(json.dumps({**message, "sessionId": self._session} if self._session else message))
-        while True:
-            reply = json.loads(self._socket.recv(timeout=60))
-            if reply.get("method") in TALK:
-                self.heard.append(reply)
-            if reply.get("id") == self._number:
-                assert "error" not in reply, reply
-                result: dict[str, Any] = reply["result"]
-                return result
-
-
 @contextmanager
-def open_tab(browser: str, profile: Path) -> Iterator[Tab]:
-    process = subprocess.Popen(  # in a group of its own: some are started by a script that would leave them behind
-        [browser, *FLAGS, f"--user-data-dir={profile}"], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert process.stderr is not None
-        found = (re.search(r"ws://\S+", line) for line in process.stderr)
-        address = next(match for match in found if match).group()
-        with connect(address, max_size=64 << 20) as socket:
-            yield Tab(socket)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def open_chromium() -> Iterator[Browser]:
+    """A browser; while it is open, nothing else in this process may run an event loop."""
+    from playwright.sync_api import Error, sync_playwright  # slow to import
+
+    path = find_chromium()
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=list(PLAYWRIGHT_ARGUMENTS))
+        except Error as error:
+            pytest.skip(f"{path} does not start here: {error}")
+        yield browser
+        browser.close()
 
 
-# Every plot has lines or bars that take up room on the page; and how many plots there are.
-DRAWN = """[...document.querySelectorAll("svg")].filter(
-    plot => [...plot.querySelectorAll("polyline, rect")].some(mark => mark.getBBox().width + mark.getBBox().height > 20)
-).length"""
+class ReportPage:
+    """A report in a browser: what it asks for and what it complains of is noted."""
+
+    def __init__(self, browser: Browser, file: Path) -> None:
+        self.complaints: list[str] = []
+        self.page: Page = browser.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._note)
+        self.page.goto(file.as_uri())
+
+    def _note(self, request: Any) -> None:
+        if not request.url.startswith(("file:", "data:")):
+            self.complaints.append(f"asks for {request.url}")
+
+    def look(self, width: int, scheme: Any) -> list[str]:
+        """What overlaps, is cut off or is missing at this width."""
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        found: list[str] = self.page.evaluate(FAULTS)
+        return found + self.complaints
 
 
-def look_at(page: Path, plots: int, browser: str, profile: Path) -> bytes:
-    """Opens the page and takes its picture: all plots are drawn, nothing is wider than the window, nobody complains."""
-    with open_tab(browser, profile) as tab:
-        tab.open(page)
-        assert tab.ask('document.querySelectorAll("svg").length') == plots
-        assert tab.ask(DRAWN) == plots
-        assert "NaN" not in tab.ask("document.body.outerHTML")
-        assert tab.ask("document.documentElement.scrollWidth") <= 1400
-        assert tab.heard == []
-        return base64.b64decode(tab.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+FAULTS = """() => {
+  const faults = [], wide = document.documentElement
+  if (wide.scrollWidth > wide.clientWidth) faults.push(`the page is ${wide.scrollWidth} wide`)
+  if (/NaN|Infinity|undefined/.test(document.body.innerText)) faults.push("a value is no number")
+  const seen = e => { const s = getComputedStyle(e), b = e.getBoundingClientRect()
+    for (let up = e; up && up.getAttribute; up = up.parentNode) if (up.getAttribute("opacity") === "0") return false
+    return s.visibility !== "hidden" && s.display !== "none" && s.opacity !== "0" && b.width > 0 && b.height > 0 }
+  const meet = (a, b) => a.left < b.right - 1.5 && b.left < a.right - 1.5 &&
+    a.top < b.bottom - 2.5 && b.top < a.bottom - 2.5
+  const apart = (name, elements) => {
+    const boxes = elements.filter(seen).map(e => [e.textContent, e.getBoundingClientRect()])
+    for (let i = 0; i < boxes.length; i++) for (let k = i + 1; k < boxes.length; k++)
+      if (meet(boxes[i][1], boxes[k][1])) faults.push(`${name}: "${boxes[i][0]}" and "${boxes[k][0]}" overlap`) }
+  for (const figure of document.querySelectorAll("figure")) {
+    const name = figure.querySelector("figcaption").textContent
+    const drawings = [...figure.querySelectorAll("svg[data-place]")].filter(seen)
+    if (drawings.length !== 1) faults.push(`${name}: ${drawings.length} drawings are shown`)
+    for (const drawing of drawings) {
+      const frame = drawing.getBoundingClientRect(), texts = [...drawing.querySelectorAll("text")].filter(seen)
+      apart(name, texts)
+      for (const text of texts) { const box = text.getBoundingClientRect()
+        if (box.left < frame.left - 1 || box.right > frame.right + 1 ||
+            box.top < frame.top - 1 || box.bottom > frame.bottom + 1)
+          faults.push(`${name}: "${text.textContent}" is cut off`)
+        if (box.height < 8) faults.push(`${name}: "${text.textContent}" is too small to read`) }
+      const marks = [...drawing.querySelectorAll(".mark-line path, .mark-rect path, .role-mark path")]
+      if (!marks.some(m => { const b = m.getBoundingClientRect(); return b.width + b.height > 8 }))
+        faults.push(`${name}: nothing is drawn`)
+      apart(name, [figure.querySelector("figcaption"), ...figure.querySelectorAll(".legend li"), drawing])
+      const ground = getComputedStyle(document.body).backgroundColor
+      for (const text of texts) if (getComputedStyle(text).fill === ground) faults.push(`${name}: unreadable text`)
+    }
+  }
+  apart("the page", [...document.body.children])
+  return faults
+}"""

@@ -1,35 +1,28 @@
-"""HTML pages of benchmark results: one run, several runs compared, or a search for capacity.
-
-Plots are inline SVG; a page needs no other file.
-"""
+"""Benchmark results in rows: one run, several runs side by side, a search for capacity. `pages.py` draws them."""
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from tokenmill.bench.measures import median
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import Trial, Verdict
-from tokenmill.bench.totals import in_flight, metric_values
-from tokenmill.report.charts import Axis, Series, cdf, histogram, line_chart, page, table
+from tokenmill.report.page import Cell, Group, change_of
 
-ROWS = (
-    ("requests", "requests", 1, "{:,.0f}"),
-    ("failed", "failed", 1, "{:,.0f}"),
-    ("requests/s", "requests_s", 1, "{:.2f}"),
-    ("input tok/s", "input_tok_s", 1, "{:,.1f}"),
-    ("output tok/s", "output_tok_s", 1, "{:,.1f}"),
-    ("most at once", "max_in_flight", 1, "{:,.0f}"),
-    ("goodput requests/s", "goodput_requests_s", 1, "{:.2f}"),
+# title, key, how it is written, whether more of it is better (None: neither)
+FIGURES: tuple[tuple[str, str, str, bool | None], ...] = (
+    ("requests", "requests", "{:,.0f}", None),
+    ("failed", "failed", "{:,.0f}", False),
+    ("requests/s", "requests_s", "{:.2f}", True),
+    ("input tok/s", "input_tok_s", "{:,.1f}", None),
+    ("output tok/s", "output_tok_s", "{:,.1f}", True),
+    ("most at once", "max_in_flight", "{:,.0f}", None),
+    ("goodput requests/s", "goodput_requests_s", "{:.2f}", True),
 )
-LATENCIES = (("TTFT ms", "ttft"), ("TPOT ms", "tpot"), ("ITL ms", "itl"), ("e2e ms", "e2e"))
+LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("end to end", "e2e"))
 SHOWN = ("mean", "p50", "p90", "p95", "p99")
-MAX_PLOTTED = 50_000
 
 
 @dataclass(frozen=True)
@@ -38,116 +31,79 @@ class ReportRun:
     figures: dict[str, Any]
     records: list[BenchRecord]
 
-
-def comparison_rows(runs: Sequence[ReportRun]) -> list[list[str]]:
-    """A figure a row, a run a column; with two runs a last column has the ratio second / first."""
-    rows = []
-    for title, key, scale, shape in ROWS:
-        values = [run.figures.get(key) for run in runs]
-        if any(value is not None for value in values):
-            rows.append([title, *_cells(values, scale, shape)])
-    for title, metric in LATENCIES:
-        for statistic in SHOWN:
-            values = [(run.figures.get(metric) or {}).get(statistic) for run in runs]
-            if any(value is not None for value in values):
-                rows.append([f"{title} {statistic}", *_cells(values, 1e3, "{:,.1f}")])
-    return rows
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.figures.get("settings") or {}
 
 
-def _cells(values: Sequence[float | None], scale: float, shape: str) -> list[str]:
-    cells = ["–" if value is None else shape.format(value * scale) for value in values]
-    if len(values) == 2:
-        first, second = values
-        cells.append(f"{second / first:.2f}×" if first and second is not None else "–")
-    return cells
+# ── runs side by side ────────────────────────────────────────────────────────────────────────────────
 
 
-def titles(runs: Sequence[ReportRun]) -> list[str]:
-    return ["", *[run.name for run in runs], *(["second / first"] if len(runs) == 2 else [])]
-
-
-def html_report(runs: Sequence[ReportRun]) -> str:
-    sections = [table(titles(runs), comparison_rows(runs)), *_errors(runs), "<h2>Latency</h2>"]
-    for title, metric in LATENCIES:
-        values = [(run.name, [v * 1e3 for v in _thinned(metric_values(run.records, metric))]) for run in runs]
-        sections += [histogram(title, Axis(title), values), cdf(f"{title}, cumulative", Axis(title), values)]
-    sections += ["<h2>Over time</h2>", _timeline(runs), _token_rate(runs), _against_concurrency(runs)]
-    for run in runs:
-        facts = json.dumps({"date": run.figures.get("date"), "lag": run.figures.get("lag"),
-                            "settings": run.figures.get("settings")}, indent=1)  # fmt: skip
-        sections.append(f"<h2>{html.escape(run.name)}: how to repeat it</h2><pre>{html.escape(facts)}</pre>")
-    return page("Benchmark: " + ", ".join(run.name for run in runs), sections)
-
-
-def _thinned(values: list[float]) -> list[float]:
-    return values[:: len(values) // MAX_PLOTTED + 1]
-
-
-def _errors(runs: Sequence[ReportRun]) -> list[str]:
-    return [
-        f'<p class="bad">{html.escape(run.name)}: {run.figures["failed"]} of {run.figures["requests"]} requests '
-        f"failed: {html.escape(json.dumps(run.figures['errors']))}</p>"
+def throughput_matrix(runs: Sequence[ReportRun]) -> tuple[list[str], list[Group]]:
+    """A run a row; the later ones are compared with the first."""
+    known = [row for row in FIGURES if any(run.figures.get(row[1]) is not None for run in runs)]
+    first = runs[0].figures
+    rows = [
+        (run.name if len(runs) > 1 else "", [_figure_cell(first, run.figures, *row[1:]) for row in known])
         for run in runs
-        if run.figures.get("failed")
     ]
+    return ["", *[row[0] for row in known]], [Group("", rows)]
 
 
-def _timeline(runs: Sequence[ReportRun]) -> str:
-    lines = [Series(run.name, _steps(in_flight(run.records))) for run in runs]
-    return line_chart("Requests running", Axis("seconds"), Axis("requests"), lines, marks=False)
+def _figure_cell(
+    first: dict[str, Any], figures: dict[str, Any], key: str, shape: str, more_is_better: bool | None
+) -> Cell:
+    return _compared(first.get(key), figures.get(key), shape, more_is_better, is_first=first is figures)
 
 
-def _steps(line: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
-    every = len(line) // 2000 + 1
-    points: list[tuple[float, float]] = []
-    for at_s, running in line[::every]:
-        if points:
-            points.append((at_s, points[-1][1]))
-        points.append((at_s, float(running)))
-    return points
+def latency_matrix(runs: Sequence[ReportRun]) -> tuple[list[str], list[Group]]:
+    """Latencies in ms by statistic; a metric has a row for each run."""
+    groups = []
+    for title, metric in LATENCIES:
+        rows = []
+        for run in runs:
+            first, found = runs[0].figures.get(metric) or {}, run.figures.get(metric) or {}
+            cells = [
+                _compared(_ms(first.get(name)), _ms(found.get(name)), "{:,.1f}", False, is_first=run is runs[0])
+                for name in SHOWN
+            ]
+            rows.append((run.name if len(runs) > 1 else title, cells))
+        if any(cell.text != "–" for _, cells in rows for cell in cells):
+            groups.append(Group(title if len(runs) > 1 else "", rows))
+    return ["latency, ms", *SHOWN], groups
 
 
-def _token_rate(runs: Sequence[ReportRun]) -> str:
-    lines = [Series(run.name, tokens_per_second(run.records)) for run in runs]
-    return line_chart("Output over time", Axis("seconds"), Axis("pieces/s"), lines, marks=False)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
-def tokens_per_second(records: Sequence[BenchRecord], num_bins: int = 60) -> list[tuple[float, float]]:
-    times = [at for record in records for at in record.times_s]
-    if not times:
-        return []
-    width = max(max(times) / num_bins, 1e-6)
-    counts = [0] * (num_bins + 1)
-    for at in times:
-        counts[min(int(at / width), num_bins)] += 1
-    return [((number + 0.5) * width, count / width) for number, count in enumerate(counts[:num_bins])]
+def _compared(
+    first: float | None, value: float | None, shape: str, more_is_better: bool | None, *, is_first: bool
+) -> Cell:
+    text = "–" if value is None else shape.format(value)
+    if is_first:
+        return Cell(text)
+    return Cell(text, *change_of(first, value, more_is_better=more_is_better))
 
 
-def _against_concurrency(runs: Sequence[ReportRun]) -> str:
-    """How fast pieces came while so many requests were running: throughput against concurrency, from one run."""
-    lines = [Series(run.name, throughput_by_concurrency(run.records)) for run in runs]
-    return line_chart("Throughput against concurrency", Axis("requests running"), Axis("pieces/s"), lines)
-
-
-def throughput_by_concurrency(records: Sequence[BenchRecord], num_groups: int = 16) -> list[tuple[float, float]]:
-    line = in_flight(records)
-    if len(line) < 2:
-        return []
-    times = sorted(at for record in records for at in record.times_s)
-    group = max(1, (max(n for _, n in line) + num_groups - 1) // num_groups)
-    spent: dict[int, float] = {}
-    pieces: dict[int, int] = {}
-    place = 0
-    for (start, running), (end, _) in pairwise(line):
-        key = (running + group - 1) // group  # 0: nothing was running
-        spent[key] = spent.get(key, 0.0) + end - start
-        while place < len(times) and times[place] <= end:
-            pieces[key] = pieces.get(key, 0) + 1
-            place += 1
-    least = 0.01 * (line[-1][0] - line[0][0])  # levels hardly visited say nothing
+def matrix_rows(groups: Sequence[Group]) -> list[list[str]]:
+    """The rows of a matrix for a terminal: a group's name before its rows' names."""
     return [
-        ((key - 0.5) * group + 0.5, pieces.get(key, 0) / t) for key, t in sorted(spent.items()) if key and t > least
+        [f"{group.name}: {name}" if group.name else name, *[f"{cell.text} {cell.change}".rstrip() for cell in cells]]
+        for group in groups
+        for name, cells in group.rows
     ]
+
+
+def different_settings(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
+    """What the runs were asked differently: a setting a row, a run a column."""
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    rows = [[name, *[_setting(run.settings.get(name)) for run in runs]] for name in names]
+    return ["setting", *[run.name for run in runs]], [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _setting(value: Any) -> str:
+    return "–" if value is None else str(value)
 
 
 # ── capacity searches ────────────────────────────────────────────────────────────────────────────────────
@@ -180,18 +136,3 @@ def sentence(verdict: Verdict, what: str) -> str:
         highest = "tried so far" if verdict.was_cut_short else "asked for"
         return f"{what.capitalize()} {verdict.best:g}, the highest {highest}, is within the limits ({sure})."
     return f"The largest {what} within the limits is {verdict.best:g}; {verdict.first_failing:g} is not ({sure})."
-
-
-def html_search(verdict: Verdict, what: str) -> str:
-    names = list(verdict.trials[0].measured) if verdict.trials else []
-    charts = []
-    for name in names:
-        points = sorted((trial.level, trial.measured[name] * 1e3) for trial in verdict.trials)
-        limit = float(name.split("=")[1].removesuffix("ms"))
-        levels = [points[0][0], points[-1][0]]
-        lines = [Series("measured", points), Series("limit", [(level, limit) for level in levels])]
-        charts.append(line_chart(name.split("=")[0], Axis(what), Axis("ms"), lines))
-    speed = sorted((trial.level, trial.output_tok_s) for trial in verdict.trials)
-    charts.append(line_chart("Throughput", Axis(what), Axis("output tokens/s"), [Series("measured", speed)]))
-    rows = table(curve_titles(verdict.trials), curve_rows(verdict.trials))
-    return page("Search: " + sentence(verdict, what), [*charts, rows])

@@ -285,6 +285,7 @@ def compare(
     threads: Count = 2,
     activation_bits: ActivationBits = "auto",
     rounds: Count = 5,
+    html: Path | None = None,
 ) -> int:
     """Run the same GGUF file through this engine and its peers, taking turns.
 
@@ -310,9 +311,12 @@ def compare(
         How finely this engine rounds activations (see `tokenmill run --help`).
     rounds
         Rounds; medians of ratios are shown with their quartiles.
+    html
+        Write a page with bars to this file.
     """
     from tokenmill.bench import compare as bench
 
+    flags.require_page(html)
     path = _common_file(model)
     counts = whole_numbers(concurrency, "concurrency")
     shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
@@ -324,6 +328,12 @@ def compare(
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
     _show_comparison(path, found, versions)
+    if html is not None:
+        from tokenmill.bench.pages import html_comparison
+
+        asked = f"{input_len} tokens in, {output_len} out"
+        about = [("model", path.name), ("threads", str(threads)), ("lengths", asked), ("rounds", str(rounds))]
+        html.write_text(html_comparison(found, versions, about, sys.argv[1:]), encoding="utf-8")
     print_json_line(
         {"benchmark": "compare", "model": path.name, "threads": threads, "activation_bits": activation_bits,
          "input_len": input_len, "output_len": output_len, "rounds": rounds, "versions": versions,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tokenmill.cli.flags import Amount, Count, CountOrZero, Needs, refuse_idle, require_folder
+from tokenmill.cli.flags import Amount, Count, CountOrZero, Needs, refuse_idle, require_page
 from tokenmill.cli.output import number, print_rich_table
 from tokenmill.errors import InvalidConfig, RequestFailed
 
@@ -151,7 +151,7 @@ class RunConfig:
         from tokenmill.bench.load import run_load
         from tokenmill.cli.bench_load import live_progress
 
-        require_folder(self.html, "html")
+        require_page(self.html)
         with live_progress() as progress:
             run = run_load(target, load, warmup=islice(work.sessions(), self.warmup), progress=progress)
         assert run.lag is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from cyclopts import Group, Parameter
 from tokenmill.cli import bench_load
 from tokenmill.cli.bench_load import RunConfig, WorkloadConfig, closed_load, settings_of, show_run
 from tokenmill.cli.exit_codes import INTERRUPTED
-from tokenmill.cli.flags import Amount, AmountOrZero, Count, refuse_idle, require_folder
+from tokenmill.cli.flags import Amount, AmountOrZero, Count, refuse_idle, require_folder, require_page
 from tokenmill.cli.output import print_json_line, print_rich_table
 from tokenmill.errors import InvalidConfig
 
@@ -150,7 +151,8 @@ def serve(
     measurement: bench_load.RunFlags = bench_load.RUN,
 ) -> int:
     """Put load on any server, open or closed loop; measure latencies and throughput as its clients see them."""
-    from tokenmill.bench.report import ReportRun, html_report
+    from tokenmill.bench.pages import html_report
+    from tokenmill.bench.report import ReportRun
     from tokenmill.bench.result import result, write_result
 
     wanted.check()
@@ -180,13 +182,18 @@ def report(*files: Path, html: Path | None = None) -> int:
     html
         Write a page with plots laid over each other to this file.
     """
-    from tokenmill.bench.report import ReportRun, comparison_rows, html_report, titles
+    from tokenmill.bench.pages import html_report
+    from tokenmill.bench.report import ReportRun, different_settings, latency_matrix, matrix_rows, throughput_matrix
     from tokenmill.bench.result import read_result
 
     if not files:
         raise InvalidConfig("name at least one result file")
+    require_page(html)
     runs = [ReportRun(path.stem, *read_result(path)) for path in files]
-    print_rich_table("Runs", titles(runs), comparison_rows(runs))
+    if len(runs) > 1 and (differences := different_settings(runs))[1]:
+        print_rich_table("What differs", *differences)
+    for title, (columns, groups) in (("Runs", throughput_matrix(runs)), ("Latency", latency_matrix(runs))):
+        print_rich_table(title, columns, matrix_rows(groups))
     if html is not None:
         html.write_text(html_report(runs), encoding="utf-8")
     print_json_line({"benchmark": "report", "runs": [{"name": run.name, **run.figures} for run in runs]})
@@ -255,7 +262,9 @@ def search(
     resume
         File that keeps the trials; a search that was broken off goes on from it.
     """
-    from tokenmill.bench.report import curve_rows, curve_titles, html_search, sentence
+    from tokenmill.bench.pages import html_search
+    from tokenmill.bench.report import curve_rows, curve_titles, sentence
+    from tokenmill.bench.result import without_key
     from tokenmill.bench.search import read_trials, write_trials
     from tokenmill.bench.search import search as find
 
@@ -278,7 +287,7 @@ def search(
     print_rich_table(f"{aim.model} at {aim.url}: {asked.slo}", curve_titles(verdict.trials), curve_rows(verdict.trials))
     print(sentence(verdict, asked.what))
     if measurement.html is not None:
-        measurement.write_page(html_search(verdict, asked.what))
+        measurement.write_page(html_search(verdict, asked.what, settings, without_key(sys.argv[1:])))
     print_json_line(
         {"benchmark": "search", "over": asked.over, "best": verdict.best, "first_failing": verdict.first_failing,
          "confidence": verdict.confidence, "likely": verdict.likely, "was_cut_short": verdict.was_cut_short,

@@ -60,6 +60,15 @@ def require_folder(file: Path | None, option: str) -> None:
         raise InvalidConfig(f"--{option} {file} is no file that can be written: there is no such folder", param=option)
 
 
+def require_page(file: Path | None) -> None:
+    """Refuse a page that could not be drawn or written, before what it is about."""
+    if file is not None:
+        from tokenmill.report.charts import require_charts
+
+        require_folder(file, "html")
+        require_charts()
+
+
 RENAMED = {("model", "seed"): "weights-seed"}
 
 

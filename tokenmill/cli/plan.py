@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from tokenmill.cli.flags import AmountOrZero, Count, Share, refuse_idle, require_folder
+from tokenmill.cli.flags import AmountOrZero, Count, Share, refuse_idle, require_page
 from tokenmill.cli.output import print_facts, print_json_line, print_table
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import DEFAULT_MODEL
@@ -165,7 +166,7 @@ def command(
     if show.devices:
         _list_devices()
         return 0
-    require_folder(show.html, "html")
+    require_page(show.html)
     require_no_idle(device, precision, show)
     if show.which:
         _rank(model, device, show, question(device, load, precision))
@@ -175,7 +176,7 @@ def command(
     if show.html is not None:
         from tokenmill.planner.report import html_page
 
-        show.html.write_text(html_page(plans), encoding="utf-8")
+        show.html.write_text(html_page(plans, sys.argv[1:]), encoding="utf-8")
     return 0
 
 
@@ -238,7 +239,7 @@ def _list(text: str) -> list[str]:
 
 
 def _print(plans: list[Plan], *, as_json: bool) -> None:
-    from tokenmill.planner.report import comparison, facts, reading_rows
+    from tokenmill.planner.report import compared_by_row, facts, reading_rows
 
     if as_json:
         flats = [plan.flat() for plan in plans]
@@ -250,9 +251,8 @@ def _print(plans: list[Plan], *, as_json: bool) -> None:
             ("a reader who", "words/min", "ms/token", "kept up"), [tuple(r) for r in reading_rows(plans[0].tpot_s)]
         )
     else:
-        titles, rows = comparison(plans)
-        columns = [[titles[n], *[row[n] for row in rows]] for n in range(len(titles))]
-        print_table(tuple(columns[0]), [tuple(column) for column in columns[1:]])
+        titles, rows = compared_by_row(plans)
+        print_table(tuple(titles), [tuple(row) for row in rows])
 
 
 def _list_devices() -> None:

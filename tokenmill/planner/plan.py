@@ -98,6 +98,10 @@ class Plan:
     def warnings(self) -> list[str]:
         return list(_warnings(self))
 
+    def why_not(self) -> str:
+        """Why it does not fit."""
+        return _why_not(self)
+
     def flat(self) -> dict[str, Any]:
         return {**_model_facts(self), **_memory_facts(self), **_speed_facts(self), **_price_facts(self)}
 

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
 from tokenmill.planner.capacity import READERS, readers_kept_up_with
-from tokenmill.planner.plan import Plan
-from tokenmill.report.charts import Axis, Series, line_chart, page, stacked_bars, table
+from tokenmill.planner.plan import Plan, counted
+from tokenmill.report.charts import Axis, Series, line_chart, stacked_bars
+from tokenmill.report.page import Heading, charts, page, table, today
+from tokenmill.report.units import duration
 
 GB = 1e9
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence for whoever must decide."""
+    best, price, where = plan.best, plan.price, f"{_times(plan)}{plan.device.name}"
+    if not plan.memory.fits:
+        return f"No: {plan.model.name} {plan.why_not()} on {where}."
+    if best is None:
+        speeds = f"alone, a request has a TTFT of {duration(plan.ttft_s)} and a TPOT of {duration(plan.tpot_s)}"
+        return f"No: {plan.model.name} fits {where}, but misses the limits; {speeds}."
+    cost = "" if price is None else f", at ${price.usd_per_million_output:.3g} per million output tokens"
+    return (
+        f"Yes: {where} holds {counted(best.concurrency, 'request')} at once, {best.output_tok_s:,.0f} output tokens/s, "
+        f"the first after {duration(best.ttft_s)}, each further one after {duration(best.tpot_s)}{cost}."
+    )
+
+
+def _times(plan: Plan) -> str:
+    count = plan.question.split.num_devices
+    return f"{count} × " if count > 1 else ""
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -27,8 +50,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("fits", "yes" if f["fits"] else "no"),
         ("prefill", f"{f['prefill_tflops']:.2f} TFLOPs for {f['input_len']:,} tokens{_quick(f, 'prefill_tflops')}"),
         ("decode", f"{f['decode_tflops_per_token']:.4f} TFLOPs a token{_quick(f, 'decode_tflops_per_token')}"),
-        ("TTFT", f"{f['ttft_s'] * 1e3:,.0f} ms, one request alone ({_reached(plan, 'prefill')})"),
-        ("TPOT", f"{f['tpot_s'] * 1e3:.1f} ms with {f['batch']} running ({_reached(plan, 'decode')}){_readers(plan)}"),
+        ("TTFT", f"{duration(f['ttft_s'])}, one request alone ({_reached(plan, 'prefill')})"),
+        ("TPOT", f"{duration(f['tpot_s'])} with {f['batch']} running ({_reached(plan, 'decode')}){_readers(plan)}"),
         ("most at once", _most(plan)),
         ("price", _price(plan)),
         *[("!", warning) for warning in plan.warnings()],
@@ -79,7 +102,7 @@ def _most(plan: Plan) -> str:
         return "none within the limits"
     return (
         f"{best.concurrency} requests, {best.requests_s:.2f} a second, {best.output_tok_s:,.0f} output tokens/s "
-        f"(TTFT {best.ttft_s * 1e3:,.0f} ms, TPOT {best.tpot_s * 1e3:.1f} ms); memory holds {held}"
+        f"(TTFT {duration(best.ttft_s)}, TPOT {duration(best.tpot_s)}); memory holds {held}"
     )
 
 
@@ -99,8 +122,8 @@ COMPARED: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("KV kB a token", lambda f: f"{f['kv_bytes_per_token'] / 1e3:.1f}"),
     ("devices", lambda f: f"{f['num_devices']}"),
     ("fits", lambda f: "yes" if f["fits"] else "no"),
-    ("TTFT, ms", lambda f: f"{f['ttft_s'] * 1e3:,.0f}"),
-    ("TPOT, ms", lambda f: f"{f['tpot_s'] * 1e3:.1f}"),
+    ("TTFT", lambda f: duration(f["ttft_s"])),
+    ("TPOT", lambda f: duration(f["tpot_s"])),
     ("most at once", lambda f: f"{f['max_concurrency']}"),
     ("requests/s", lambda f: f"{f['max_requests_s']:.2f}"),
     ("output tok/s", lambda f: f"{f['max_output_tok_s']:,.0f}"),
@@ -108,17 +131,25 @@ COMPARED: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
-def comparison(plans: Sequence[Plan]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and rows: one figure per row, one plan per column."""
-    flats = [plan.flat() for plan in plans]
-    return ["", *[label(plan) for plan in plans]], [[name, *[show(f) for f in flats]] for name, show in COMPARED]
+def compared_by_row(plans: Sequence[Plan]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows: one plan per row, one figure per column."""
+    rows = [
+        [name, *[show(plan.flat()) for _, show in COMPARED]]
+        for name, plan in zip(short_labels(plans), plans, strict=True)
+    ]
+    return ["", *[name for name, _ in COMPARED]], rows
 
 
 def label(plan: Plan) -> str:
-    split = plan.question.split
-    times = f"{split.num_devices} × " if split.num_devices > 1 else ""
     kv = f", KV {plan.kv_dtype}" if plan.question.kv_dtype != "auto" else ""
-    return f"{plan.model.name}, {times}{plan.device.name}, {plan.weight_dtype}{kv}"
+    return f"{plan.model.name}, {_times(plan)}{plan.device.name}, {plan.weight_dtype}{kv}"
+
+
+def short_labels(plans: Sequence[Plan]) -> list[str]:
+    """What tells the plans apart: those parts of their labels that differ; the device where nothing does."""
+    parts = [(p.model.name, f"{_times(p)}{p.device.name}", p.weight_dtype, f"KV {p.kv_dtype}") for p in plans]
+    differing = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
+    return [", ".join(row) for row in zip(*differing, strict=True)] if differing else [part[1] for part in parts]
 
 
 def reading_rows(tpot_s: float) -> list[list[str]]:
@@ -128,9 +159,11 @@ def reading_rows(tpot_s: float) -> list[list[str]]:
     ]
 
 
-def html_page(plans: Sequence[Plan]) -> str:
-    curves = [(label(plan), plan.curve()) for plan in plans]
-    charts = [
+def html_page(plans: Sequence[Plan], command: Sequence[str] = ()) -> str:
+    """A page of one plan, or of several side by side."""
+    names = short_labels(plans)
+    curves = [(name, plan.curve()) for name, plan in zip(names, plans, strict=True)]
+    drawn = [
         line_chart(
             "Throughput against latency",
             Axis("TPOT, ms"),
@@ -143,19 +176,44 @@ def html_page(plans: Sequence[Plan]) -> str:
             Axis("TTFT, ms"),
             [Series(name, [(load.concurrency, load.ttft_s * 1e3) for load in loads]) for name, loads in curves],
         ),
+        line_chart(
+            "Throughput against load",
+            Axis("requests at once", is_log=True),
+            Axis("output tokens/s"),
+            [Series(name, [(load.concurrency, load.output_tok_s) for load in loads]) for name, loads in curves],
+        ),
         stacked_bars(
             "Memory by part, one device",
             Axis("GB"),
             [
-                (str(number + 1), [(name, size / GB) for name, size in memory_parts(plan)])
-                for number, plan in enumerate(plans)
+                (name, [(part, size / GB) for part, size in memory_parts(plan)])
+                for name, plan in zip(names, plans, strict=True)
             ],
         ),
     ]
-    tables = [
-        f"<h2>{number + 1}. {escape(label(plan))}</h2>" + table(("", ""), facts(plan))
-        for number, plan in enumerate(plans)
+    is_open = " open" if len(plans) == 1 else ""
+    details = [
+        f"<details{is_open}><summary>{escape(label(plan))}</summary>"
+        + table(("", ""), facts(plan), is_words=True)
+        + "</details>"
+        for plan in plans
     ]
     readers = table(("a reader who", "words/min", "needs TPOT, ms", "kept up with"), reading_rows(plans[0].tpot_s))
-    side_by_side = [table(*comparison(plans))] if len(plans) > 1 else []
-    return page("Plan", [*side_by_side, *charts, *tables, "<h2>Reading speed</h2>", readers])
+    side_by_side = [table(*compared_by_row(plans))] if len(plans) > 1 else []
+    sections = [*side_by_side, charts(drawn), "<h2>Details</h2>", *details, "<h2>Reading speed</h2>", readers]
+    return page(_heading(plans, command), sections)
+
+
+def _heading(plans: Sequence[Plan], command: Sequence[str]) -> Heading:
+    asked = plans[0].question
+    models, devices = (
+        ", ".join(dict.fromkeys(names)) for names in zip(*((p.model.name, p.device.name) for p in plans), strict=True)
+    )
+    about = [
+        ("model", models),
+        ("device", devices),
+        ("lengths", f"{asked.input_len:,} tokens in, {asked.output_len:,} out"),
+        ("date", today()),
+    ]
+    shown = f"tokenmill {shlex.join(command)}" if command else ""
+    return Heading(f"Plan: {models} on {devices}", about, shown, verdict(plans[0]) if len(plans) == 1 else "")

@@ -1,20 +1,47 @@
-"""Charts as SVG text and pages as one HTML file: no scripts, nothing from elsewhere, any browser shows it.
+"""Charts as SVG text, drawn by Vega-Lite without a browser; a page that holds them needs no script.
 
-    Series(name, points)  ─► line_chart / step_chart / bar_chart ─► svg ─► page(title, sections)
+    Series(name, points)  ─► line_chart / histogram / cdf / bars / stacked_bars ─► a <figure> of HTML
 
-Colours differ in lightness too, so that a print or a colour-blind reader can tell them apart.
+A chart is a Vega-Lite specification, which `vl-convert` (one package with Vega inside, the extra `pages`) turns into
+SVG. Altair would write the same JSON through classes, and bring data frames that nothing here needs. Title and legend
+are HTML around the drawing: they wrap where the page is narrow, and so never overlap. Every chart is drawn for a narrow
+and for a wide place; the page's style sheet shows the one that fits. Colours are variables of that style sheet, one set
+for light and one for dark; lines differ in their dashes too, for prints and for readers who can't tell colours apart.
 """
 
 from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 28, 44
-COLOURS = ("#0b5394", "#cc4125", "#38761d", "#b45f06", "#674ea7", "#45818e", "#a64d79", "#7f6000")
+from tokenmill.errors import InvalidConfig
+
+NARROW, WIDE = (360, 230), (640, 280)  # pixels
+VALUE_PIXELS = 52  # of a number at the end of a bar
+FONT = "Arial, Liberation Sans, Helvetica, sans-serif"  # the converter measures by metrics that these share
+COLOURS = ("#0b5394", "#c2410c", "#2f7d32", "#8a5a00", "#6d4fb3", "#0f7f8c", "#ad3a78", "#5b6470")
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [12, 3], [4, 2], [1, 3], [10, 2, 2, 2])
+INK, SOFT, LINE, BAD = "#1f2328", "#59636e", "#d8dee4", "#b42318"
+VARIABLES = {
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(COLOURS)},
+    INK: "var(--ink)",
+    SOFT: "var(--soft)",
+    LINE: "var(--line)",
+    BAD: "var(--bad)",
+}
+STYLE = {
+    "font": FONT,
+    "background": None,
+    "view": {"stroke": None},
+    "axis": {"labelColor": SOFT, "titleColor": SOFT, "gridColor": LINE, "domainColor": LINE, "tickColor": LINE,
+             "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "labelFlush": False},
+    "header": {"labelColor": INK, "labelFontSize": 12, "title": None},
+    "text": {"color": INK, "fontSize": 12},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,51 +57,51 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class _Scale:
-    """From values to pixels."""
+class Bar:
+    """A bar with its name beside it; bars of one group stand together under the group's name."""
 
-    low: float
-    high: float
-    start: float
-    end: float
-    is_log: bool
-
-    def __call__(self, value: float) -> float:
-        low, high = (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
-        place = math.log10(max(value, self.low)) if self.is_log else value
-        return self.start + (place - low) / (high - low or 1.0) * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        if self.is_log:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            return [10.0**n for n in range(first, last + 1) if self.low <= 10.0**n <= self.high]
-        step = _nice((self.high - self.low) / 5)
-        first = math.ceil(self.low / step)
-        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+    group: str
+    name: str
+    value: float
 
 
-def _nice(step: float) -> float:
-    if step <= 0 or not math.isfinite(step):
-        return 1.0
-    unit = 10.0 ** math.floor(math.log10(step))
-    return next(n * unit for n in (1, 2, 5, 10) if n * unit >= step * 0.999)
+# ── kinds of charts ──────────────────────────────────────────────────────────────────────────────────
 
 
-def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series], *, marks: bool = True) -> str:
+def line_chart(
+    title: str, x: Axis, y: Axis, series: Sequence[Series], *, marks: bool = True, limit: float | None = None
+) -> str:
+    """Lines; `limit` is a value that none should exceed, drawn across."""
     shown = [s for s in series if s.points]
     if not shown:
         return _empty(title)
-    across, up = _scales(x, y, shown)
-    parts = [_frame(title, x, y, across, up)]
-    for number, one in enumerate(shown):
-        colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(f"{across(px):.1f},{up(py):.1f}" for px, py in one.points)
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        if marks and len(one.points) <= 40:
-            parts += [
-                f'<circle cx="{across(px):.1f}" cy="{up(py):.1f}" r="3" fill="{colour}"/>' for px, py in one.points
-            ]
-    return _svg(parts, [s.name for s in shown])
+    names = [s.name for s in shown]
+    places = [(s.name, px, py) for s in shown for px, py in s.points if _drawable(px, py, x, y)]
+    rows = [{"x": px, "y": py, "series": name} for name, px, py in places]
+    colour = {"field": "series", "type": "nominal", "legend": None}
+    encoding = {
+        "x": _quantity("x", x, [px for _, px, _ in places]),
+        "y": _quantity("y", y, [py for _, _, py in places], starts_at_zero=True),
+        "color": {**colour, "scale": {"domain": names, "range": _cycled(COLOURS, names)}},
+        "strokeDash": {**colour, "scale": {"domain": names, "range": _cycled(DASHES, names)}},
+    }
+    has_points = marks and max(len(s.points) for s in shown) <= 40
+    point = {"filled": True, "size": 30} if has_points else False
+    layers: list[dict[str, Any]] = [{"mark": {"type": "line", "point": point, "strokeWidth": 2}, "encoding": encoding}]
+    if limit is not None:
+        layers += _limit(limit)
+    return _figure(title, {"data": {"values": rows}, "layer": layers}, names)
+
+
+def _limit(limit: float) -> list[dict[str, Any]]:
+    once: dict[str, Any] = {"values": [{}]}  # not for every row
+    place = {"y": {"datum": limit}}
+    rule = {"type": "rule", "color": BAD, "strokeDash": [4, 3], "strokeWidth": 1.5}
+    words = {"type": "text", "text": f"limit {limit:g}", "align": "right", "baseline": "bottom", "dy": -3, "color": BAD}
+    return [
+        {"data": once, "mark": rule, "encoding": place},
+        {"data": once, "mark": words, "encoding": {**place, "x": {"value": "width"}}},
+    ]
 
 
 def histogram(title: str, x: Axis, series: Sequence[tuple[str, Sequence[float]]], *, num_bins: int = 40) -> str:
@@ -112,120 +139,173 @@ def cdf(title: str, x: Axis, series: Sequence[tuple[str, Sequence[float]]], *, m
     return line_chart(title, x, Axis("share of requests"), curves, marks=False)
 
 
-def stacked_bars(title: str, y: Axis, bars: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """Each bar is a label and its parts from the bottom up; parts of one name share a colour."""
-    if not bars:
+def bars(title: str, x: Axis, values: Sequence[Bar], *, is_development: bool = False) -> str:
+    """Horizontal bars, each with its name and its value; names keep their colours from group to group.
+
+    `is_development`: the bars are one thing at several times, so they have one colour."""
+    if not values:
         return _empty(title)
-    names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
-    most = max(sum(value for _, value in parts) for _, parts in bars)
-    up = _Scale(0, most * 1.05 or 1.0, HEIGHT - BOTTOM, TOP, False)
-    slot = (WIDTH - LEFT - RIGHT) / len(bars)
-    drawn = [_title(title), *_rows(y, up)]
-    for place, (label, parts) in enumerate(bars):
-        left, total = LEFT + place * slot + slot * 0.15, 0.0
-        for name, value in parts:
-            top, height = up(total + value), up(total) - up(total + value)
-            colour = COLOURS[names.index(name) % len(COLOURS)]
-            drawn.append(
-                f'<rect x="{left:.1f}" y="{top:.1f}" width="{slot * 0.7:.1f}" height="{height:.1f}" fill="{colour}"/>'
-            )
-            total += value
-        drawn.append(_text(left + slot * 0.35, HEIGHT - BOTTOM + 16, label, "middle"))
-    return _svg(drawn, names)
+    names = list(dict.fromkeys(bar.name for bar in values))
+    rows = [{"group": bar.group, "name": bar.name, "value": bar.value, "shown": short(bar.value)} for bar in values]
+    most = max(bar.value for bar in values)
+    encoding = {
+        "y": {"field": "name", "type": "nominal", "sort": names, "axis": _names_axis()},
+        "x": {**_quantity("value", x, [0.0, most], starts_at_zero=True), "scale": {"domain": [0, most]}},
+    }
+    colours = [COLOURS[0]] * len(names) if is_development else _cycled(COLOURS, names)
+    colour = {"field": "name", "type": "nominal", "legend": None, "scale": {"domain": names, "range": colours}}
+    spec = {
+        "layer": [
+            {"mark": {"type": "bar", "height": {"band": 0.72}}, "encoding": {"color": colour}},
+            {"mark": {"type": "text", "align": "left", "dx": 4}, "encoding": {"text": {"field": "shown"}}},
+        ],
+        "encoding": encoding,
+        "height": {"step": 24},
+    }
+    groups = list(dict.fromkeys(bar.group for bar in values))
+    if groups == [""]:
+        return _figure(title, {"data": {"values": rows}, **spec}, [], beside=_longest(names))
+    header = {"labelOrient": "top", "labelAnchor": "start", "labelFontWeight": "bold", "title": None}
+    facet = {"field": "group", "type": "nominal", "sort": groups, "header": header, "title": None}
+    whole = {"data": {"values": rows}, "facet": {"row": facet}, "spec": spec, "spacing": 12}
+    return _figure(title, whole, [], beside=_longest(names))
 
 
-def page(title: str, sections: Sequence[str]) -> str:
-    body = "\n".join(sections)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 1360px; margin: 2em auto; padding: 0 1em; color: #222 }}
-h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
-table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .25em .8em; border-bottom: 1px solid #ddd }}
-td {{ text-align: right; font-variant-numeric: tabular-nums }} td:first-child, th:first-child {{ text-align: left }}
-figure {{ display: inline-block; margin: 0 1em 1em 0 }} .bad {{ color: #a61c00; font-weight: bold }}
-pre {{ background: #f6f6f6; padding: 1em; overflow: auto }}
-</style></head><body><h1>{html.escape(title)}</h1>
-{body}
-</body></html>
-"""
+def stacked_bars(title: str, x: Axis, values: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
+    """Each bar is a name and its parts from the left; parts of one name share a colour."""
+    if not values:
+        return _empty(title)
+    parts = list(dict.fromkeys(part for _, sizes in values for part, _ in sizes))
+    names = [name for name, _ in values]
+    rows = [{"name": name, "part": part, "size": size, "order": parts.index(part)}
+            for name, sizes in values for part, size in sizes]  # fmt: skip
+    totals = [sum(size for _, size in sizes) for _, sizes in values]
+    spec = {
+        "data": {"values": rows},
+        "height": {"step": 44},
+        "mark": {"type": "bar", "height": {"band": 0.6}},
+        "encoding": {
+            "y": {"field": "name", "type": "nominal", "sort": names, "axis": _names_axis()},
+            "x": {**_quantity("size", x, [0.0, *totals], starts_at_zero=True), "stack": "zero"},
+            "order": {"field": "order", "type": "quantitative"},
+            "color": {"field": "part", "type": "nominal", "legend": None,
+                      "scale": {"domain": parts, "range": _cycled(COLOURS, parts)}},
+        },
+    }  # fmt: skip
+    return _figure(title, spec, parts, beside=_longest(names), always_legend=True)
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+# ── from a specification to a figure ─────────────────────────────────────────────────────────────────
 
 
-# ── inside a drawing ───────────────────────────────────────────────────────────────────────────────────
+def svg(spec: dict[str, Any]) -> str:
+    """The drawing of a Vega-Lite specification."""
+    try:
+        import vl_convert
+    except ImportError:
+        raise InvalidConfig("pages need a package to draw charts", hint="pip install 'tokenmill[pages]'") from None
+    return str(vl_convert.vegalite_to_svg(spec, vl_version="6.4"))
 
 
-def _scales(x: Axis, y: Axis, series: Sequence[Series]) -> tuple[_Scale, _Scale]:
-    xs = [px for one in series for px, _ in one.points]
-    ys = [py for one in series for _, py in one.points]
-    x_low, x_high = _bounds(xs, x.is_log)
-    y_low, y_high = _bounds([*ys, *([] if y.is_log else [0.0])], y.is_log)
-    room = 1.0 if y.is_log else 1.05
-    across = _Scale(x_low, x_high, LEFT, WIDTH - RIGHT, x.is_log)
-    return across, _Scale(y_low, y_high * room, HEIGHT - BOTTOM, TOP, y.is_log)
+def require_charts() -> None:
+    """Refuse a page before its measurement begins where the charts could not be drawn."""
+    svg({"width": 1, "height": 1, "data": {"values": []}, "mark": "point"})
 
 
-def _bounds(values: Sequence[float], is_log: bool) -> tuple[float, float]:
-    usable = [v for v in values if math.isfinite(v) and (v > 0 or not is_log)] or [1.0]
-    low, high = min(usable), max(usable)
-    if low == high:
-        return (low / 2, high * 2) if is_log else (min(low, 0.0), max(high, 0.0) or 1.0)
-    return low, high
-
-
-def _frame(title: str, x: Axis, y: Axis, across: _Scale, up: _Scale) -> str:
-    parts = [_title(title), *_rows(y, up)]
-    parts += [_text(across(tick), HEIGHT - BOTTOM + 16, _short(tick), "middle") for tick in across.ticks()]
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x.label, "middle"))
-    return "".join(parts)
-
-
-def _rows(y: Axis, up: _Scale) -> list[str]:
-    parts = [_text(8, TOP - 6, y.label, "start")]
-    for tick in up.ticks():
-        level = f"{up(tick):.1f}"
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level}" y2="{level}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 6, up(tick) + 4, _short(tick), "end"))
-    return parts
-
-
-def _title(title: str) -> str:
-    return _text(WIDTH / 2, 14, title, "middle", bold=True)
-
-
-def _text(x: float, y: float, text: str, anchor: str, *, bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{html.escape(text)}</text>'
-
-
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number in three or four digits: 12.3k, 980, 0.042."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:.4g}"
+        if abs(value) >= size * (10 if unit == "k" else 1):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _svg(parts: Sequence[str], names: Sequence[str]) -> str:
-    legend = "".join(_entry(number, name) for number, name in enumerate(names)) if len(names) > 1 else ""
-    height = HEIGHT + (18 * math.ceil(len(names) / 2) if len(names) > 1 else 0)
-    return (
-        f'<figure><svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}" font-size="12" font-family="system-ui, sans-serif" role="img">'
-        + "".join(parts) + legend + "</svg></figure>"
-    )  # fmt: skip
+def _figure(
+    title: str, spec: dict[str, Any], names: Sequence[str], *, beside: int = 0, always_legend: bool = False
+) -> str:
+    """Title, legend and the drawing for both widths. `beside`: pixels that names take beside the bars."""
+    drawings = []
+    for kind, (width, height) in (("narrow", NARROW), ("wide", WIDE)):
+        taken = min(beside, width // 2)
+        drawings.append(_themed(svg(_sized(spec, width, height, taken)), kind, title))
+    legend = _legend(names, is_line="layer" in spec) if len(names) > 1 or always_legend else ""
+    return f"<figure><figcaption>{html.escape(title)}</figcaption>{legend}{''.join(drawings)}</figure>"
 
 
-def _entry(number: int, name: str) -> str:
-    x, y = LEFT + (number % 2) * 280, HEIGHT + 18 * (number // 2) + 8
-    colour = COLOURS[number % len(COLOURS)]
-    return f'<rect x="{x}" y="{y - 9}" width="12" height="10" fill="{colour}"/>' + _text(x + 18, y, name, "start")
+def _sized(spec: dict[str, Any], width: int, height: int, beside: int) -> dict[str, Any]:
+    slack = 8 + beside // 5  # a reader's font may be wider than the one that was measured by
+    padding = {"left": slack, "right": 10, "top": 6, "bottom": 6}
+    schema = {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", "config": STYLE, "padding": padding}
+    if "facet" in spec:  # its cells have a width; names and padding come on top
+        plot = width - beside - slack - 10
+        return {**schema, **spec, "spec": {**_with_room(spec["spec"], plot), "width": plot}}
+    if "height" in spec:
+        sized = _with_room(spec, width - beside - slack - 18)
+        return {**schema, "width": width, "autosize": {"type": "fit-x", "contains": "padding"}, **sized}
+    return {**schema, "width": width, "height": height, "autosize": {"type": "fit", "contains": "padding"}, **spec}
+
+
+def _with_room(spec: dict[str, Any], plot: int) -> dict[str, Any]:
+    """Bars that leave room for the values at their ends, in a plot of so many pixels."""
+    across = spec["encoding"]["x"]
+    if "domain" not in across["scale"]:
+        return spec
+    most = across["scale"]["domain"][1] * plot / max(plot - VALUE_PIXELS, plot // 2)
+    return {**spec, "encoding": {**spec["encoding"], "x": {**across, "scale": {"domain": [0, most]}}}}
+
+
+def _themed(drawing: str, kind: str, title: str) -> str:
+    """The drawing with colours of the page, scaled to the place it has."""
+    drawing = re.sub(r'"(#[0-9a-f]{6})"', lambda m: f'"{VARIABLES.get(m[1], m[1])}"', drawing)
+    drawing = drawing.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
+    size = re.search(r' width="[\d.]+" height="[\d.]+"', drawing)
+    drawing = drawing.replace(size.group(), "", 1) if size else drawing
+    return drawing.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" data-place="{kind}" ', 1)
+
+
+def _legend(names: Sequence[str], *, is_line: bool) -> str:
+    entries = []
+    for number, name in enumerate(names):
+        colour = f"var(--series-{number % len(COLOURS)})"
+        dashes = " ".join(map(str, DASHES[number % len(DASHES)]))
+        mark = (
+            f'<path d="M0 5h26" stroke="{colour}" stroke-width="3" stroke-dasharray="{dashes}"/>'
+            if is_line
+            else f'<rect width="14" height="10" fill="{colour}"/>'
+        )
+        swatch = f'<svg class="swatch" aria-hidden="true" width="{26 if is_line else 14}" height="10">{mark}</svg>'
+        entries.append(f"<li>{swatch}{html.escape(name)}</li>")
+    return f'<ul class="legend">{"".join(entries)}</ul>'
+
+
+def _quantity(field: str, axis: Axis, values: Sequence[float], *, starts_at_zero: bool = False) -> dict[str, Any]:
+    finite = [v for v in values if math.isfinite(v)] or [1.0]
+    scale: dict[str, Any] = {"type": "log", "nice": False} if axis.is_log else {"zero": starts_at_zero, "nice": True}
+    if min(finite) == max(finite) and not axis.is_log:
+        scale["zero"] = True
+    pattern = "~s" if max(finite) >= 10_000 else ",~r" if max(finite) >= 100 else ".3~r"
+    shown = {"title": axis.label, "format": pattern, "tickCount": 5, "labelOverlap": True}
+    return {"field": field, "type": "quantitative", "scale": scale, "axis": shown}
+
+
+def _names_axis() -> dict[str, Any]:
+    """Names beside bars, broken at their commas; the part of a name that does not fit is cut off with dots."""
+    return {"title": None, "labelExpr": "split(datum.label, ', ')", "labelLimit": 170, "ticks": False, "domain": False,
+            "labelColor": INK, "labelPadding": 8}  # fmt: skip
+
+
+def _longest(names: Sequence[str]) -> int:
+    """Pixels that the longest line of these names takes, about."""
+    return min(170, max(len(line) for name in names for line in name.split(", ")) * 7 + 8)
+
+
+def _cycled(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    return [values[number % len(values)] for number in range(len(names))]
+
+
+def _drawable(x: float, y: float, across: Axis, up: Axis) -> bool:
+    return all(math.isfinite(v) and (v > 0 or not axis.is_log) for v, axis in ((x, across), (y, up)))
 
 
 def _empty(title: str) -> str:
-    return _svg([_title(title), _text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")], [])
+    return f"<figure><figcaption>{html.escape(title)}</figcaption><p>nothing was measured</p></figure>"

@@ -49,6 +49,8 @@ ENVIRONMENT = {
     "OPENAI_API_KEY": "the API key that `--url` sends, where TOKENMILL_API_KEY is not set",
     "NO_COLOR": "anything but empty: no colours in a terminal",
     "TERM": "`dumb`: no colours in a terminal",
+    "NOTIFY_SOCKET": "where systemd wants to be told that a server is ready (`Type=notify`)",
+    "WATCHDOG_USEC": "how often systemd wants a sign of life (`WatchdogSec`)",
     "HF_ENDPOINT": "another address of the Hugging Face hub, as in `huggingface_hub`",
     "CUDA_VISIBLE_DEVICES": "which NVIDIA GPUs are seen",
     "ROCR_VISIBLE_DEVICES": "which AMD GPUs are seen",

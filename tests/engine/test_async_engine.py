@@ -271,6 +271,7 @@ def test_a_core_that_keeps_dying_is_given_up_and_that_is_said(
         async with running(stories_dir, in_process=False) as engine:
             os.kill(engine.core.pid, signal.SIGKILL)
             await until(lambda: "died 1 times" in engine.health().detail)
+            assert engine.health().is_given_up
             with pytest.raises(EngineDead, match="died 1 times"):
                 engine.submit(story(LONG))
 

@@ -31,6 +31,18 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
     async def ping(request: Request) -> Response:
         return json_response({"status": "ok"})
 
+    async def livez(request: Request) -> Response:
+        return probed(request, context.registry.is_live(), "the engine was given up: start the server anew")
+
+    async def startupz(request: Request) -> Response:
+        return probed(request, context.registry.has_started(), "the model is still loading")
+
+    def probed(request: Request, is_well: bool, why_not: str) -> Response:
+        if is_well:
+            return json_response({"status": "ok"})
+        request.state.record.error_code = "not_well"
+        return json_response({"status": "failed", "detail": why_not}, 503)
+
     async def version(request: Request) -> Response:
         return json_response({"version": tokenmill.__version__})
 
@@ -49,6 +61,33 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             description="Ready: 200. Loading, draining or dead: 503.",
         ),
         Endpoint("GET", "/ping", ping, TAG, object_of(status=TEXT), description="The front process is alive."),
+        Endpoint(
+            "GET",
+            "/livez",
+            livez,
+            TAG,
+            object_of(status=TEXT),
+            (503,),
+            description="503 once the engine was given up, after too many deaths: the process should be started anew.",
+        ),
+        Endpoint(
+            "GET",
+            "/readyz",
+            health,
+            TAG,
+            object_of(status=TEXT, detail=TEXT),
+            (503,),
+            description="As /health: whether a request would be answered now.",
+        ),
+        Endpoint(
+            "GET",
+            "/startupz",
+            startupz,
+            TAG,
+            object_of(status=TEXT),
+            (503,),
+            description="200 once the model was loaded for the first time, whatever happens later.",
+        ),
         Endpoint("GET", "/version", version, TAG, object_of(version=TEXT)),
         Endpoint("GET", "/metrics", metrics, TAG, TEXT, description="Prometheus metrics.", media_type="text/plain"),
     ]

@@ -20,9 +20,10 @@ from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import MissingKey, ModelsAreFixed, UnknownHost
 from tokenmill.server.keys import KeyRing
+from tokenmill.server.middleware import PROBES
 from tokenmill.server.ui.pages import PAGE_PATHS
 
-PUBLIC_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/api/version"}
+PUBLIC_PATHS = PAGE_PATHS | PROBES | {"/version", "/api/version"}
 PUBLIC_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key")  # the first as `Bearer KEY`
 HOST = re.compile(r"(?:\[([0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # and perhaps a port

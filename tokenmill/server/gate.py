@@ -201,9 +201,14 @@ class EngineGate:
             return Health("draining", "running requests are being finished")
         if self._engine is not None:
             return self._engine.health()
-        if self._has_opened or (self.load is not None and self.state != "loading"):
+        if self.has_started:
             return Health("ready", "the model is loaded when it is asked for")
         return Health("loading", "the model is still loading")
+
+    @property
+    def has_started(self) -> bool:
+        """Return whether the model was in memory once, or may be loaded by whoever asks for it."""
+        return self._has_opened or (self.load is not None and self.state != "loading")
 
     def stats(self) -> EngineStats | None:
         return self._engine.stats() if self._engine is not None else None

@@ -18,7 +18,8 @@ from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import InternalError
 
 log = get_log("server")
-PROBES = frozenset({"/health", "/ping", "/metrics"})  # asked every few seconds by machines: not worth a line
+PROBES = frozenset({"/health", "/ping", "/livez", "/readyz", "/startupz"})
+OFTEN_ASKED = PROBES | {"/metrics"}  # every few seconds by machines: not worth a line
 PAGE_PREFIX = "/ui/"  # of the files and the feed of the server's own page: a dozen for each visit
 
 
@@ -71,7 +72,7 @@ class RequestMiddleware:
         record.status = record.status or 500
         self._on_done(record)
         is_expected = record.status < 400 or record.status == 503  # loading and draining are answers too
-        is_unremarkable = record.path in PROBES or record.path.startswith(PAGE_PREFIX)
+        is_unremarkable = record.path in OFTEN_ASKED or record.path.startswith(PAGE_PREFIX)
         level = logging.DEBUG if is_unremarkable and is_expected else logging.INFO
         event(log, "request", level=level, **record.log_fields())
 

@@ -101,6 +101,15 @@ class ModelRegistry:
         detail = f"{in_memory} of {len(states)} models in memory"
         return Health("dead" if all(one.state == "dead" for one in states) else "ready", detail)
 
+    def is_live(self) -> bool:
+        """False once no engine in memory will ever answer again: only a new process of the server helps."""
+        in_memory = [gate.health() for gate in self._gates if gate.loaded is not None]
+        return not in_memory or not all(health.is_given_up for health in in_memory)
+
+    def has_started(self) -> bool:
+        """Return whether the first model was in memory once, or is loaded when it is asked for."""
+        return self.default.has_started
+
     # ── other names ────────────────────────────────────────────────────────────────────────────────────
 
     def _by_other_name(self, name: str) -> FoundModel | None:

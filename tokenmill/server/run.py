@@ -46,6 +46,7 @@ from tokenmill.server.listen import bind_all, require_free_ports
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import require_distinct
 from tokenmill.server.routing import RouteContext
+from tokenmill.server.service_notify import ServiceNotifier
 from tokenmill.server.ui.shelf import MakeFinder
 from tokenmill.store import LocalModel, parse_name, plain_name, resolve_model
 
@@ -144,11 +145,13 @@ def serve_models(
     require_safe_exposure(config, keys)
     listeners = bind_all(config)
     app = create_app(gates, config, metrics, keys=keys, loader=loader, fits=fits)
+    context: RouteContext = app.state.context
+    context.services.append(ServiceNotifier(os.environ, context.registry.is_live))
     http_server = HttpServer(uvicorn_config(app, FLUSH_S))
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        life = ServerLifecycle(http_server, listeners, app.state.context, app.state.audit)
+        life = ServerLifecycle(http_server, listeners, context, app.state.audit)
         return runner.run(life.run())
 
 

@@ -1,0 +1,55 @@
+"""What systemd is told of a server (`Type=notify`): that it is ready, that it is alive, that it stops.
+
+systemd gives the path of a datagram socket in NOTIFY_SOCKET and, where the unit has `WatchdogSec`, in WATCHDOG_USEC how
+often it wants a sign of life. An engine that was given up gives none any more, so that systemd starts the server anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+
+from tokenmill.observe.log import get_log
+
+log = get_log("server")
+
+
+class ServiceNotifier:
+    """Tells the service manager, if there is one, how the server is."""
+
+    def __init__(self, environment: Mapping[str, str], is_live: Callable[[], bool]) -> None:
+        self._address = environment.get("NOTIFY_SOCKET", "")
+        self._is_live = is_live
+        microseconds = environment.get("WATCHDOG_USEC", "")
+        self._period_s = int(microseconds) / 2e6 if microseconds.isdigit() else 0.0
+        self._beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._tell("READY=1\nSTATUS=answering requests")
+        if self._address and self._period_s:
+            self._beating = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        self._tell("STOPPING=1")
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            if self._is_live():
+                self._tell("WATCHDOG=1")
+            else:
+                self._tell("STATUS=the engine was given up")
+            await asyncio.sleep(self._period_s)
+
+    def _tell(self, message: str) -> None:
+        if not self._address:
+            return
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as manager:
+            try:
+                manager.sendto(message.encode(), address)
+            except OSError as problem:
+                log.warning("the service manager can't be told that %s: %s", message.splitlines()[0], problem)

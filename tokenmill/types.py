@@ -155,6 +155,16 @@ class TokenizedParams(msgspec.Struct, frozen=True, kw_only=True):
     starts_thinking: bool = False  # the prompt ends inside a think section
 
 
+class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client has of one sequence already: an engine that resumes it goes on with the next token."""
+
+    token_ids: list[int] = []
+    mirostat_mu: float | None = None  # mirostat's limit after the last of them
+    num_drafted: int = 0
+    num_accepted: int = 0
+    is_finished: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the engine computes it: token ids in, token ids (or a vector) out."""
 
@@ -171,6 +181,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shift: ContextShift | None = None  # None: generation ends at the end of the context
     tokenized: TokenizedParams = TokenizedParams()
     adapter: str = ""  # the digest of one; empty: the model alone
+    given: list[Given] = []  # by sequence, where another engine has begun with it; empty: it is new
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
@@ -307,6 +318,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
     num_drafted: int = 0  # draft tokens of this sequence that were computed so far
     num_accepted: int = 0  # ... and accepted
+    mirostat_mu: float | None = None  # mirostat's limit after the last token, for an engine that resumes the sequence
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -290,26 +290,26 @@ def test_two_hundred_vanishing_clients(process: ServerProcess) -> None:
     assert text_of(process) == expected
 
 
-def test_killed_engine_comes_back(process: ServerProcess) -> None:
-    expected = text_of(process)
+def test_requests_of_a_killed_engine_are_answered_by_the_next(process: ServerProcess) -> None:
     (engine_pid,) = process.children()
 
     def ask(_: int) -> httpx.Response:
         body = {**COMPLETION, "max_tokens": 480, "ignore_eos": True, "n": 4}
         return process.http.post("/v1/completions", json=body)
 
+    expected = ask(0).json()["choices"]
     with ThreadPoolExecutor(8) as pool:
         replies = [pool.submit(ask, number) for number in range(8)]
         deadline = time.monotonic() + SOON_S
         while stats(process)[0] < 4:
             assert time.monotonic() < deadline
         os.kill(engine_pid, signal.SIGKILL)
-        failed = [reply.result(timeout=60) for reply in replies]
-    assert any(reply.status_code == 503 for reply in failed)
-    assert all(reply.status_code in (200, 503) for reply in failed)
-    assert {reply.json()["error"]["code"] for reply in failed if reply.status_code == 503} == {"engine_dead"}
+        answers = [reply.result(timeout=60) for reply in replies]
+    # One that came while there was no engine was told to come again.
+    assert {reply.status_code for reply in answers} <= {200, 503}
+    assert [reply.json()["choices"] for reply in answers if reply.status_code == 200].count(expected) >= 4
+    assert all(reply.json()["choices"] == expected for reply in answers if reply.status_code == 200)
     process.wait_for("ready")
-    assert text_of(process) == expected
     assert process.children() != [engine_pid] and len(process.children()) == 1
 
 

@@ -25,7 +25,7 @@ from tokenmill.engine.results import EventFold, merge_parts, text_parts
 from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.stops import Stops
 from tokenmill.text.tokenizer import Tokenizer
-from tokenmill.types import Event, Part, Request, SequenceOutput, TextPart, TokenInfo, TokenLogprobs, Usage
+from tokenmill.types import Event, Given, Part, Request, SequenceOutput, TextPart, TokenInfo, TokenLogprobs, Usage
 
 MakeReader = Callable[[IncrementalDetokenizer], AnswerReader]
 
@@ -37,16 +37,27 @@ class ChoiceState:
     detokenizer: IncrementalDetokenizer | None
     stops: Stops
     reader: AnswerReader | None = None
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_sent: int = 0  # tokens handed out
     num_decoded: int = 0  # characters decoded
     num_emitted: int = 0  # characters handed out
-    unsent_ids: list[int] = field(default_factory=list)
     unsent_infos: deque[tuple[int, TokenInfo]] = field(default_factory=deque)  # (end of its text, token)
     cumulative_logprob: float = 0.0
     has_logprobs: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
+    mirostat_mu: float | None = None
     is_finished: bool = False
+
+    def given(self) -> Given:
+        """What an engine must know that goes on with the sequence."""
+        return Given(
+            token_ids=self.token_ids,
+            mirostat_mu=self.mirostat_mu,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            is_finished=self.is_finished,
+        )
 
 
 class OutputProcessor:
@@ -84,7 +95,18 @@ class OutputProcessor:
 
     @property
     def num_completion_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self._choices)
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    def resumed_request(self) -> Request:
+        """The request for another engine that goes on where this one has ended. Beams begin again: nothing was shown
+        of them. The logprobs of the prompt come with the first token of the first sequence, and only once."""
+        request, params = self._request, self._request.params
+        if request.pooling is not None or params.beam is not None or self.num_completion_tokens == 0:
+            return request
+        given = [choice.given() for choice in self._choices]
+        if given[0].token_ids and params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(request, params=params, given=given)
 
     def process(self, output: SequenceOutput) -> list[Event]:
         """Return the events that an output completes; none while a character or a stop string is incomplete."""
@@ -94,6 +116,7 @@ class OutputProcessor:
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._queue_s = self._queue_s or output.queue_s
         choice.num_drafted, choice.num_accepted = output.num_drafted, output.num_accepted
+        choice.mirostat_mu = output.mirostat_mu
         event = self._advance(choice, output)
         if event is None:
             return []
@@ -166,8 +189,7 @@ class OutputProcessor:
         parts: list[Part] = []
         for position, token_id in enumerate(output.token_ids):
             is_stop_id = token_id == output.stop_token_id and position == len(output.token_ids) - 1
-            choice.num_tokens += 1
-            choice.unsent_ids.append(token_id)
+            choice.token_ids.append(token_id)
             info = self._noted_info(choice, _nth(output.logprobs, position))
             shown, matched = self._shown(choice, reader.push(token_id, info, is_stop_id=is_stop_id))
             parts += shown
@@ -187,7 +209,7 @@ class OutputProcessor:
         if not self._has_stops:
             return parts, None
         shown: list[Part] = []
-        is_early = choice.num_tokens <= self._request.params.min_tokens
+        is_early = len(choice.token_ids) <= self._request.params.min_tokens
         for part in parts:
             if not isinstance(part, TextPart):
                 shown += [*text_parts(choice.stops.flush()), part]
@@ -201,8 +223,7 @@ class OutputProcessor:
     def _decode_together(self, choice: ChoiceState, output: SequenceOutput) -> str:
         """Decode all new tokens at once: without stop strings and logprobs it does not matter where a token ends."""
         ids = output.token_ids
-        choice.num_tokens += len(ids)
-        choice.unsent_ids += ids
+        choice.token_ids += ids
         if choice.detokenizer is None:
             return ""
         is_stop_id = output.stop_token_id is not None and ids[-1:] == [output.stop_token_id]
@@ -221,14 +242,13 @@ class OutputProcessor:
     def _decode_token(
         self, choice: ChoiceState, token_id: int, logprobs: TokenLogprobs | None, is_stop_id: bool
     ) -> tuple[str, str | None]:
-        choice.num_tokens += 1
-        choice.unsent_ids.append(token_id)
+        choice.token_ids.append(token_id)
         decoded = choice.detokenizer.push([token_id]) if choice.detokenizer and not is_stop_id else ""
         choice.num_decoded += len(decoded)
         info = self._noted_info(choice, logprobs)
         if info is not None and not is_stop_id:
             choice.unsent_infos.append((choice.num_decoded, info))
-        if choice.num_tokens <= self._request.params.min_tokens and self._has_stops:
+        if len(choice.token_ids) <= self._request.params.min_tokens and self._has_stops:
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
 
@@ -249,7 +269,7 @@ class OutputProcessor:
     ) -> Event | None:
         if not text and finish is None and not parts and output.prompt_logprobs is None:
             return None
-        ids, choice.unsent_ids = choice.unsent_ids, []
+        ids, choice.num_sent = choice.token_ids[choice.num_sent :], len(choice.token_ids)
         if not self._is_first and finish is None and not self._wants_logprobs and output.prompt_logprobs is None:
             return Event(  # most by far
                 request_id=self.request_id, index=output.index, text=text, parts=parts, token_ids=ids

@@ -40,7 +40,7 @@
 Series of requests and engines have the label `model`, the name that the model is served by; the last four are the
 server's own. `--metrics-names vllm` shows what vLLM has too under its names and labels (`vllm_names.py`).
 
-Engine counters arrive as totals since the engine's start; `set_engine` turns them into increments, across a restart.
+Engine counters arrive as totals, which include those of processes that died; `set_engine` turns them into increments.
 """
 
 from __future__ import annotations
@@ -321,9 +321,8 @@ class ModelMetrics:
         self._cache_config.labels(self._model, str(block_size), str(num_blocks)).set(1)
 
     def engine_restarted(self, times: int = 1) -> None:
-        """Count restarts of the engine; its totals begin at zero again."""
+        """Count restarts of engine processes."""
         self._series["engine_restarts"].inc(times)
-        self._last = NO_ENGINE
 
     def engine_unloaded(self, last: EngineState) -> None:
         """Note that the model left the memory, after its engine's last totals."""

@@ -46,10 +46,22 @@ def build_request_state(
     if request.params.beam:
         SequenceGroup(state, sequences[:1], [], num_rows=len(sequences))  # beams branch off the first one
         return state
+    if any(given.token_ids or given.is_finished for given in request.given):
+        _resume(state, sequences)
+        return state
     SequenceGroup(state, sequences[:1], sequences[1:num_rows], num_rows=min(len(sequences), num_rows))
     for sequence in sequences[num_rows:]:  # more samples than rows: the others run as rows come free
         SequenceGroup(state, [sequence], [], num_rows=1)
     return state
+
+
+def _resume(state: RequestState, sequences: list[Sequence]) -> None:
+    """Go on with samples that another engine has begun: each on its own, as if it had been preempted there."""
+    for sequence, given in zip(sequences, state.request.given, strict=True):
+        if not given.is_finished:
+            sequence.resume(given)
+            SequenceGroup(state, [sequence], [], num_rows=1)
+    state.queue_s = 0.0  # what it waited, and found in the cache, was told with its first token
 
 
 def _output_mode(state: RequestState) -> OutputMode:

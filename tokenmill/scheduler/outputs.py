@@ -89,6 +89,7 @@ class StreamedOutputs:
                 queue_s=(state.queue_s or 0.0) if is_first else 0.0,
                 num_drafted=sequence.num_drafted,
                 num_accepted=sequence.num_accepted,
+                mirostat_mu=sequence.mirostat_mu,
             )
         ]
 

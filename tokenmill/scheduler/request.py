@@ -45,6 +45,7 @@ from tokenmill.speculate.draft_state import DraftState
 from tokenmill.types import (
     ContextShift,
     FinishReason,
+    Given,
     Request,
     RowInit,
     RowResult,
@@ -359,6 +360,14 @@ class Sequence:
         self.tokens.append(token_id)
         if self.window is not self.tokens:
             self.window.append(token_id)
+
+    def resume(self, given: Given) -> None:
+        """Take over what another engine has computed of the sequence."""
+        for token_id in given.token_ids:
+            self.append(token_id)
+        self.mirostat_mu = given.mirostat_mu
+        self.num_drafted, self.num_accepted = given.num_drafted, given.num_accepted
+        self.update_window()
 
     def update_window(self) -> bool:
         """Move the window where it is not (or no longer) the right one; True: what was computed is void.

@@ -1,0 +1,170 @@
+"""The supervisor of a core: starts it, knows its health, starts it again after a death.
+
+A core that gives no sign of life for some seconds is stalled: its requests wait, and go on if it comes back; after 40
+seconds it is killed. A core that dies is started again, at once if it had answered anything since its last start, and
+after ever longer pauses otherwise; one that dies again and again before it answers is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from tokenmill.engine.core_client import CoreClient
+from tokenmill.engine.messages import AdapterRead, Failed, FromCore, Outputs, Ready, ToCore
+from tokenmill.engine.status import CoreInfo, Health
+from tokenmill.errors import EngineDead, TokenmillError
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 300.0
+FIRST_RESTART_DELAY_S = 0.2
+
+STALLED_S = 8.0  # without a sign of life
+GIVEN_UP_S = 40.0
+LIFE_CHECK_S = 1.0
+
+MakeClient = Callable[[], CoreClient]
+
+
+class CoreSupervisor:
+    """Keeps a core running: starts it, hands on what it says, and starts it again after a death, a few times."""
+
+    def __init__(
+        self,
+        make_client: MakeClient,
+        on_ready: Callable[[CoreInfo], None],
+        on_outputs: Callable[[Outputs | AdapterRead], None],
+        on_death: Callable[[TokenmillError], None],
+    ) -> None:
+        self.health = Health("loading")
+        self.info: CoreInfo | None = None
+        self.is_given_up = False  # it is dead, and not started again
+        self.is_closed = False
+        self.num_restarts = 0
+        self._make_client = make_client
+        self._on_ready, self._on_outputs, self._on_death = on_ready, on_outputs, on_death
+        self._client: CoreClient | None = None
+        self._first_ready: asyncio.Future[None] | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._life_checks: asyncio.Task[None] | None = None
+        self._has_answered = False  # since it was started
+        self._deaths: list[float] = []  # before an answer
+
+    async def open(self) -> None:
+        """Start the first core and wait until it is ready; what keeps it from that is raised."""
+        self._first_ready = asyncio.get_running_loop().create_future()
+        await self._connect()
+        await self._first_ready
+        self._life_checks = asyncio.create_task(self._check_life())
+
+    def send(self, message: ToCore) -> None:
+        """Send to the core, if there is one at the moment: a dead one has forgotten its requests anyway."""
+        if self._client is not None:
+            self._client.send(message)
+
+    async def close(self) -> None:
+        self.is_closed = self.is_given_up = True
+        for task in (self._restart, self._life_checks):
+            if task is not None:
+                task.cancel()
+        self.health = Health("dead", "closed")
+        self._on_death(EngineDead("the engine was closed"))
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def _connect(self) -> None:
+        self._has_answered = False
+        self._client = self._make_client()
+        await self._client.start(self._receive)
+
+    def _receive(self, message: FromCore) -> None:
+        match message:
+            case Outputs() | AdapterRead():
+                self._has_answered = self._has_answered or (isinstance(message, Outputs) and bool(message.outputs))
+                self._on_outputs(message)
+            case Ready(info):
+                self._become_ready(info)
+            case Failed():
+                self._core_died(message)
+
+    def _become_ready(self, info: CoreInfo) -> None:
+        self.info = info
+        self.health = Health("ready")
+        self._on_ready(info)
+        assert self._first_ready is not None
+        if not self._first_ready.done():
+            self._first_ready.set_result(None)
+
+    async def _check_life(self) -> None:
+        """Look for signs of life of a ready core, now and then."""
+        while True:
+            slept_from_s = time.monotonic()
+            await asyncio.sleep(LIFE_CHECK_S)
+            # Where this process itself was held up, its core's messages may lie unread.
+            if self._client is not None and time.monotonic() - slept_from_s < LIFE_CHECK_S + STALLED_S / 2:
+                self._judge_silence(self._client, self._client.silent_s())
+
+    def _judge_silence(self, client: CoreClient, silent_s: float) -> None:
+        if self.health.state == "ready" and silent_s > STALLED_S:
+            self.health = Health("stalled", f"the engine gives no sign of life for {silent_s:.0f} s")
+            log.warning("%s; requests wait, new ones are refused", self.health.detail)
+        elif self.health.state == "stalled" and silent_s <= STALLED_S:
+            self.health = Health("ready")
+            log.warning("the engine is alive again")
+        elif self.health.state == "stalled" and silent_s > GIVEN_UP_S:
+            log.error("%s: it is killed", self.health.detail)
+            client.kill()
+
+    def _core_died(self, failure: Failed) -> None:
+        if self.is_closed or self.is_given_up:
+            return
+        error = EngineDead(failure.message, hint=failure.hint)
+        self.health = Health("dead", failure.message)
+        assert self._first_ready is not None
+        if not self._first_ready.done():  # it never started: `open` raises this
+            error.exit_code = failure.exit_code
+            self.is_given_up = True
+            self._first_ready.set_exception(error)
+        else:
+            self._note_death(failure.message)
+            self._restart = asyncio.create_task(self._restart_core())
+        self._on_death(error)
+
+    def _note_death(self, why: str) -> None:
+        """Decide whether the core is started again. One that answered before it died may be."""
+        now = time.monotonic()
+        recent = [died for died in self._deaths if now - died < RESTART_WINDOW_S]
+        self._deaths = [] if self._has_answered else [*recent, now]
+        if len(self._deaths) <= MAX_RESTARTS:
+            log.error("%s; starting it again", why)
+            return
+        self.is_given_up = True
+        times = f"{len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s"
+        self.health = Health("dead", f"the engine died {times} without an answer", is_given_up=True)
+        log.error(
+            "%s; %s: it is not started again. Stop this server, mend what ended it, start anew", why, self.health.detail
+        )
+
+    async def _drop_client(self) -> None:
+        """Let go of a dead core, and of the folder of its sockets."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def _restart_core(self) -> None:
+        await self._drop_client()
+        if self.is_given_up:
+            return
+        self.num_restarts += 1
+        if self._deaths:
+            await asyncio.sleep(FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1))
+        self.health = Health("loading", "starting again after a failure")
+        try:
+            await self._connect()
+        except OSError as problem:  # no memory or no disk for a process: perhaps the next time
+            self._core_died(Failed(f"the engine could not be started again: {problem.strerror or problem}"))

@@ -1,0 +1,352 @@
+"""The cores of one model behind one front: which core works on which request, and what becomes of a request when its
+core dies.
+
+    RequestRun   a request that is under way: its stream, its core, what it has lived through
+    Replica      one core: its supervisor, its requests, what it says of itself
+    Replicas     all of them, mostly one: places requests, and places them again after a death
+
+Tokens depend on nothing but the request, so a core can go on where another has ended: the front keeps the whole
+request and all that was given of it (`OutputProcessor.resumed_request`), and sends both to another core, or to the same
+one once it is back. Its client sees a pause.
+
+A request can be what kills cores. It then dies at the same place again and again, so deaths without a token in between
+are counted for each request. After two of them it is a suspect: it runs on a core of its own until its next token has
+come, or fails when it kills that one too. All others that shared its cores go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from tokenmill.engine.core_supervisor import CoreSupervisor, MakeClient
+from tokenmill.engine.messages import Abort, AdapterRead, Outputs, Submit, ToCore
+from tokenmill.engine.status import CoreInfo, EngineStats, Health
+from tokenmill.engine.stream import EventBuffer
+from tokenmill.errors import EngineDead, RequestFailed, TokenmillError
+from tokenmill.types import Request, SequenceOutput
+
+SUSPECT_DEATHS = 2  # without a token in between
+MOST_DEATHS = 3
+
+NOW = ("running", "waiting", "waiting_for_grammar", "kv_blocks_used", "kv_blocks_total")
+TOTALS = tuple(
+    name for name in EngineStats.__struct_fields__ if name not in (*NOW, "step_counts", "engine_pid", "restarts")
+)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRun:
+    """A request that is under way."""
+
+    buffer: EventBuffer
+    request: Request
+    replica: Replica | None = None  # None: it waits for one
+    why: str = ""  # it is there
+    num_uncached: int = 0  # tokens that its core has to compute before the next one is drawn
+    is_starting: bool = False  # nothing has come since it was placed
+    num_deaths: int = 0  # of its cores, without a token in between
+    num_given: int = 0  # tokens at the last of them
+    num_placed: int = 0  # how often it was given to a core
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_deaths >= SUSPECT_DEATHS
+
+    @property
+    def core_id(self) -> str:
+        """The id that its core knows it by: another one each time, since a core may still speak of the last time."""
+        request_id = self.request.request_id
+        return request_id if self.num_placed < 2 else f"{request_id}#{self.num_placed}"
+
+    def for_core(self) -> Request:
+        """The request with all that was given of it."""
+        request = self.buffer.output_processor.resumed_request()
+        return request if self.num_placed < 2 else msgspec.structs.replace(request, request_id=self.core_id)
+
+    def note_death(self) -> None:
+        num_given = self.buffer.output_processor.num_completion_tokens
+        self.num_deaths = self.num_deaths + 1 if num_given == self.num_given else 1
+        self.num_given = num_given
+        self.replica, self.is_starting = None, False
+
+
+class Route(NamedTuple):
+    """A core for a request, why that one, and how much of the request it has to compute."""
+
+    replica: Replica
+    why: str
+    num_uncached: int = 0
+
+
+class Router(Protocol):
+    """The rule by which requests are given to cores, where there are several."""
+
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Route:
+        """One of these, all of which could take the request."""
+        ...
+
+    def note_outputs(self, replica: Replica, message: Outputs) -> None: ...
+
+    def note_ready(self, replica: Replica) -> None:
+        """A core was started, or started again: it remembers nothing."""
+        ...
+
+
+class Replica:
+    """One core of a model."""
+
+    def __init__(self, index: int, make_client: MakeClient, owner: Replicas) -> None:
+        self.index = index
+        self.runs: dict[str, RequestRun] = {}
+        self.adapters: dict[str, str] = {}  # digests of those that are loaded, by name
+        self.coming_adapters: set[str] = set()  # names of those that are being loaded
+        self.num_prefilling = 0  # tokens of its requests that have to be computed before their next one is drawn
+        self.probation: RequestRun | None = None  # a suspect, which is alone here
+        self.is_reserved = False  # for a suspect: it gets no other request
+        self.stats = EngineStats()
+        self.supervisor = CoreSupervisor(
+            make_client,
+            lambda info: owner.note_ready(self, info),
+            lambda message: owner.note_message(self, message),
+            lambda error: owner.note_death(self, error),
+        )
+        self._earlier = EngineStats()  # totals of the cores before this one
+
+    @property
+    def health(self) -> Health:
+        return self.supervisor.health
+
+    @property
+    def is_ready(self) -> bool:
+        return self.supervisor.health.state == "ready"
+
+    @property
+    def info(self) -> CoreInfo:
+        assert self.supervisor.info is not None, "the core is not loaded"
+        return self.supervisor.info
+
+    def send(self, message: ToCore) -> None:
+        self.supervisor.send(message)
+
+    def totals(self) -> EngineStats:
+        """Return the statistics of the core; totals include those of cores before it that died."""
+        sums = added((self._earlier, self.stats), TOTALS)
+        return msgspec.structs.replace(self.stats, restarts=self.supervisor.num_restarts, **sums)
+
+    def forget_core(self) -> list[RequestRun]:
+        """Let go of all that a dead core had; the requests that it leaves."""
+        self._earlier = self.totals()
+        self.stats = EngineStats()
+        runs, self.runs = list(self.runs.values()), {}
+        self.adapters, self.coming_adapters, self.num_prefilling = {}, set(), 0
+        self.probation, self.is_reserved = None, False
+        return runs
+
+
+def added(each: Sequence[EngineStats], names: Sequence[str]) -> dict[str, Any]:
+    """Some fields of several statistics, and the counts of their steps, added up."""
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in each) for name in names}
+    sums["step_counts"] = [sum(counts) for counts in zip_longest(*(one.step_counts for one in each), fillvalue=0)]
+    return sums
+
+
+Deliver = Callable[[RequestRun, SequenceOutput], None]
+Fail = Callable[[RequestRun, TokenmillError], None]
+
+
+class Replicas:
+    def __init__(
+        self,
+        makers: Sequence[MakeClient],
+        *,
+        deliver: Deliver,
+        fail: Fail,
+        on_ready: Callable[[Replica, CoreInfo], None],
+        on_adapter: Callable[[Replica, AdapterRead], None],
+        on_death: Callable[[Replica, TokenmillError], None],
+        router: Router | None = None,
+    ) -> None:
+        """`makers`: one for each core. `deliver` and `fail` are told what comes of a request, the others what comes of
+        a core. `router`: None only where there is one core."""
+        assert router is not None or len(makers) == 1
+        self.all = [Replica(index, make_client, self) for index, make_client in enumerate(makers)]
+        self.num_resumed = 0
+        self._deliver, self._fail = deliver, fail
+        self._on_ready, self._on_adapter, self._on_death = on_ready, on_adapter, on_death
+        self._router = router
+        self._parked: list[RequestRun] = []  # without a core, in the order in which they are placed
+        self._is_draining = False
+
+    async def open(self) -> None:
+        """Start all cores and wait until they are ready; what keeps one from that is raised."""
+        await asyncio.gather(*(replica.supervisor.open() for replica in self.all))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.supervisor.close() for replica in self.all))
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    @property
+    def health(self) -> Health:
+        """Ready while one core is; otherwise the state of the one that is nearest to it."""
+        if self._is_draining and not all(replica.supervisor.is_given_up for replica in self.all):
+            return Health("draining", "finishing running requests")
+        order = ("ready", "stalled", "loading", "draining", "dead")
+        return min((replica.health for replica in self.all), key=lambda health: order.index(health.state))
+
+    def stats(self) -> EngineStats:
+        """Statistics of all cores together."""
+        if len(self.all) == 1:
+            return self.all[0].totals()
+        each = [replica.totals() for replica in self.all]
+        return EngineStats(engine_pid=each[0].engine_pid, **added(each, (*NOW, *TOTALS, "restarts")))
+
+    # ── requests ───────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, run: RequestRun) -> None:
+        """Give a request to a core, or let it wait for one."""
+        if not self._place(run):
+            self._parked.append(run)
+
+    def forget(self, run: RequestRun, *, tell_core: bool) -> None:
+        """Let go of a request that is over."""
+        replica = run.replica
+        if replica is None:
+            if run in self._parked:
+                self._parked.remove(run)
+            return
+        self._withdraw(run, replica, tell_core=tell_core)
+        if replica.probation is run:
+            replica.probation = None
+        if self._parked:
+            self.place_parked()
+
+    def _withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None:
+        """Take a request from a core. What that core still says of it does not count."""
+        replica.runs.pop(run.core_id, None)
+        if tell_core:
+            replica.send(Abort(run.core_id))
+        if run.is_starting:
+            replica.num_prefilling -= run.num_uncached
+        run.replica, run.is_starting = None, False
+
+    def place_parked(self) -> None:
+        """Give waiting requests to cores that can take them, suspects first."""
+        suspects = [run for run in self._parked if run.is_suspect]
+        for run in suspects:
+            self._place(run)
+        for run in [run for run in self._parked if run.replica is None and not run.is_suspect]:
+            self._place(run)
+        self._parked = [run for run in self._parked if run.replica is None]
+        if not any(run.is_suspect for run in self._parked):
+            for replica in self.all:
+                replica.is_reserved = False
+        if all(replica.supervisor.is_given_up for replica in self.all):
+            parked, self._parked = self._parked, []
+            for run in parked:
+                self._fail(run, EngineDead(self.health.detail or "the engine is dead"))
+
+    def fail_parked(self, is_hopeless: Callable[[RequestRun], bool], error: TokenmillError) -> None:
+        """Fail waiting requests that no core will ever take."""
+        for run in [run for run in self._parked if is_hopeless(run)]:
+            self._parked.remove(run)
+            self._fail(run, error)
+
+    def _place(self, run: RequestRun) -> bool:
+        """Give a request to a core; False: none can take it now."""
+        route = self._route_of_suspect(run) if run.is_suspect else self._route(run.request)
+        if route is None:
+            return False
+        replica = route.replica
+        if run.is_suspect:
+            replica.probation, replica.is_reserved = run, False
+        run.replica, run.why, run.num_uncached, run.is_starting = replica, route.why, route.num_uncached, True
+        run.num_placed += 1
+        replica.num_prefilling += route.num_uncached
+        replica.runs[run.core_id] = run
+        self.num_resumed += run.num_placed > 1
+        replica.send(Submit(run.for_core()))
+        return True
+
+    def _route(self, request: Request) -> Route | None:
+        if self._router is None:
+            only = self.all[0]
+            return Route(only, "only") if self._can_take(only, request) else None
+        able = [replica for replica in self.all if self._can_take(replica, request)]
+        return self._router.choose(request, able) if able else None
+
+    def _can_take(self, replica: Replica, request: Request) -> bool:
+        if not replica.is_ready or replica.probation is not None or replica.is_reserved:
+            return False
+        return not request.adapter or request.adapter in replica.adapters.values()
+
+    def _route_of_suspect(self, run: RequestRun) -> Route | None:
+        """A core without requests; where there will be none, one gets no more of them from now on."""
+        able = [replica for replica in self.all if replica.is_ready and replica.probation is None]
+        if run.request.adapter:
+            able = [replica for replica in able if run.request.adapter in replica.adapters.values()]
+        for replica in able:
+            if not replica.runs:
+                return Route(replica, "suspect", len(run.request.prompt_token_ids))
+        is_coming = any(not one.is_ready and not one.supervisor.is_given_up for one in self.all)
+        if able and not is_coming and not any(replica.is_reserved for replica in self.all):
+            min(able, key=lambda replica: len(replica.runs)).is_reserved = True
+        return None
+
+    # ── what cores say ─────────────────────────────────────────────────────────────────────────────────
+
+    def note_ready(self, replica: Replica, info: CoreInfo) -> None:
+        if self._router is not None:
+            self._router.note_ready(replica)
+        self._on_ready(replica, info)
+        self.place_parked()
+
+    def note_message(self, replica: Replica, message: Outputs | AdapterRead) -> None:
+        if isinstance(message, AdapterRead):
+            self._on_adapter(replica, message)
+            self.place_parked()
+            return
+        replica.stats = message.stats
+        if self._router is not None:
+            self._router.note_outputs(replica, message)
+        runs = replica.runs
+        for output in message.outputs:
+            run = runs.get(output.request_id)
+            if run is None:  # aborted meanwhile
+                continue
+            self._deliver(run, output)
+            if run.is_starting:
+                self._note_started(run, replica)
+
+    def _note_started(self, run: RequestRun, replica: Replica) -> None:
+        """The first output of a request has come: it is no suspect any more, and makes room for the next one."""
+        run.is_starting = False
+        replica.num_prefilling -= run.num_uncached
+        if replica.probation is not run:
+            return
+        replica.probation, run.num_deaths = None, 1
+        if any(other.is_suspect for other in self._parked):
+            self._withdraw(run, replica, tell_core=True)
+            self._parked.append(run)
+        self.place_parked()
+
+    def note_death(self, replica: Replica, error: TokenmillError) -> None:
+        self._on_death(replica, error)
+        runs = replica.forget_core()
+        for run in runs:
+            run.note_death()
+            if replica.supervisor.is_closed:
+                self._fail(run, error)
+            elif run.num_deaths >= MOST_DEATHS:
+                deaths = f"{run.num_deaths} engine processes that computed this request have died"
+                self._fail(run, RequestFailed(f"{deaths}, the last one with nothing else to do: {error.message}"))
+            else:
+                self._parked.append(run)
+        self.place_parked()

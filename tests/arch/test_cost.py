@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from tokenmill.arch.cost import (
     num_visible_pairs,
     prefill_flops,
     weight_bytes,
+    weight_parts,
 )
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import tensors_of
 
 
 def spec_of(model_type: str, hidden: int, inter: int, layers: int, heads: int, vocab: int, **more: Any) -> ModelSpec:
@@ -75,6 +79,17 @@ def test_active_parameters_of_a_mixture() -> None:
     assert num_parameters(spec) / 1e9 == pytest.approx(46.7, abs=0.05)  # Mistral's own figures
     assert num_active_parameters(spec) / 1e9 == pytest.approx(12.9, abs=0.05)
     assert prefill_flops(spec, 1, num_logits=0) < 2 * num_active_parameters(spec)
+
+
+def test_parameters_are_the_values_of_all_tensors(shared_dir: Path) -> None:
+    """Embeddings of each layer's own and projections between streams too (Gemma 3n and 4)."""
+    for name in ("gemma3n", "gemma4", "qwen3_next", "deepseek_v3", "nemotron_h"):
+        spec = read_spec(shared_dir / "goldens" / "tiny" / name)
+        assert num_parameters(spec) == sum(prod(tensor.shape) for tensor in tensors_of(spec).values()), name
+        parts = weight_parts(spec, "bfloat16")
+        assert parts.total == 2 * num_parameters(spec)
+        tables = tensors_of(spec).get("layer_inputs.embed.weight")
+        assert parts.tables == (2 * prod(tables.shape) if tables else 0)
 
 
 def test_weight_bytes_by_type() -> None:

@@ -10,19 +10,36 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun, feed_in_chunks
-from tests.support.tiny_models import CURRENT, VOCAB, load_ours, make_reference
+from tests.support.tiny_models import CURRENT, FAMILIES, VOCAB, load_ours, make_reference
 from tokenmill.arch.read import read_spec
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
+from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.cpu import is_available, unsupported_reason
+from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.source import open_weights
 
 TRAINED = (
-    "exaone4", "gemma4", "gemma4_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4", "minimax_m2", "ministral3",
-    "mixtral", "olmo3", "qwen3_moe", "smollm3",
+    "exaone4", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4", "minimax_m2",
+    "ministral3", "mixtral", "olmo3", "qwen3_moe", "smollm3",
 )  # fmt: skip
+DELTA_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA_SIZES = {"mamba_d_state": 16}
+NATIVE_SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), DELTA_SIZES),
+    **dict.fromkeys(
+        ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "falcon_h1_no_norm"), MAMBA_SIZES
+    ),
+    "nemotron_h": {"ssm_state_size": 16},
+    "kimi_linear": {"linear_head_dim": 16},
+}
+"""Recurrent heads whose sizes the native kernels take"""
+NOT_NATIVE = ("kimi_linear", "deepseek_v32", "glm_moe_dsa", "gemma3n")
 CLOSE_CALL = 1e-3  # a smaller margin in the reference may fall either way
 
 
@@ -35,20 +52,39 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", CURRENT)
+@pytest.mark.parametrize("name", [*CURRENT, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    """In chunks of 1, 3 and 7 tokens and at once, the last beside a row that decodes."""
     theirs = make_reference(name)
+    compare_logits(load_ours(theirs, tmp_path), theirs, block_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+@pytest.mark.parametrize("name", [*FAMILIES, *CURRENT])
+def test_native_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs = make_reference(name, **NATIVE_SIZES.get(name, {}))
     ours = load_ours(theirs, tmp_path)
+    reason = unsupported_reason(ComputeRequest(ours.spec, "cpu", "float32", "float32", 16))
+    assert (reason is not None) == (name in NOT_NATIVE), reason
+    if reason is None:
+        weights = open_weights(tmp_path, ours.spec)
+        native = native_model(ours.spec, weights, max_context=ours.spec.max_context)
+        compare_logits(native, theirs, block_size=16)
+
+
+def compare_logits(
+    ours: Decoder | NativeDecoder, theirs: transformers.PreTrainedModel, block_size: int, tolerance: float = 2e-4
+) -> None:
+    """Require the same logits in chunks of 1, 3 and 7 tokens and at once, the last beside a row that decodes."""
     tokens = torch.randint(3, VOCAB, (41,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0]
-    run = PagedRun(ours, num_rows=5, max_len=48, block_size=4)
+    run = PagedRun(ours, num_rows=5, max_len=48, block_size=block_size)
     for row, chunk in enumerate((1, 3, 7)):
-        torch.testing.assert_close(feed_in_chunks(run, row, tokens, chunk), expected, atol=2e-4, rtol=0)
+        torch.testing.assert_close(feed_in_chunks(run, row, tokens, chunk), expected, atol=tolerance, rtol=0)
     run.feed({3: tokens[:20]})
     together = run.feed({3: tokens[20:21], 4: tokens})
-    torch.testing.assert_close(together, torch.cat((expected[20:21], expected)), atol=2e-4, rtol=0)
+    torch.testing.assert_close(together, torch.cat((expected[20:21], expected)), atol=tolerance, rtol=0)
     assert float(expected.std()) > 0.1, "flat logits prove little"
 
 

@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from tests.support.compute_requests import LAYER, SPEC, WANTED
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec
+from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec
+from tokenmill.arch.streams import AltUp
 from tokenmill.engine.backends import TRITON
 
 pytest.importorskip("triton")
 
 MAMBA = Recurrent("ssd", 1, 2, 24, 128, 4, None)
+INDEXED = Mla(4, 32, 64, 16, 8, 16, 1.0, None, indexer=Indexer(2, 24, 8))
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), True, shared=MlpSpec(8), has_shared_gate=True))
 
 
@@ -43,6 +46,8 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},
             "states of 256 x 128",
         ),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),))}, "an indexer chooses"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, streams=AltUp(2, 4)),))}, "several residual streams"),
     ],
 )
 def test_anything_else_is_refused_with_its_reason(changes: dict[str, object], reason: str) -> None:

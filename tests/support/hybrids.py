@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from tests.support.mixed_requests import add_greedy
 from tokenmill import LLM, SamplingParams
+from tokenmill.scheduler.request import Sequence, SequenceGroup
+from tokenmill.scheduler.speculation import room_for_drafts
+from tokenmill.types import StepPlan, StepResult
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
 """Trained tiny ones"""
+
+
+class WrongDrafts:
+    """A drafter that proposes tokens at random, for every sequence in every step: hardly one of them is right."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.num_proposed = 0
+
+    def propose(self, groups: Iterable[SequenceGroup]) -> dict[Sequence, list[int]]:
+        drafts = {sequence: self._drafts(group, sequence) for group in groups for sequence in group.members}
+        self.num_proposed += sum(map(len, drafts.values()))
+        return {sequence: tokens for sequence, tokens in drafts.items() if tokens}
+
+    def _drafts(self, group: SequenceGroup, sequence: Sequence) -> list[int]:
+        return [self._random.randrange(3, 512) for _ in range(min(4, room_for_drafts(group, sequence)))]
+
+    def note_step(self, plan: StepPlan, result: StepResult) -> None:
+        pass
+
+    def note_end(self, sequence: Sequence) -> None:
+        pass
 
 
 def story(length: int, seed: int = 0) -> list[int]:

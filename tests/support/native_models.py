@@ -134,9 +134,14 @@ def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
 
 
 def native_model(
-    spec: ModelSpec, weights: WeightReader, isa: str = "", threads: int = 2, activation_bits: str = "8"
+    spec: ModelSpec,
+    weights: WeightReader,
+    isa: str = "",
+    threads: int = 2,
+    activation_bits: str = "8",
+    max_context: int = MAX_CONTEXT,
 ) -> NativeDecoder:
-    tables = {rope: make_rope_table(rope, MAX_CONTEXT, CPU) for rope in spec.ropes}
+    tables = {rope: make_rope_table(rope, max_context, CPU) for rope in spec.ropes}
     ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
     return NativeDecoder(
         spec, weights, ropes, dequantize, threads, instruction_set=isa, activation_bits=activation_bits

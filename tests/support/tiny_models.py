@@ -248,6 +248,14 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOssConfig", {**MOE, "head_dim": 12, "num_local_experts": 5, "sliding_window": 9,
          "rope_parameters": {**YARN_ROPE, "truncate": False}}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {"head_dim": 16, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "intermediate_size": [80, 80, 64, 64, 72],
+         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB - 20, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + ["sliding_attention",
+         "full_attention"], "tie_word_embeddings": True, "laurel_rank": 6, "altup_num_inputs": 3,
+         "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.0]},
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         {"head_dim": 16, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
@@ -266,10 +274,10 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_reference(name: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A float32 model whose every tensor, norms included, is far from trivial."""
+def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreTrainedModel:
+    """A float32 model whose every tensor, norms included, is far from trivial; `others`: sizes in place of its own."""
     kind, changes = {**FAMILIES, **CURRENT}[name]
-    config = getattr(transformers, kind)(**{**SIZES, **changes})
+    config = getattr(transformers, kind)(**{**SIZES, **changes, **others})
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)

@@ -49,6 +49,7 @@ def bytes_per_value(dtype: str) -> float:
 def num_parameters(model: Model) -> int:
     outline = outline_of(model)
     ends = outline.vocab_size * outline.hidden_size * (1 if outline.tied_head else 2) + outline.end_vectors
+    ends += outline.end_matrices + outline.tables
     return ends + sum(layer.total for layer in outline.layers)
 
 
@@ -110,6 +111,7 @@ def prefill_flops(model: Model, num_tokens: int, *, start: int = 0, num_logits: 
     """
     outline = outline_of(model)
     linear = num_tokens * 2 * sum(layer.linear + layer.active_experts for layer in outline.layers)
+    linear += num_tokens * 2 * outline.end_matrices
     full = num_tokens * (start + num_tokens)
     pairs = {
         window: num_visible_pairs(num_tokens, start, window) if causal else full
@@ -151,10 +153,11 @@ class WeightParts:
     embedding: int
     experts: int
     rest: int
+    tables: int = 0  # further embeddings, whose rows are looked up
 
     @property
     def total(self) -> int:
-        return self.embedding + self.experts + self.rest
+        return self.embedding + self.experts + self.rest + self.tables
 
 
 def weight_parts(
@@ -166,15 +169,17 @@ def weight_parts(
     expert_values = sum(layer.experts for layer in outline.layers)
     embedding = int(outline.vocab_size * outline.hidden_size * bytes_per_value(dtype))
     all_bytes = weight_bytes(outline, dtype, vector_dtype=vector_dtype)
-    rest = all_bytes - embedding - int(expert_values * bytes_per_value(dtype))
-    return WeightParts(embedding, int(expert_values * bytes_per_value(expert_dtype or dtype)), rest)
+    tables = int(outline.tables * bytes_per_value(dtype))
+    rest = all_bytes - embedding - tables - int(expert_values * bytes_per_value(dtype))
+    return WeightParts(embedding, int(expert_values * bytes_per_value(expert_dtype or dtype)), rest, tables)
 
 
 def gguf_weight_parts(gguf: GGUFFile) -> WeightParts:
     embedding = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("token_embd."))
     experts = sum(t.num_bytes for name, t in gguf.tensors.items() if "_exps." in name)
+    tables = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("per_layer_token_embd."))
     total = sum(t.num_bytes for t in gguf.tensors.values())
-    return WeightParts(embedding, experts, total - embedding - experts)
+    return WeightParts(embedding, experts, total - embedding - experts - tables, tables)
 
 
 def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int:

@@ -54,6 +54,8 @@ class ModelOutline:
     max_context: int
     dtype: str = "bfloat16"
     end_vectors: int = 0  # final norm, biases of the head
+    end_matrices: int = 0  # beside embedding and head: every token is multiplied by them
+    tables: int = 0  # embeddings of the layers' own, whose rows are looked up
 
     @property
     def num_layers(self) -> int:
@@ -78,8 +80,16 @@ def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
         spec.tied_head,
         spec.max_context,
         spec.dtype,
-        spec.hidden_size,
+        spec.hidden_size + spec.input_width,
+        _end_matrices(spec),
+        spec.num_layers * spec.input_width * (spec.input_vocab_size or spec.vocab_size),
     )
+
+
+def _end_matrices(spec: ModelSpec) -> int:
+    """Projections to the layers' own embeddings, and to and from further streams"""
+    streams = 0 if spec.streams is None else 2 * (spec.streams.num_streams - 1) * spec.hidden_size
+    return spec.hidden_size * (spec.num_layers * spec.input_width + streams)
 
 
 def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutline:

@@ -215,8 +215,6 @@ MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",
     "deepseek_ref": "compressed and sparse attention, several residual streams",
     "deepseek_v4": "compressed and sparse attention, several residual streams",
-    "gemma3n": "several residual streams that predict each other",
-    "gemma3n_text": "several residual streams that predict each other",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
     "mimo": "heads that predict further tokens, as layers",

@@ -15,11 +15,13 @@ A variant that these fields cannot express is refused by the reader, by name; it
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Literal
 
 from tokenmill.arch.cache_parts import CacheField, CachePart
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.streams import AltUp
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
 """What a gated MLP multiplies with: act(gate) * up. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
@@ -255,6 +257,12 @@ class MlpSpec:
     activation: Activation = "silu"
     bias: bool = False
     is_gated: bool = True
+    sparsity: float = 0.0  # the share of gates that is cut off, were they normally distributed (Gemma 3n)
+
+    @property
+    def sparsity_cutoff(self) -> float | None:
+        """Standard deviations above the mean below which gates are cut off"""
+        return NormalDist().inv_cdf(self.sparsity) if self.sparsity else None
 
 
 @dataclass(frozen=True)
@@ -316,6 +324,7 @@ class LayerSpec:
     input_width: int = 0  # of the layer's own embedding of the token, which is added through a gate (Gemma 4)
     has_scale: bool = False  # the stream is multiplied by a number at the layer's end
     side_mixer: Recurrent | None = None  # beside the mixer: reads the same normed stream, both results are added
+    streams: AltUp | None = None  # around it, where there are several; the same in all layers of a model
     factors: tuple[tuple[str, float], ...] = ()  # what matrices, by name, are multiplied by when they are read
 
     @property
@@ -356,6 +365,7 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the logits, before they are capped
     has_head_bias: bool = False
     norm: NormSpec = RMS_NORM
+    input_vocab_size: int | None = None  # rows of the layers' own embeddings, where tokens beyond have the first's
     layer_numbers: tuple[tuple[int, int], ...] = ()  # where a checkpoint counts mixers and MLPs as layers: of each both
     num_extra_layers: int = 0  # of the checkpoint, behind the last: heads that predict further tokens, left out
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
@@ -389,6 +399,10 @@ class ModelSpec:
     def input_width(self) -> int:
         """The width of the embeddings that each layer has for itself; 0: there are none."""
         return max(layer.input_width for layer in self.layers)
+
+    @property
+    def streams(self) -> AltUp | None:
+        return self.layers[0].streams
 
     @property
     def growths(self) -> tuple[QueryGrowth, ...]:
@@ -444,6 +458,10 @@ class TensorSpec:
     layers.{i}.{input_gate,input_up}.weight            [width, hidden], [hidden, width]
     layers.{i}.input_norm.weight                       [hidden]
     layers.{i}.scale                                   [1]
+    layers.{i}.{altup_router,altup_predict,altup_correct}.weight   [streams, hidden], [streams², streams], [streams]²
+    layers.{i}.altup_router_norm.weight, .altup_scale  [hidden] each
+    layers.{i}.{branch_left,branch_right}.weight       [rank, hidden], [hidden, rank]
+    layers.{i}.branch_norm.weight                      [hidden]
     layers.{i}.shared.{gate,up,down}.weight            as of an MLP
     layers.{i}.shared_gate.weight                      [1, hidden]
     layers.{i}.mlp_post_norm.weight                    [hidden]
@@ -452,6 +470,7 @@ class TensorSpec:
     layer_inputs.embed.weight                          [vocab, layers * width]
     layer_inputs.project.weight                        [layers * width, hidden]
     layer_inputs.norm.weight                           [width]
+    streams.{in,out}.{s}.weight                        [hidden, hidden], of all streams but the first
 
     Norm weights are always the plain multiplier (a reader adds Gemma's 1); LayerNorm may have a `.bias` beside it.
     """

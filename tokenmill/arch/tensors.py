@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
@@ -36,6 +37,7 @@ from tokenmill.arch.spec import (
     ShortConv,
     TensorSpec,
 )
+from tokenmill.arch.streams import AltUp
 from tokenmill.errors import UnsupportedModel
 
 # ── the tensors of a spec ──────────────────────────────────────────────────────────────────────────
@@ -49,6 +51,9 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield TensorSpec("embed.weight", (spec.vocab_size, spec.hidden_size), "embedding")
     if spec.input_width:
         yield from _layer_inputs(spec)
+    if spec.streams is not None:
+        for side, number in product(("in", "out"), range(spec.streams.num_streams - 1)):
+            yield from _linear(f"streams.{side}.{number}", spec.hidden_size, spec.hidden_size, False)
     for index, layer in enumerate(spec.layers):
         yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.", spec.norm)
     yield from _norm("final_norm", spec.hidden_size, spec.norm)
@@ -61,7 +66,7 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
 def _layer_inputs(spec: ModelSpec) -> Iterator[TensorSpec]:
     """The embeddings that each layer has for itself"""
     width = spec.num_layers * spec.input_width
-    yield TensorSpec("layer_inputs.embed.weight", (spec.vocab_size, width), "embedding")
+    yield TensorSpec("layer_inputs.embed.weight", (spec.input_vocab_size or spec.vocab_size, width), "embedding")
     yield TensorSpec("layer_inputs.project.weight", (width, spec.hidden_size), "linear")
     yield TensorSpec("layer_inputs.norm.weight", (spec.input_width,), "vector")
 
@@ -90,6 +95,20 @@ def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpe
         yield from _norm(prefix + "input_norm", hidden, norm)
     if layer.has_scale:
         yield TensorSpec(prefix + "scale", (1,), "vector")
+    if layer.streams is not None:
+        yield from _altup(layer.streams, hidden, prefix)
+
+
+def _altup(altup: AltUp, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    count = altup.num_streams
+    yield from _norm(prefix + "altup_router_norm", hidden)
+    for name, shape in (("router", (count, hidden)), ("predict", (count**2, count)), ("correct", (count, count))):
+        yield TensorSpec(f"{prefix}altup_{name}.weight", shape, "vector")
+    if altup.has_output_scale:
+        yield TensorSpec(prefix + "altup_scale", (hidden,), "vector")
+    yield from _linear(prefix + "branch_left", altup.branch_rank, hidden, False)
+    yield from _linear(prefix + "branch_right", hidden, altup.branch_rank, False)
+    yield from _norm(prefix + "branch_norm", hidden)
 
 
 def _mixer(mixer: MixerSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
@@ -217,7 +236,7 @@ def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
 
 @dataclass(frozen=True)
 class Rule:
-    pattern: str  # theirs, with {i} for the layer and {e} for the expert
+    pattern: str  # theirs, with {i} for the layer, {e} for the expert, {s} for the stream
     fused: tuple[str, ...] = ()  # our parts, in the order of their rows in the fused tensor
     is_per_key_head: bool = False  # theirs has such rows for each key head of a recurrent mixer, one after another
     woven: tuple[str, ...] = ()  # our parts, in the order in which they alternate
@@ -256,6 +275,10 @@ def sources_of(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
 
 
 def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) -> TensorSource:
+    if name.startswith("streams."):
+        _, side, stream, _ = name.split(".")
+        pattern = _rule(rules, f"streams.{side}.{{s}}.weight", spec).pattern
+        return TensorSource((pattern.replace("{s}", stream),), shape)
     if not name.startswith("layers."):
         rule = _rule(rules, name, spec)
         return TensorSource((rule.pattern,), shape, add=rule.add)

@@ -169,7 +169,8 @@ class StoredWeights:
             return gguf_weight_parts(read_gguf_model(self.path))
         plain = weight_parts(self.spec, self.dtype)
         share = stored_bytes(self.path) / plain.total
-        return WeightParts(int(plain.embedding * share), int(plain.experts * share), int(plain.rest * share))
+        parts = (plain.embedding, plain.experts, plain.rest, plain.tables)
+        return WeightParts(*(int(part * share) for part in parts))
 
     @cached_property
     def dtype(self) -> str:

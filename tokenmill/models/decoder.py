@@ -14,7 +14,7 @@ import torch
 from tokenmill.arch.regions import Matrices, layer_regions
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.forward_context import PositionTables, plan_forward
+from tokenmill.models.forward_context import ForwardContext, PositionTables, plan_forward
 from tokenmill.models.layer import (
     Layer,
     LayerLoader,
@@ -26,9 +26,10 @@ from tokenmill.models.layer import (
 )
 from tokenmill.models.linear import Loader
 from tokenmill.models.protocol import BestLogits, Model
+from tokenmill.models.streams import AltUpLayer, load_altup, load_ends
 from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.ops.compose import BatchClasses, choose_regions
-from tokenmill.ops.interface import LayerWeights
+from tokenmill.ops.interface import LayerWeights, Regions
 
 
 class Decoder:
@@ -48,10 +49,11 @@ class Decoder:
             else load.projection(Matrices(("head",), spec.has_head_bias))
         )
         self.layer_inputs = LayerInputs(spec, load) if spec.input_width else None
+        self.streams = load_ends(spec, load)
         self.adapter_slots = load.slots
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
-    def _load_layers(self, load: Loader) -> list[Layer]:
+    def _load_layers(self, load: Loader) -> list[Layer | AltUpLayer]:
         def load_parts(number: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
             regions = layer_regions(spec.layers[number], number)
             side = load_side_mixer(regions, spec.norm_eps, load)
@@ -61,10 +63,14 @@ class Decoder:
         loader = LayerLoader(load, spec.norm_eps, spec.norm)
         parts = load.each(load_parts, spec.num_layers)
         chosen = choose_regions(load.ops, [weights for _, weights, _ in parts], self.classes)
-        return [
+        layers = [
             Layer(spec.layers[number], mixer, weights, chosen[number], number, side)
             for number, (mixer, weights, side) in enumerate(parts)
         ]
+        if spec.streams is None:
+            return list(layers)
+        loaded = [load_altup(spec.streams, f"layers.{layer.number}", spec.norm_eps, load) for layer in layers]
+        return [AltUpLayer(layer, altup, load.ops) for layer, altup in zip(layers, loaded, strict=True)]
 
     @property
     def vocab_size(self) -> int:
@@ -78,13 +84,21 @@ class Decoder:
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, embedded, batch.mode, step.adapters)
             step = replace(step, layer_inputs=inputs)
-        stream = ends.begin(embedded)
+        stream = ends.begin(embedded) if self.streams is None else self.streams.begin(embedded, ends)
         for layer in self.layers[:-1]:
             stream = layer(stream, step)
         # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
         is_whole = len(batch.logit_rows) == len(batch.token_ids)
         stream = self.layers[-1](stream, step, None if is_whole else batch.logit_rows)
+        if self.streams is not None:
+            stream = ends.begin(self.streams.finish(stream, self._last_regions(step, is_whole=is_whole)))
         return ends.finish(stream, self.final_norm)
+
+    def _last_regions(self, step: ForwardContext, *, is_whole: bool) -> Regions:
+        """How the tokens are computed whose results are wanted."""
+        if step.adapted is None:
+            return self.layers[-1].regions[step.batch_class if is_whole else step.gathering[1]]
+        return step.adapted.regions if is_whole else step.adapted.gathered_regions
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,6 +137,7 @@ class LayerInputs:
     def __init__(self, spec: ModelSpec, load: Loader) -> None:
         self._ops = load.ops
         self._width, self._hidden, self._num_layers = spec.input_width, spec.hidden_size, spec.num_layers
+        self._limit = spec.input_vocab_size
         self._table = load.embedding("layer_inputs.embed")
         self._project = load.projection(Matrices(("layer_inputs.project",)))
         self._norm = load.norm("layer_inputs.norm", spec.norm_eps)
@@ -134,7 +149,8 @@ class LayerInputs:
         shape = (len(token_ids), self._num_layers, self._width)
         projected = (self._project(embedded, mode, adapters) * self._hidden**-0.5).view(shape)
         normed = self._ops.rms_norm(projected, self._norm.weight, self._norm.eps)
-        rows = (self._table.rows(token_ids, adapters) * self._width**0.5).view(shape)
+        known = token_ids if self._limit is None else torch.where(token_ids < self._limit, token_ids, 0)
+        rows = (self._table.rows(known, adapters) * self._width**0.5).view(shape)
         inputs: torch.Tensor = (normed + rows) * 2**-0.5
         return inputs
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -40,6 +40,14 @@ from tokenmill.ops.interface import (
     Stream,
 )
 from tokenmill.ops.raw import RawTensor
+
+
+class HasKind(Protocol):
+    @property
+    def kind(self) -> Hashable: ...
+
+
+KindOfLayer = TypeVar("KindOfLayer", bound=HasKind)
 
 
 class Mixer(Protocol):
@@ -75,26 +83,48 @@ class Layer:
     def __call__(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None = None) -> Stream:
         """`output_rows` [L]: the tokens whose results are wanted; behind the mixer the stream has only those."""
         weights = self.weights
-        before, after = (step.batch_class,) * 2 if output_rows is None else step.gathering
-        regions = self.regions[before] if step.adapted is None else step.adapted.regions
-        projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
-        mixed, beside = self._mixed(projected, step, regions)
-        if output_rows is not None:
-            mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
-            beside = None if beside is None else beside[output_rows]
-            regions = self.regions[after] if step.adapted is None else step.adapted.gathered_regions
         if weights.is_parallel and weights.feed is not None:
+            mixed, _, stream, regions = self._mixed(stream, step, output_rows)
             stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
         else:
-            stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm, weights.scale)
-            if beside is not None and weights.side_out is not None:
-                stream = regions.project_add(beside, weights.side_out, stream, weights.post_norm, weights.scale)
-            stream = stream if weights.feed is None else _fed(regions, stream, weights.feed)
+            stream, regions = self.mix(stream, step, output_rows)
+            stream = self.fed(stream, regions)
         if weights.add_input is not None:
             stream = regions.add_input(stream, step.layer_inputs_of(self.number, output_rows), weights.add_input)
         return stream if weights.stream_scale is None else regions.scale(stream, weights.stream_scale)
 
+    def mix(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None) -> tuple[Stream, Regions]:
+        """The first half of a layer: its mixer, and how the rest is computed."""
+        weights = self.weights
+        mixed, beside, stream, regions = self._mixed(stream, step, output_rows)
+        stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm, weights.scale)
+        if beside is not None and weights.side_out is not None:
+            stream = regions.project_add(beside, weights.side_out, stream, weights.post_norm, weights.scale)
+        return stream, regions
+
+    def fed(self, stream: Stream, regions: Regions) -> Stream:
+        """The second half: MLP or experts."""
+        return stream if self.weights.feed is None else _fed(regions, stream, self.weights.feed)
+
+    def regions_before(self, step: ForwardContext, output_rows: torch.Tensor | None) -> Regions:
+        """How everything up to the mixer is computed."""
+        before = step.batch_class if output_rows is None else step.gathering[0]
+        return self.regions[before] if step.adapted is None else step.adapted.regions
+
     def _mixed(
+        self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Stream, Regions]:
+        """What the mixers make of the tokens whose results are wanted, their stream, and how the rest is computed"""
+        weights, regions = self.weights, self.regions_before(step, output_rows)
+        projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
+        mixed, beside = self._attended(projected, step, regions)
+        if output_rows is not None:
+            mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
+            beside = None if beside is None else beside[output_rows]
+            regions = self.regions[step.gathering[1]] if step.adapted is None else step.adapted.gathered_regions
+        return mixed, beside, stream, regions
+
+    def _attended(
         self, projected: torch.Tensor, step: ForwardContext, regions: Regions
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.side is None:
@@ -183,6 +213,7 @@ class LayerLoader:
             self._norm(feed.post_norm),
             feed.spec.is_gated,
             feed.scale,
+            feed.spec.sparsity_cutoff,
         )
 
     def _experts(self, feed: Experts) -> MoeWeights:
@@ -246,7 +277,7 @@ class LayerLoader:
         return None if name is None else self.load.norm(name, self.norm_eps, self.norm)
 
 
-def one_of_each(layers: Sequence[Layer]) -> list[Layer]:
+def one_of_each(layers: Sequence[KindOfLayer]) -> list[KindOfLayer]:
     """One layer of each kind, for a step that shall launch what all layers launch and take the memory they take.
 
     What a layer meets depends on the one before it too (whether anything is left to be added to the stream), and the

@@ -73,6 +73,8 @@ class ComposedRegions:
             side_by_side=self.side_by_side,
             project_and_feed=self.project_and_feed,
             add_input=self.add_input,
+            gated_input=self.gated_input,
+            whole=self.whole,
             scale=self.scale,
             finish=self.finish,
         )
@@ -139,9 +141,12 @@ class ComposedRegions:
 
     def add_input(self, stream: PlainStream, embedded: torch.Tensor, weights: InputWeights) -> PlainStream:
         total = self.whole(stream)
-        gate = self.linear(total, weights.gate)
+        return PlainStream(total, self.gated_input(total, embedded, weights))
+
+    def gated_input(self, x: torch.Tensor, embedded: torch.Tensor, weights: InputWeights) -> torch.Tensor:
+        gate = self.linear(x, weights.gate)
         inner = self.ops.act_mul(torch.cat((gate, embedded), dim=-1), weights.activation)
-        return self.project_add(inner, weights.up, PlainStream(total), weights.norm)
+        return self.after(self.linear(inner, weights.up), weights.norm)
 
     def scale(self, stream: PlainStream, factor: torch.Tensor) -> PlainStream:
         return PlainStream((self.whole(stream) * factor).to(stream.residual.dtype))
@@ -184,6 +189,8 @@ class ComposedRegions:
         """[T, H] → [T, H]"""
         if not mlp.is_gated:
             inner = self.ops.activate(self.linear(normed, mlp.gate_up), mlp.activation)
+        elif isinstance(mlp, GatedMlpWeights) and mlp.cutoff is not None:
+            inner = self.ops.act_mul(_cut_off(self.linear(normed, mlp.gate_up), mlp.cutoff), mlp.activation)
         elif self.adapters is None or not mlp.gate_up.is_adapted:
             inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
         else:
@@ -217,6 +224,14 @@ class ComposedRegions:
         if shared.gate is None:
             return result
         return self.ops.gate_rows(result, x, shared.gate)
+
+
+def _cut_off(gate_up: torch.Tensor, cutoff: float) -> torch.Tensor:
+    """[T, 2 * inter]; each token's gates less their mean and `cutoff` standard deviations, where that is positive"""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    spread = gate.std(dim=-1, keepdim=True, unbiased=False)
+    kept = functional.relu(gate - (gate.mean(dim=-1, keepdim=True) + spread * cutoff))
+    return torch.cat((kept, up), dim=-1).to(gate_up.dtype)
 
 
 def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:

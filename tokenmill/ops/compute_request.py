@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tokenmill.arch.spec import Mla, ModelSpec
 
 ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention"
+SEVERAL_STREAMS = "several residual streams"
 CHOSEN_ENTRIES = "attention over tokens that an indexer chooses"
 
 

@@ -127,6 +127,7 @@ class GatedMlpWeights:
     post_norm: Norm | None = None  # of the result, before it is added to the stream
     is_gated: bool = True
     scale: float = 1.0  # multiplies what is added
+    cutoff: float | None = None  # standard deviations above a token's mean from which on its gates count
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,10 @@ class Regions:
     """x times the matrix and what the feed makes of the stream, both added to it: a layer whose parts are parallel"""
     add_input: Callable[[Stream, torch.Tensor, InputWeights], Stream]
     """The layer's own embeddings [T, width] of the tokens, through a gate, added to the stream"""
+    gated_input: Callable[[torch.Tensor, torch.Tensor, InputWeights], torch.Tensor]
+    """(x [T, H], embeddings [T, width]) → what `add_input` would add to a stream of x"""
+    whole: Callable[[Stream], torch.Tensor]
+    """→ the stream as a tensor [T, H]"""
     scale: Callable[[Stream, torch.Tensor], Stream]
     """The stream times a number [1]"""
     finish: Callable[[Stream, Norm], torch.Tensor]

@@ -131,7 +131,7 @@ def plan_memory(
 
 def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
     """Return the weights on the fullest stage: its share of the layers, and the embedding (or the head)."""
-    return int((parts.embedding + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
+    return int((parts.embedding + parts.tables + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
 
 
 def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> tuple[int, int]:

@@ -169,7 +169,8 @@ def gpu_weight_parts(
     }
     embedding = kept["embed.weight"]
     experts = sum(num_bytes for name, num_bytes in kept.items() if ".experts." in name)
-    return WeightParts(embedding, experts, sum(kept.values()) - embedding - experts)
+    tables = kept.get("layer_inputs.embed.weight", 0)
+    return WeightParts(embedding, experts, sum(kept.values()) - embedding - experts - tables, tables)
 
 
 def kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: Stored | None) -> int:

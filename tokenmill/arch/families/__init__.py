@@ -10,6 +10,7 @@ from tokenmill.arch.families.exaone4 import EXAONE4
 from tokenmill.arch.families.falcon_h1 import FALCON_H1
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.families.gemma3 import GEMMA3
+from tokenmill.arch.families.gemma3n import GEMMA3N
 from tokenmill.arch.families.gemma4 import GEMMA4
 from tokenmill.arch.families.glm4_moe import GLM4_MOE
 from tokenmill.arch.families.gpt_oss import GPT_OSS
@@ -64,6 +65,7 @@ ALL: tuple[Family, ...] = (
     ERNIE4_5,
     ERNIE4_5_MOE,
     EXAONE4,
+    GEMMA3N,
     GEMMA4,
     GLM4_MOE,
     GPT_OSS,

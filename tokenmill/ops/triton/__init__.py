@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.ops.compute_request import CHOSEN_ENTRIES, ROUNDED_LATENTS, ComputeRequest
+from tokenmill.ops.compute_request import CHOSEN_ENTRIES, ROUNDED_LATENTS, SEVERAL_STREAMS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 512
@@ -22,6 +22,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason
+    if request.spec.streams is not None:
+        return SEVERAL_STREAMS
     if request.chooses_entries:
         return CHOSEN_ENTRIES
     if request.rounds_latents:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +259,22 @@ def test_only_own_thoughts_come_back(tmp_path: Path) -> None:
     for text, signature in forged:
         assert again.verified(text, signature) is None
     assert ThoughtSigner(tmp_path / "other.key").verified("I think", shown) is None
+
+
+def test_a_sealed_thought_shows_nothing_of_itself(tmp_path: Path) -> None:
+    signer = ThoughtSigner(tmp_path / "signing.key")
+    thought = "The password is swordfish. " * 200
+    sealed, other = signer.sign(thought, is_shown=False), signer.sign(thought + "!", is_shown=False)
+    raw, packed = base64.b64decode(sealed), zlib.compress(thought.encode())
+    assert len(raw) == 33 + len(packed)
+    assert all(part not in raw for part in (thought[:8].encode(), packed[:8], packed[-8:]))
+    assert raw[33:49] != base64.b64decode(other)[33:49], "one keystream a text"
+    assert signer.verified("", sealed) == thought
+    for place in (0, 5, 40, len(raw) - 1):  # the tag, the HMAC, the text
+        changed = bytearray(raw)
+        changed[place] ^= 1
+        assert signer.verified("", base64.b64encode(changed).decode()) is None
+    assert signer.verified("", signer.sign("", is_shown=False)) == ""
 
 
 @pytest.mark.parametrize("content", [None, b"short"])

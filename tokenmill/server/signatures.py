@@ -4,11 +4,14 @@ A client returns the thinking blocks of earlier turns with the conversation. Wha
 next, so a block that anyone could write would be a way to put words into its head. Each block leaves with an HMAC of
 its text under a key of this server, and counts on its return only if that still fits; any other block is dropped.
 
-    shown:    base64( 1 ‖ HMAC-SHA256(key, 1 ‖ text) )
-    omitted:  base64( 2 ‖ HMAC-SHA256(key, 2 ‖ zlib(text)) ‖ zlib(text) )
+    shown:   base64( 1 ‖ HMAC-SHA256(key, 1 ‖ text) )
+    sealed:  base64( 3 ‖ mac ‖ zlib(text) ⊕ SHAKE-256(second key ‖ mac) ),   mac = HMAC-SHA256(key, 3 ‖ zlib(text))
 
-The text itself travels in the signature where the client asked not to see it (`display: omitted`), since it would be
-lost for the next turn otherwise. It is sealed against changes, not against reading.
+The text itself travels in the signature where the client asked not to see it (`display: omitted`) or to carry it for a
+server that keeps nothing (`reasoning.encrypted_content`), since it would be lost for the next turn otherwise. It is
+encrypted then: the HMAC of what it says begins the keystream, so no two texts share one, and the same text is sealed
+alike (a synthetic nonce, as in AES-SIV). Python's standard library has no AES; its hash functions need no dependency.
+Nothing is kept for it on the server, so it works across restarts and with `--no-state`.
 
 The key is a file of 32 random bytes, so that conversations go on after a restart; several servers with one
 TOKENMILL_HOME take each other's blocks.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import hmac
 import os
 import secrets
@@ -34,7 +38,7 @@ log = get_log("server")
 KEY_BYTES = 32
 MAC_BYTES = 32
 SHOWN = b"\x01"  # the text is in the block
-SEALED = b"\x02"  # the text is in the signature
+SEALED = b"\x03"  # the text is in the signature, encrypted
 FILE_NAME = "signing.key"
 
 
@@ -61,11 +65,12 @@ class ThoughtSigner:
             return secrets.token_bytes(KEY_BYTES)
 
     def sign(self, text: str, *, is_shown: bool = True) -> str:
-        """The signature of a thought; with `is_shown` off it carries the text."""
+        """The signature of a thought; with `is_shown` off it carries the text, encrypted."""
         if is_shown:
-            return base64.b64encode(SHOWN + self._mac(SHOWN, text.encode())).decode()
-        data = zlib.compress(text.encode())
-        return base64.b64encode(SEALED + self._mac(SEALED, data) + data).decode()
+            return base64.b64encode(SHOWN + self._mac(SHOWN + text.encode())).decode()
+        packed = zlib.compress(text.encode())
+        mac = self._mac(SEALED + packed)
+        return base64.b64encode(SEALED + mac + self._encrypted(packed, mac)).decode()
 
     def verified(self, text: str, signature: str) -> str | None:
         """The thought that this server signed; None for a block that is not its own or was changed."""
@@ -76,12 +81,19 @@ class ThoughtSigner:
         tag, mac, data = raw[:1], raw[1 : 1 + MAC_BYTES], raw[1 + MAC_BYTES :]
         if tag not in (SHOWN, SEALED) or bool(text) != (tag == SHOWN) or bool(data) != (tag == SEALED):
             return None
-        if not hmac.compare_digest(mac, self._mac(tag, data or text.encode())):
+        payload = self._encrypted(data, mac) or text.encode()
+        if not hmac.compare_digest(mac, self._mac(tag + payload)):
             return None
-        return text or zlib.decompress(data).decode()  # what was packed here
+        return text or zlib.decompress(payload).decode()  # what was packed here
 
-    def _mac(self, tag: bytes, payload: bytes) -> bytes:
-        return hmac.digest(self._key, tag + payload, "sha256")
+    def _encrypted(self, data: bytes, nonce: bytes) -> bytes:
+        """Data xor a keystream that only this nonce has; the same again decrypts it."""
+        key = self._mac(b"tokenmill: the key that seals thoughts")  # no payload begins like this
+        stream = hashlib.shake_256(key + nonce).digest(len(data))
+        return (int.from_bytes(data) ^ int.from_bytes(stream)).to_bytes(len(data))
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hmac.digest(self._key, payload, "sha256")
 
 
 def load_key(path: Path) -> bytes:

@@ -18,6 +18,7 @@ from tests.support.loopback import RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.state import files as files_module
 from tokenmill.server.state.files import StoredFiles
+from tokenmill.server.state.rows import UnknownRow
 from tokenmill.server.state.server_state import ServerState
 
 LINES = b'{"custom_id": "a"}\n' * 3
@@ -137,16 +138,39 @@ def test_old_files_and_abandoned_uploads_go(tmp_path: Path, monkeypatch: pytest.
         files = StoredFiles(ServerState(tmp_path), 1 << 20)
         writer = files.writer()
         await writer.add(b"abc")
-        row = await files.keep(writer, "me", name="n", purpose="batch", expires_s=time.time() + 0.2)
+        row = await files.keep(writer, "me", name="n", purpose="batch", expires_s=time.time() + 3600.0)
         assert row["sha256"] == hashlib.sha256(b"abc").hexdigest()
         stays, abandoned = files.writer(), files.writer()
         kept = await files.keep(stays, "me", name="n", purpose="user_data", expires_s=None)
         abandoned.write(b"half")
         abandoned._file.close()
-        await asyncio.sleep(0.3)
-        monkeypatch.setattr(files_module, "ABANDONED_S", 0.1)
+        end = ("UPDATE files SET expires_s = 1.0 WHERE id = ?", (row["id"],))
+        await files._state.database.write(lambda connection: connection.execute(*end))
+        monkeypatch.setattr(files_module, "ABANDONED_S", -3600.0)  # as if an hour had passed
         await files.sweep()
         assert [path.name for path in files.folder.iterdir()] == [kept["id"]]
+        await files._state.close()
+
+    asyncio.run(work())
+
+
+def test_a_file_deleted_while_it_is_asked_for_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        files = StoredFiles(ServerState(tmp_path), 1 << 20)
+        writer = files.writer()
+        await writer.add(b"abc")
+        row = await files.keep(writer, "me", name="n", purpose="batch", expires_s=None)
+        content = await files.open("me", row["id"])
+
+        async def use_then_delete(owner: str, file_id: str) -> Any:
+            await files.delete(owner, file_id)
+            return row
+
+        monkeypatch.setattr(files, "use", use_then_delete)
+        with pytest.raises(UnknownRow, match="there is no file"):
+            await files.open("me", row["id"])
+        with content:
+            assert content.read() == b"abc", "whoever has opened it reads all of it"
         await files._state.close()
 
     asyncio.run(work())

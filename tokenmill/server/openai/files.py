@@ -6,12 +6,14 @@ batches read and write; a file belongs to the key that sent it.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 
 from tokenmill.errors import Overloaded
 from tokenmill.server.body import refuse
@@ -27,6 +29,7 @@ MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
 MAX_NAME = 512
 MAX_UPLOADS = 16  # at the same time
 MAX_LISTED = 10_000
+PART_BYTES = 64 * 1024  # of a file that is sent
 
 
 def file_endpoints(context: RouteContext, files: StoredFiles) -> list[Endpoint]:
@@ -71,8 +74,9 @@ def file_endpoints(context: RouteContext, files: StoredFiles) -> list[Endpoint]:
         return json_response(file_object(await files.get(owner(request), request.path_params["file_id"])))
 
     async def file_content(request: Request) -> Response:
-        row = await files.use(owner(request), request.path_params["file_id"])
-        return FileResponse(files.path(row["id"]), media_type="application/octet-stream")
+        content = await files.open(owner(request), request.path_params["file_id"])
+        length = {"content-length": str(os.fstat(content.fileno()).st_size)}
+        return StreamingResponse(parts_of(content), headers=length, media_type="application/octet-stream")
 
     async def delete_file(request: Request) -> Response:
         file_id = request.path_params["file_id"]
@@ -104,6 +108,13 @@ def file_endpoints(context: RouteContext, files: StoredFiles) -> list[Endpoint]:
             media_type="application/octet-stream",
         ),
     ]
+
+
+def parts_of(content: BinaryIO) -> Iterator[bytes]:
+    """All of a file, closed at the end. Starlette reads it in threads."""
+    with content:
+        while data := content.read(PART_BYTES):
+            yield data
 
 
 def parse_form(form: Form) -> tuple[str, float | None]:

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import InvalidRequest
-from tokenmill.server.state.rows import Bound, get
+from tokenmill.server.state.rows import Bound, get, unknown
 from tokenmill.server.state.server_state import ServerState
 
 MAX_FILES = 100_000
@@ -141,6 +141,14 @@ class StoredFiles:
             return row
 
         return await self._state.database.write(work)
+
+    async def open(self, owner: str, file_id: str) -> BinaryIO:
+        """The content of a file, which stays readable if the file is deleted meanwhile."""
+        row = await self.use(owner, file_id)
+        try:
+            return await asyncio.to_thread(self.path(row["id"]).open, "rb")
+        except FileNotFoundError:  # deleted since its row was read
+            raise unknown("files", file_id) from None
 
     async def list_of(self, owner: str, purpose: str | None, is_descending: bool) -> list[sqlite3.Row]:
         order = "DESC" if is_descending else "ASC"

@@ -36,9 +36,13 @@ def get(connection: sqlite3.Connection, table: Table, row_id: str, owner: str) -
     """A row of an owner; an error (404) if there is none."""
     row = find(connection, table, row_id, owner)
     if row is None:
-        kind = {"responses": "response", "conversations": "conversation", "files": "file", "batches": "batch"}[table]
-        raise UnknownRow(f"there is no {kind} {shown(row_id)}", param="id")
+        raise unknown(table, row_id)
     return row
+
+
+def unknown(table: Table, row_id: str) -> UnknownRow:
+    kind = {"responses": "response", "conversations": "conversation", "files": "file", "batches": "batch"}[table]
+    return UnknownRow(f"there is no {kind} {shown(row_id)}", param="id")
 
 
 @dataclass

@@ -41,6 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
     _choose_interpreter(config)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
+    use_one_torch_thread()
+
+
+def use_one_torch_thread() -> None:
+    """Let torch compute with one thread: several test processes whose threads wait for each other by spinning take ten
+    times as long, and sums may depend on the number of threads. Engines set their own number."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 def _choose_examples() -> None:
@@ -110,6 +120,12 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _refuse_skip(report)
     return report
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Whatever number of threads the engines of other tests have left."""
+    use_one_torch_thread()
 
 
 @pytest.fixture(scope="session", autouse=True)

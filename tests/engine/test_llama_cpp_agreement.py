@@ -107,7 +107,7 @@ def test_top_token_agrees_with_llama_cpps_own_rounding(
     exact = linear.multiply
     monkeypatch.setattr(linear, "multiply", lambda x, matrix, bias=None: exact(rounded(x), matrix, bias))
     path = fetched_model(shared_dir, name)
-    llm = LLM(str(path), max_context=512, num_blocks=600, backend="reference", dtype="float32")
+    llm = LLM(str(path), max_context=512, num_blocks=600, backend="reference", dtype="float32", threads=1)
     require_few_missed(sure_but_missed(llm, name, capsys), at_most=3)
 
 

@@ -57,7 +57,7 @@ def test_a_whole_model_answers_like_its_plain_twin(layout: str, tmp_path: Path) 
     folders = write_twins(tmp_path, layout, hidden=64, group=32, symmetric=True)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     answers = [
-        LLM(str(folder), device="cpu", backend="reference", dtype="float32", max_context=64, num_blocks=20)
+        LLM(str(folder), device="cpu", backend="reference", dtype="float32", threads=1, max_context=64, num_blocks=20)
         .generate([[5, 9, 33, 71]], params, progress=False)[0]
         .outputs[0]
         .token_ids

@@ -9,6 +9,7 @@
     ├── RequestFailed             this request could not be computed; the others go on (500)
     │   └── RequestAborted        someone ended it on purpose (499, which clients do not repeat)
     ├── EngineDead                the engine process is gone (503)
+    │   └── PeerDied              one of the ranks that compute a model together is gone
     ├── InvalidConfig             a setting is wrong or settings contradict each other
     └── ModelError                the model's files can't be used
         ├── PullFailed            no source could deliver it, or the disk is full
@@ -93,6 +94,10 @@ class RequestAborted(RequestFailed):
 class EngineDead(TokenmillError):
     code = "engine_dead"
     http_status = 503
+
+
+class PeerDied(EngineDead):
+    """A rank is gone or does not answer: its group can't go on."""
 
 
 class InvalidConfig(TokenmillError):

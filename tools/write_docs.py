@@ -182,6 +182,7 @@ GROUPS = {
     "cache": "KV cache",
     "scheduler": "Scheduler",
     "ops": "Where and how it runs",
+    "parallel": "Several ranks",
     "sampling": "How answers are drawn",
     "server": "Server",
 }

@@ -46,7 +46,7 @@ def test_settings_find_their_part() -> None:
         (None, {}, "a name, a path or an EngineConfig, got None"),
         ("m", {"max_contxt": 1}, "did you mean max_context"),
         ("m", {"max_model_len": 5, "max_context": 5}, "says the same as max_context"),
-        ("m", {"tensor_parallel_size": 2}, "one device"),
+        ("m", {"pipeline_parallel_size": 2}, "--tp"),
         ("m", {"trust_remote_code": True}, "never run"),
         ("m", {"seed": 1}, "SamplingParams"),
         ("m", {"threads": "two"}, "threads must be an integer or None, got 'two'"),

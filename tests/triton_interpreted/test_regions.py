@@ -11,7 +11,7 @@ import torch
 
 from tests.support.triton_inputs import assert_near, pack_as_file
 from tokenmill.arch.spec import MlpSpec, MoeSpec
-from tokenmill.models.linear import Projection, Shard
+from tokenmill.models.linear import Projection
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.compose import BatchClasses, PlainStream, choose_regions
 from tokenmill.ops.interface import (
@@ -26,6 +26,8 @@ from tokenmill.ops.interface import (
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.quant import quantized
+from tokenmill.parallel.group import Gather
+from tokenmill.parallel.threads import ThreadGroup
 
 OPS, STEADY = build_ops(), build_ops(deterministic=True)
 CLASSES = BatchClasses(OPS.row_borders(torch.device("cpu")))
@@ -96,7 +98,8 @@ def test_what_is_added_to_a_product_keeps_it_from_being_fused() -> None:
     layer = layer_of(plain)
     assert isinstance(layer.project_out, Projection)
     biased = replace(layer.project_out, weight=replace(layer.project_out.weight, bias=torch.zeros(HIDDEN)))
-    for other in (biased, replace(layer.project_out, shard=Shard(0, 2))):
+    gathered = replace(layer.project_out, outputs=Gather(ThreadGroup.make(2)[0], ()))
+    for other in (biased, gathered):
         assert fused(chosen(replace(layer, project_out=other), 600)) == {"gated_mlp"}
     assert fused(chosen(replace(layer, post_norm=NORM), 600)) == {"gated_mlp"}
 

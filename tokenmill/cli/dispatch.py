@@ -30,7 +30,7 @@ from cyclopts.config import Dict
 
 from tokenmill.cli.exit_codes import fail
 from tokenmill.cli.flags import flag_name, whole_numbers_only
-from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.other_names import ON, OTHER_NAMES, SHORT, OtherName, by_other_name, our_value
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.config.server import ServerConfig
@@ -219,6 +219,7 @@ SECTIONS: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "ops": OpsConfig,
+    "parallel": ParallelConfig,
     "sampling": SamplingConfig,
     "server": ServerConfig,
 }

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from cyclopts import App, ArgumentCollection, Parameter
 from cyclopts.validators import Number
 
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
@@ -90,11 +90,12 @@ ModelFlags = Annotated[
 CacheFlags = Annotated[CacheConfig, Parameter(name="*", group="KV cache")]
 SchedulerFlags = Annotated[SchedulerConfig, Parameter(name="*", group="Scheduler")]
 OpsFlags = Annotated[OpsConfig, Parameter(name="*", group="Where and how it runs")]
+ParallelFlags = Annotated[ParallelConfig, Parameter(name="*", group="Several ranks")]
 SamplingFlags = Annotated[SamplingConfig, Parameter(name="*", group="How answers are drawn", negative_iterable="")]
 ServerFlags = Annotated[ServerConfig, Parameter(name="*", group="Server", negative_iterable="")]
 
 MODEL, CACHE, SCHEDULER, OPS = ModelConfig(), CacheConfig(), SchedulerConfig(), OpsConfig()
-SAMPLING, SERVER = SamplingConfig(), ServerConfig()
+PARALLEL, SAMPLING, SERVER = ParallelConfig(), SamplingConfig(), ServerConfig()
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,14 @@ class EngineOptions:
     cache: CacheFlags = CACHE
     scheduler: SchedulerFlags = SCHEDULER
     ops: OpsFlags = OPS
+    parallel: ParallelFlags = PARALLEL
 
     def config(self, name: str | None) -> EngineConfig:
         """The engine's config; a MODEL among the arguments wins over `--model`. The command's processes are its own, so
         they start fast unless told otherwise."""
         model = replace(self.model, model=name) if name else self.model
         ops = replace(self.ops, fast_start=self.ops.fast_start is not False)
-        return EngineConfig(model, self.cache, self.scheduler, ops)
+        return EngineConfig(model, self.cache, self.scheduler, ops, self.parallel)
 
 
 def refuse_engine_flags(engine: EngineOptions) -> None:

@@ -10,7 +10,16 @@ from tokenmill.config.engine import (
     EngineConfig,
     ModelConfig,
     OpsConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 
-__all__ = ["ActivationBits", "CacheConfig", "EngineConfig", "ModelConfig", "OpsConfig", "SchedulerConfig"]
+__all__ = [
+    "ActivationBits",
+    "CacheConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "OpsConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tokenmill.config.adapters import adapter_settings
-from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.engine import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.other_names import OTHER_NAMES, by_other_name, our_value
 from tokenmill.errors import InvalidConfig
 
@@ -23,6 +23,7 @@ PARTS: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "ops": OpsConfig,
+    "parallel": ParallelConfig,
 }
 WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
 

@@ -10,6 +10,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+Link = Literal["auto", "threads", "gloo"]
 ActivationBits = Literal["auto", "8", "mixed", "16"]
 
 # Default sequences and tokens of a step.
@@ -136,8 +137,19 @@ class OpsConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    tp: int = 1
+    """Tensor parallel: ranks that compute every step together, each with some rows of every matrix. On CPUs of this
+    machine; answers are the same with any number."""
+    link: Link = "auto"
+    """How ranks reach each other: `gloo` over this machine's loopback, each rank in a process of its own; `threads`
+    within one process, for tests."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -32,7 +32,7 @@ class OtherName:
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KV_DTYPES = {"fp8_e4m3": "fp8", "f16": "float16", "f32": "float32", "bf16": "bfloat16", "q8_0": "int8"}
 LAYERS = {"0": "cpu", "99": "auto", "999": "auto", "all": "auto"}
-ONE_DEVICE = "a server runs a model on one device"
+ONE_DEVICE = "--tp divides a model among several ranks"
 LEFT_MEMORY = "--memory-fraction is the share that the KV cache may take of what is left after loading"
 ALL_LAYERS = "a model runs on one device as a whole: --device cuda or --device cpu"
 TEMPLATE_SAYS = "found out from the chat template; --tool-format overrides it"
@@ -55,8 +55,8 @@ OTHER_NAMES: dict[str, OtherName] = {
     "random_seed": OtherName(SGLANG, no_effect=("none",), instead="requests have a seed each"),
     "uvicorn_log_level": OtherName(VLLM, "log_level", {"critical": "error", "trace": "debug"}),
     "allowed_origins": OtherName(VLLM, instead="--cors-origin lets the pages of one origin in"),
-    "tensor_parallel_size": OtherName(VLLM, no_effect=("1",), instead=ONE_DEVICE),
-    "tp_size": OtherName(SGLANG, no_effect=("1",), instead=ONE_DEVICE),
+    "tensor_parallel_size": OtherName(VLLM, "tp"),
+    "tp_size": OtherName(SGLANG, "tp"),
     "pipeline_parallel_size": OtherName(VLLM, no_effect=("1",), instead=ONE_DEVICE),
     "data_parallel_size": OtherName(VLLM, no_effect=("1",), instead=ONE_DEVICE),
     "dp_size": OtherName(SGLANG, no_effect=("1",), instead=ONE_DEVICE),

@@ -17,7 +17,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mode
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, gguf_weight_parts, gpu_dtype, weight_parts
 from tokenmill.arch.gguf_file import read_gguf_model
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tokenmill.engine.core import Runner
     from tokenmill.kv.storage import KVStorage
     from tokenmill.models.protocol import Model
+    from tokenmill.parallel.group import Shard
     from tokenmill.sampling.sampler import Sampler
     from tokenmill.weights.source import WeightSource
 
@@ -202,6 +203,14 @@ class KeptWeights:
     """Some matrices stay quantised and are expanded, a piece at a time, for steps of many tokens."""
 
 
+class BuildModel(Protocol):
+    def __call__(
+        self, config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
+    ) -> Model:
+        """`shard`: what this rank has of the model, where there are several; spec and source are its own."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """A set of kernels: which models it computes, and how one is built."""
@@ -221,8 +230,10 @@ class Backend:
     default_kv_dtype: Callable[[ModelShape, str, str], str]
     """(model, compute dtype, quantization) → the default precision of the KV cache."""
     kept_weights: Callable[[StoredWeights, ComputeRequest], KeptWeights]
-    build_model: Callable[[EngineConfig, ModelSpec, WeightSource], Model]
+    build_model: BuildModel
     describe_kernels: Callable[[EngineConfig], str]
+    rank_limits: Callable[[Device], str | None]
+    """Why several ranks can't compute a model on such devices with it; None when they can."""
 
     def unsupported_reason(self, request: ComputeRequest) -> str | None:
         """Why this backend can't do what is asked; None when it can."""
@@ -261,10 +272,13 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     return KeptWeights(parts, label, expands_weights=bool(formats) or quantization in ("int4", "int8"))
 
 
-def _build_with_triton(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:
+def _build_with_triton(
+    config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
+) -> Model:
     from tokenmill.engine.model import build_decoder
     from tokenmill.ops.triton.build import build_ops
 
+    assert shard is None, "see `rank_limits`"
     ops = build_ops(config.model.quantization, deterministic=config.ops.deterministic)
     return build_decoder(config, spec, source, ops)
 
@@ -283,6 +297,7 @@ TRITON = Backend(
     kept_weights=_kept_by_triton,
     build_model=_build_with_triton,
     describe_kernels=lambda config: f"ops: Triton kernels on {config.ops.device}",
+    rank_limits=lambda _device: "several GPUs are not supported yet",
 )
 
 
@@ -303,9 +318,10 @@ def _kept_by_native(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     return KeptWeights(in_blocks, "int8") if is_smaller else KeptWeights(stored.parts, stored.dtype)
 
 
-def _build_native(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:
+def _build_native(config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None) -> Model:
     from tokenmill.engine.model import build_native_decoder
 
+    assert shard is None, "see `rank_limits`"
     return build_native_decoder(config, spec, source)
 
 
@@ -323,6 +339,7 @@ NATIVE = Backend(
     kept_weights=_kept_by_native,
     build_model=_build_native,
     describe_kernels=lambda _config: f"ops: native kernels ({native_kernels.instruction_set()})",
+    rank_limits=lambda _device: "the native kernels compute on one rank as yet (--backend reference on several)",
 )
 
 
@@ -344,11 +361,11 @@ def _kept_by_reference(stored: StoredWeights, request: ComputeRequest) -> KeptWe
     return KeptWeights(gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype])), request.dtype)
 
 
-def _build_with_torch(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> Model:
+def _build_with_torch(config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None) -> Model:
     from tokenmill.engine.model import build_decoder
     from tokenmill.ops.reference import REFERENCE_OPS
 
-    return build_decoder(config, spec, source, REFERENCE_OPS)
+    return build_decoder(config, spec, source, REFERENCE_OPS, shard)
 
 
 REFERENCE = Backend(
@@ -365,6 +382,7 @@ REFERENCE = Backend(
     kept_weights=_kept_by_reference,
     build_model=_build_with_torch,
     describe_kernels=lambda config: f"ops: torch's reference on {config.ops.device}",
+    rank_limits=lambda device: None if device is CPU else "several GPUs are not supported yet",
 )
 
 BACKENDS = (TRITON, NATIVE, REFERENCE)  # in order of preference; the last one handles everything a ModelSpec can say

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,10 @@ def build_core(
     *,
     fast_start: bool = False,
     while_compiling: Callable[[], None] = lambda: None,
+    when_rank_dies: Callable[[str], None] = lambda _how: None,
 ) -> EngineCore:
     """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
-    it does."""
+    it does; `when_rank_dies` by another thread, where there are several ranks and one ends."""
     if is_scripted(config.model.model):
         return build_scripted_core(config, model_path)
     started = time.monotonic()
@@ -71,6 +72,8 @@ def build_core(
     config = resolved.config
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
+    if config.parallel.tp > 1:
+        return build_ranked_core(resolved, spec, model_path, started, when_rank_dies)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
         source = open_source(config, model_path, spec)
@@ -87,6 +90,40 @@ def build_core(
         adapters=adapter_store(config, spec, model, source, resolved.slot_values),
     )
     run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
+    return described(core, resolved, started)
+
+
+def build_ranked_core(
+    resolved: Resolved,
+    spec: ModelSpec,
+    model_path: Path,
+    started: float,
+    when_rank_dies: Callable[[str], None],
+) -> EngineCore:
+    """A core whose model several ranks compute: this process has the first one's part."""
+    from tokenmill.engine.ranks import Ranks, load_part  # one rank needs nothing of it
+
+    config = resolved.config
+    ranks = Ranks(config, model_path, when_rank_dies)
+    with ExitStack() as unless_built:
+        unless_built.callback(ranks.close)
+        model, storage = load_part(config, spec, model_path, ranks.group)
+        core = assemble(
+            config,
+            model,
+            storage,
+            lambda: load_vocabulary_of(config, model_path),
+            lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
+            make_runner=lambda *parts: ranks.make_runner(model, *parts),
+        )
+        ranks.wait_until_loaded()
+        unless_built.pop_all()
+    return described(core, resolved, started)
+
+
+def described(core: EngineCore, resolved: Resolved, started: float) -> EngineCore:
+    """The core with what its info tells of its choices and its start."""
+    config = resolved.config
     core.info = msgspec.structs.replace(
         core.info,
         reasons=[*resolved.reasons, resolved.backend.describe_kernels(config)],

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from tokenmill.engine.adapters import AdapterStore, no_adapters
 from tokenmill.engine.status import CoreInfo, EngineStats, FailedAdapter, LoadedAdapter
-from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.errors import InvalidRequest, PeerDied, TokenmillError
 from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.masks import StepMasks
@@ -235,7 +235,7 @@ class EngineCore:
     def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         """End the requests of a step that failed. An engine that keeps failing is not survivable."""
         self._failed_steps += 1
-        if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
+        if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW or isinstance(error, PeerDied):
             raise error
         log.error("a step failed; its %d requests end with an error", len(plan.rows), exc_info=error)
         while self._in_flight:

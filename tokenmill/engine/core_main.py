@@ -119,7 +119,9 @@ def _serve(mailbox: SocketMailbox, *, fast_start: bool) -> int:
     if not isinstance(start, Start):  # the parent went away before it said anything
         return 0
     try:
-        core = build_core(start.config, Path(start.model_path), fast_start=fast_start)
+        core = build_core(
+            start.config, Path(start.model_path), fast_start=fast_start, when_rank_dies=lambda _how: os._exit(1)
+        )
     except TokenmillError as error:
         mailbox.send(Failed(error.message, error.hint, error.exit_code))
         return error.exit_code

@@ -22,6 +22,7 @@ from tokenmill.models.linear import AdapterSlots, Loader
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import Ops
+from tokenmill.parallel.group import Shard
 from tokenmill.runner.memory import cells_for_states
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
@@ -44,11 +45,13 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
     return source
 
 
-def build_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops) -> Decoder:
-    """A model that computes layer by layer with a table of ops."""
+def build_decoder(
+    config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops, shard: Shard | None = None
+) -> Decoder:
+    """A model that computes layer by layer with a table of ops; `shard`: what this rank has of it."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
     slots = AdapterSlots(config.model.adapter_slots or 0, config.model.max_adapter_rank or 0)
-    return Decoder(spec, Loader(source, ops, dtype, device, slots), config.model.max_context)
+    return Decoder(spec, Loader(source, ops, dtype, device, slots, shard), config.model.max_context)
 
 
 def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, is_small
+from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
+from tokenmill.config.engine import MAX_AUTO_CONTEXT, Link
 from tokenmill.engine.adapter_room import MAX_RANK, resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.errors import InvalidConfig
@@ -25,6 +25,7 @@ from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.parallel.cuts import cut_spec
 from tokenmill.runner.memory import (
     RunnerBytes,
     RunnerLimits,
@@ -34,6 +35,7 @@ from tokenmill.runner.memory import (
     recurrent_bytes,
 )
 
+MAX_RANKS = 64
 DRAFT_PREFIX = "draft:"
 SPECULATIONS = f"off, auto, ngram or {DRAFT_PREFIX}MODEL"
 
@@ -111,9 +113,12 @@ def resolve(
     reasons: list[str] = []
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
-    ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons)
+    parallel = resolve_parallel(config, reasons)
+    tp = parallel.tp
+    ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons, tp)
     free_bytes = machine.free_bytes[device.name]
-    config = replace(config, ops=ops, scheduler=_resolve_scheduler(config.scheduler, device, free_bytes, reasons))
+    scheduler = _resolve_scheduler(config.scheduler, device, free_bytes, reasons)
+    config = replace(config, ops=ops, parallel=parallel, scheduler=scheduler)
     config = replace(config, model=_resolve_model(config.model, spec, device, request, reasons))
     kv_dtype: Any = request.kv_dtype
     fraction = config.cache.memory_fraction or device.memory_fraction
@@ -127,15 +132,32 @@ def resolve(
         problem = f"adapters with backend {backend.name} on {device.name}: its steps can't be captured with them"
         raise InvalidConfig(problem, param="adapter", hint="--backend triton")
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
-    layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, config.model.dtype))
+    layout = KVLayout.from_spec(cut_spec(spec, tp, 0), CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model
-    cache = _size_pool(config, layout, device, kept, workspace, max(0, free_bytes - adapters.total_bytes), reasons)
+    if tp > 1:
+        kept = replace(kept, parts=WeightParts(*(part // tp for part in astuple(kept.parts))))
+    left_bytes = max(0, free_bytes - adapters.total_bytes) // tp  # ranks share the machine's memory
+    cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons)
     model = _within_pool(config.model, cache, layout, reasons)
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps_steps=device.overlaps_steps)
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
+
+
+def resolve_parallel(config: EngineConfig, reasons: list[str]) -> ParallelConfig:
+    """How many ranks there are and how they reach each other; what they can't do yet is refused by name."""
+    parallel = config.parallel
+    tp = parallel.tp
+    if tp == 1:
+        return parallel
+    if config.model.adapter or config.model.adapter_slots:
+        raise InvalidConfig(f"tp {tp} was asked for, but adapters are not cut for several ranks yet", param="tp")
+    link: Link = "gloo" if parallel.link == "auto" else parallel.link
+    kinds = {"gloo": "processes that exchange over loopback", "threads": "threads"}
+    reasons.append(f"tensor parallel: {tp} ranks in {kinds[link]}, each with its rows of every matrix")
+    return replace(parallel, link=link)
 
 
 def _require_ranges(config: EngineConfig) -> None:
@@ -150,6 +172,7 @@ def _require_ranges(config: EngineConfig) -> None:
         ("token_budget", config.scheduler.token_budget, 1, 2**20),
         ("max_waiting", config.scheduler.max_waiting, 0, sys.maxsize),
         ("threads", config.ops.threads, 1, 1024),
+        ("tp", config.parallel.tp, 1, MAX_RANKS),
         ("adapter_slots", config.model.adapter_slots, 0, 1024),
         ("max_adapter_rank", config.model.max_adapter_rank, 1, MAX_RANK),
     ):
@@ -182,6 +205,8 @@ def _choose_backend(
             continue
         request = compute_request(config, spec, device, backend)
         refusal = backend.unsupported_reason(request)
+        if refusal is None and config.parallel.tp > 1:
+            refusal = backend.rank_limits(device)
         if refusal is None:
             if asked == "auto":
                 why = f" ({'; '.join(refusals)})" if refusals else ""
@@ -217,7 +242,13 @@ def compute_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Comp
 
 
 def _resolve_ops(
-    ops: OpsConfig, spec: ModelSpec, device: Device, backend: Backend, machine: MachineFacts, reasons: list[str]
+    ops: OpsConfig,
+    spec: ModelSpec,
+    device: Device,
+    backend: Backend,
+    machine: MachineFacts,
+    reasons: list[str],
+    num_ranks: int,
 ) -> OpsConfig:
     if ops.device == "auto" and device is not DEVICES[0] and machine.unused_gpu is not None:
         reasons.append(machine.unused_gpu)
@@ -232,7 +263,7 @@ def _resolve_ops(
         device=device.name,
         backend=backend.name,
         activation_bits=bits,
-        threads=ops.threads or machine.cores,
+        threads=ops.threads or max(1, machine.cores // num_ranks),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.text.script import HIDDEN_SIZE, Script
 from tokenmill.text.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ WITHOUT_EFFECT = {
     "model": (ModelConfig, ("load_format", "dtype", "quantization", "seed")),
     "cache": (CacheConfig, ("memory_fraction", "kv_dtype")),
     "ops": (OpsConfig, ("device", "backend", "activation_bits", "deterministic", "threads")),
+    "parallel": (ParallelConfig, ("tp", "link")),
 }
 
 

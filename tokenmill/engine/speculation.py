@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.config import EngineConfig, ModelConfig, SchedulerConfig
+from tokenmill.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import DRAFT_PREFIX, resolve_model_config
 from tokenmill.errors import InvalidConfig
@@ -95,7 +95,8 @@ def build_draft(config: EngineConfig, target_context: int | None, target_path: P
     path = resolve_model(config.model.model).path
     spec = read_spec(path)
     require_same_vocabulary(path, spec, target_path, target)
-    config = replace(config, model=replace(config.model, max_context=min(target_context, spec.max_context)))
+    model_config = replace(config.model, max_context=min(target_context, spec.max_context))
+    config = replace(config, model=model_config, parallel=ParallelConfig())  # rank 0 has all of it
     resolved = resolve_model_config(config, spec, path)
     config = resolved.config
     assert config.model.max_context is not None

@@ -224,6 +224,9 @@ class LayerLoader:
         experts = load.ops.pack_experts(gate, up, down, load.dense, self._joined_shared(feed))
         if feed.spec.expert.bias:
             experts = replace(experts, gate_up_bias=self._gate_up_bias(feed), down_bias=self._bias(feed.downs))
+        if load.shard is not None:
+            gathers = load.shard.gather_inputs(feed.downs), load.shard.gather_outputs((feed.downs,))
+            experts = replace(experts, gather_inner=gathers[0], gather_out=gathers[1])
         return MoeWeights(
             self._norm(feed.norm),
             load.projection(feed.router),

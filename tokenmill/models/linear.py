@@ -2,8 +2,8 @@
 
 A projection is a product [T, columns] → [T, rows]. How its matrix is packed (plain, fp8, 4 bits) is the backend's
 choice at load; which kernel multiplies is the backend's choice for each number of rows and mode. What else may belong
-to a product is described here too, so that layers need not know of it: which shard of the matrix this rank has, and
-what the adapters in the model's slots add (`ops/low_rank.py`).
+to a product is described here too, so that layers need not know of it: what is gathered from other ranks where each
+has some rows of the matrix (`parallel/`), and what the adapters in the model's slots add (`ops/low_rank.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from tokenmill.ops.blocks import FORMATS
 from tokenmill.ops.interface import LinearWeight, Norm, Ops
 from tokenmill.ops.low_rank import HeldExperts, HeldLowRank, LowRank
 from tokenmill.ops.raw import RawTensor
+from tokenmill.parallel.group import Gather, GatherRows, Shard
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.upload import to_gpu
 
@@ -30,36 +31,27 @@ Part = TypeVar("Part")
 NUM_READERS = 4
 
 
-class Shard(NamedTuple):
-    """What a rank has of a matrix: one of several equal parts of its rows"""
-
-    rank: int
-    num_ranks: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.num_ranks == 1
-
-
-WHOLE = Shard(0, 1)
-
-
 @dataclass(frozen=True)
 class Projection:
     ops: Ops
     weight: LinearWeight
-    shard: Shard = WHOLE
     adapters: HeldLowRank | None = None  # None: none can be loaded
+    inputs: Gather | None = None  # puts the ranks' parts of x together, where each has computed one
+    outputs: Gather | None = None  # likewise of the product
+    lookups: GatherRows | None = None  # where ranks have rows each, and rows are looked up
 
     def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
         """x [T, columns] → [T, rows]; `adapters`: which of the tokens use which (`LowRankOps.plan`)"""
+        x = x if self.inputs is None else self.inputs(x)
         out = self.ops.linear(x, self.weight, mode)
-        if adapters is None or self.adapters is None:
-            return out
-        return self.adapters.add(x, out, self.weight.bias, adapters)
+        if adapters is not None and self.adapters is not None:
+            out = self.adapters.add(x, out, self.weight.bias, adapters)
+        return out if self.outputs is None else self.outputs(out)
 
     def rows(self, numbers: torch.Tensor, adapters: Any = None) -> torch.Tensor:
         """Rows of the matrix itself, as an embedding has them: [T] → [T, columns]"""
+        if self.lookups is not None:
+            return self.lookups(numbers, self.ops.embed(self.lookups.own(numbers), self.weight))
         out = self.ops.embed(numbers, self.weight)
         if adapters is None or self.adapters is None:
             return out
@@ -71,7 +63,7 @@ class Projection:
 
     @property
     def is_self_contained(self) -> bool:
-        return self.shard.is_whole
+        return self.inputs is None and self.outputs is None
 
 
 @dataclass(frozen=True)
@@ -83,6 +75,7 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     slots: AdapterSlots = field(default_factory=lambda: AdapterSlots(0))
+    shard: Shard | None = None  # None: this rank has the whole model
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
         """Plain values in the compute dtype, on the device."""
@@ -111,19 +104,27 @@ class Loader:
         bias = torch.cat([self.vector(f"{name}.bias") for name in names]).to(self.dtype) if matrices.has_bias else None
         raws = [self.source.get(f"{name}.weight") for name in names]
         weight = self.ops.pack_linear(raws, bias, self.dense)
-        return Projection(
+        made = Projection(
             self.ops, weight, adapters=self._adapters(names, [raw.shape[0] for raw in raws], weight.columns)
         )
+        shard = self.shard
+        if shard is None:
+            return made
+        return replace(made, inputs=shard.gather_inputs(names[0]), outputs=shard.gather_outputs(names))
 
     def embedding(self, name: str) -> Projection:
         """A matrix whose rows are looked up; tied models multiply by it too."""
         weight = self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense)
         # What adapters add to the rows that are looked up has as many numbers as those have.
-        return Projection(self.ops, weight, adapters=self._adapters((name,), [weight.columns], weight.rows, True))
+        adapters = self._adapters((name,), [weight.columns], weight.rows, True)
+        lookups = None if self.shard is None else self.shard.gather_rows(name)
+        return Projection(self.ops, weight, adapters, lookups=lookups)
 
     def tied_head(self, embedding: Projection) -> Projection:
         """A product with the embedding's matrix, to which adapters add by themselves."""
-        return replace(embedding, adapters=self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns))
+        adapters = self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns)
+        outputs = None if self.shard is None else self.shard.gather_outputs(("embed",))
+        return replace(embedding, adapters=adapters, outputs=outputs)
 
     def _adapters(
         self, names: tuple[str, ...], sizes: list[int], columns: int, is_embedding: bool = False
@@ -191,7 +192,7 @@ def form_of(weights: Any) -> Hashable:
     if isinstance(weights, tuple):
         return tuple(map(form_of, weights))
     if isinstance(weights, Projection):
-        return form_of(weights.weight), weights.shard
+        return form_of(weights.weight), weights.is_self_contained
     if is_dataclass(weights):
         names = (one.name for one in fields(weights) if one.name != "adapters")  # which add launches of their own
         return type(weights), *(form_of(getattr(weights, name)) for name in names)

@@ -49,6 +49,9 @@ class ExpertsWeight:
     gate_up_bias: torch.Tensor | None = None  # [experts, 2 * inter], of up alone where there is no gate
     down_bias: torch.Tensor | None = None  # [experts, H]
     num_shared: int = 0  # the last ones, which every token goes through with weight 1
+    gather_inner: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Where ranks have some rows of each expert's matrices: what they computed of act(gate) * up → all of it"""
+    gather_out: Callable[[torch.Tensor], torch.Tensor] | None = None  # likewise of the product with down
 
     @property
     def has_bias(self) -> bool:

@@ -116,9 +116,10 @@ class CheckpointWeights:
         """Return a text that describes how our tensors are assembled, and changes whenever that does."""
         return repr(sorted(self.sources.items()))
 
-    def get(self, name: str) -> RawTensor:
+    def get(self, name: str, rows: tuple[int, int] | None = None) -> RawTensor:
+        """`rows`: those to read, all by default."""
         source = self.sources[name]
-        parts = [self._part(theirs, source) for theirs in source.names]
+        parts = [self._part(theirs, source, rows) for theirs in source.names]
         if source.times is not None:
             return self._product(name, parts[0], *source.times)
         if len(parts) == 1:
@@ -126,12 +127,12 @@ class CheckpointWeights:
         data = torch.stack([part.data for part in parts])
         return replace(parts[0], name=name, shape=(len(parts), *parts[0].shape), data=data)
 
-    def _part(self, theirs: str, source: TensorSource) -> RawTensor:
+    def _part(self, theirs: str, source: TensorSource, rows: tuple[int, int] | None = None) -> RawTensor:
         found = self.checkpoint.shapes.get(theirs)
         if found != source.shape:
             problem = "is missing" if found is None else f"has shape {list(found)}, expected {list(source.shape)}"
             raise DamagedFile(f"{self.checkpoint.place}: tensor {theirs!r} {problem}")
-        return transformed(self.checkpoint.load(theirs), source)
+        return transformed(self.checkpoint.load(theirs), source, rows)
 
     def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
         """Two matrices with nothing between them, as one"""
@@ -164,7 +165,8 @@ class CheckpointWeights:
         return name.startswith(self.ignored) or name.endswith(_COMPUTED_SUFFIXES)
 
 
-def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
+def transformed(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None = None) -> RawTensor:
+    """A tensor of a checkpoint as ours, or some of its rows: others are not touched."""
     data, shape = raw.data, raw.shape
     for at in reversed(source.unit_axes):
         data, shape = data.squeeze(at), (*shape[:at], *shape[at + 1 :])
@@ -187,7 +189,11 @@ def transformed(raw: RawTensor, source: TensorSource) -> RawTensor:
         shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
     if source.interleaved_heads:
         order = row_order(shape[axis], source.interleaved_heads, source.rotary_dim, source.rotary_start)
-        data = data.index_select(axis, order)
+        data = data.index_select(axis, order if rows is None else order[slice(*rows)])
+    elif rows is not None:
+        data = data.narrow(axis, rows[0], rows[1] - rows[0])
+    if rows is not None:
+        shape = (*shape[:axis], rows[1] - rows[0], *shape[axis + 1 :])
     if source.add:
         data = _added(raw, data, source.add)
     if source.factor != 1.0:

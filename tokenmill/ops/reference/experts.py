@@ -85,8 +85,10 @@ def experts(
             inner = multiply(x[mine], gate_up[expert], _of(packed.gate_up_bias, expert))
             inner = inner if added is None else added[0](x[mine], inner)
             inner = act_mul(inner, activation) if packed.is_gated else activate(inner, activation)
+            inner = inner if packed.gather_inner is None else packed.gather_inner(inner)
             result = multiply(inner, down[expert], _of(packed.down_bias, expert))
             result = result if added is None else added[1](inner, result)
+            result = result if packed.gather_out is None else packed.gather_out(result)
             out.index_add_(0, mine, result * shares[start : start + count])
             start += count
     return out

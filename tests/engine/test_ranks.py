@@ -1,0 +1,71 @@
+"""A model on several ranks, through the whole engine: the same answers as on one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.errors import InvalidConfig, PeerDied
+from tokenmill.params import Guided
+
+SETTINGS: dict[str, Any] = {"threads": 1, "num_blocks": 120, "max_context": 128, "backend": "reference"}
+PROMPTS = ["Once upon a time", "One day, a girl", "The sun", "Tom and his dog went to the park to"]
+PARAMS = (
+    SamplingParams(max_tokens=10, temperature=0.0, logprobs=2),
+    SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=3, n=2),
+    SamplingParams(max_tokens=8, temperature=0.7, repetition_penalty=1.3, prompt_logprobs=1, seed=5),
+    SamplingParams(max_tokens=12, temperature=0.0, guided=Guided("regex", r"[a-z ]+\.")),
+)
+
+
+def said(llm: LLM) -> str:
+    """A digest of all ids and of the logprobs, rounded: torch's last bits may depend on a product's columns."""
+    digest = hashlib.sha256()
+    for params in PARAMS:
+        for output in llm.generate(PROMPTS, params, progress=False):
+            for answer in output.outputs:
+                digest.update(repr(list(answer.token_ids)).encode())
+                digest.update(repr(answer.text).encode())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def expected(stories_dir: Path) -> str:
+    return said(LLM(str(stories_dir), **SETTINGS))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_ranks_in_threads_say_what_one_rank_says(stories_dir: Path, expected: str, tp: int) -> None:
+    assert said(LLM(str(stories_dir), tensor_parallel_size=tp, link="threads", **SETTINGS)) == expected
+
+
+def rank_processes() -> list[int]:
+    """The processes of ranks 1 and up."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in children if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_ranks_in_processes_say_what_one_rank_says_and_end_with_their_model(stories_dir: Path, expected: str) -> None:
+    llm = LLM(str(stories_dir), tp=2, **SETTINGS)
+    (child,) = rank_processes()
+    assert said(llm) == expected
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(PeerDied):
+        llm.generate(PROMPTS, PARAMS[0], progress=False)
+    del llm
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"adapter_slots": 1}, {"backend": "cpu"}, {"tp": 100}, {"device": "cuda"}],
+)
+def test_what_ranks_cannot_do_yet_is_refused_by_name(stories_dir: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig):
+        LLM(str(stories_dir), **{**SETTINGS, "tp": 2, **settings})

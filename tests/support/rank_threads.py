@@ -1,0 +1,74 @@
+"""Ranks of a small model as threads of the test's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from tests.support.native_models import CPU, MAX_CONTEXT, all_logits
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.linear import Loader
+from tokenmill.models.protocol import WeightReader
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
+from tokenmill.parallel.group import Group, Shard
+from tokenmill.parallel.threads import ThreadGroup
+from tokenmill.weights.rank_weights import RankWeights
+
+Result = TypeVar("Result")
+AnyGroup = TypeVar("AnyGroup", bound=Group)
+
+
+def on_ranks(groups: list[AnyGroup], work: Callable[[AnyGroup], Result]) -> list[Result]:
+    """What the ranks' threads return; what one raises ends the others' waits."""
+
+    def run(group: AnyGroup) -> Result:
+        try:
+            return work(group)
+        except BaseException:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return [future.result(60) for future in [threads.submit(run, group) for group in groups]]
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Weights of a test's model, with all that a source has."""
+
+    reader: WeightReader
+
+    def names(self) -> list[str]:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        raise NotImplementedError
+
+    def get(self, name: str) -> RawTensor:
+        return self.reader.get(name)
+
+
+def shard_of(spec: ModelSpec, group: Group, weights: WeightReader) -> tuple[ModelSpec, RankWeights, Shard]:
+    """One rank's spec, weights and shard."""
+    cuts = Cuts(group.rank, group.size, cut_model(spec, group.size))
+    return cut_spec(spec, group.size, group.rank), RankWeights(HeldWeights(weights), cuts), Shard(group, cuts)
+
+
+def torch_logits(
+    spec: ModelSpec, weights: WeightReader, size: int, tokens: list[int], chunks: list[int]
+) -> list[torch.Tensor]:
+    """Logits of all tokens on each rank, computed by torch."""
+
+    def logits(group: ThreadGroup) -> torch.Tensor:
+        own, source, shard = shard_of(spec, group, weights)
+        model = Decoder(own, Loader(source, REFERENCE_OPS, torch.float32, CPU, shard=shard), MAX_CONTEXT)
+        return all_logits(model, own, tokens, chunks)
+
+    return on_ranks(ThreadGroup.make(size), logits)

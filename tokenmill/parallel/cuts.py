@@ -1,0 +1,242 @@
+"""Cuts of a model's matrices for several ranks, as data from its spec. No torch.
+
+Every matrix is cut by its rows, which are outputs: a rank has some rows of each and computes some numbers of each
+product, and what the next product reads is gathered from all ranks. No sum crosses a rank, so a number has the same
+bits however many ranks there are; blocks of quantised weights, which lie along the columns, stay whole; and a matrix
+can be cut anywhere, so any number of heads goes over any number of ranks.
+
+    matrix                       cut                           gathered from all ranks
+    q, k, v, attn_gate, sinks    by heads                      nothing: a rank attends with its own heads
+    o                            rows                          its input (heads) and its output
+    gate, up (experts' too)      rows                          nothing: the activation is computed in place
+    down (experts' too)          rows                          its input (inner numbers) and its output
+    embed, head                  rows of the vocabulary        rows that are looked up; logits
+    other projections            rows                          their output
+
+Keys and values are cut with the heads, if all layers of a model keep the same of their tokens; where they don't, and
+for mixers of other kinds, each rank computes the whole mixer from gathered projections. Norms and routers are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.regions import Experts, Feed, GatedMlp, Matrices, SideBySide, layer_regions
+from tokenmill.arch.spec import Gqa, LayerSpec, ModelSpec
+from tokenmill.arch.tensors import tensors_of
+
+PANEL = 16  # rows that native kernels compute together, two panels at a time
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The rows [start, stop) that each rank has of a matrix, or the numbers of an activation."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def total(self) -> int:
+        """The number of all rows; of cuts without overlap only."""
+        return self.spans[-1][1]
+
+
+@dataclass(frozen=True)
+class MatrixCut:
+    """A matrix over the ranks."""
+
+    rows: Cut
+    gathers_output: bool = True
+    inputs: Cut | None = None
+    """The parts of its input that ranks have; None: each has all of it."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What one rank has of a model. Matrices are named without their ending; those that are not here are whole."""
+
+    rank: int
+    size: int
+    matrices: Mapping[str, MatrixCut]
+
+    def find(self, name: str) -> MatrixCut | None:
+        return self.matrices.get(name)
+
+    def rows(self, tensor: str) -> Span | None:
+        """The rows of a tensor (`….weight`, `….bias`, or a vector) that this rank has; None: all of them."""
+        cut = self.matrices.get(tensor.removesuffix(".weight").removesuffix(".bias"))
+        return None if cut is None else cut.rows.spans[self.rank]
+
+    @cached_property
+    def recipe(self) -> str:
+        """A text that changes whenever this rank's rows do."""
+        return repr(sorted((name, cut.rows.spans[self.rank]) for name, cut in self.matrices.items()))
+
+
+def split_evenly(total: int, size: int, unit: int = 1) -> Cut:
+    """Cut numbers [0, total) at multiples of `unit`; of uneven parts the first are larger."""
+    units = -(-total // unit)
+    borders = [min(total, unit * (rank * (units // size) + min(rank, units % size))) for rank in range(size + 1)]
+    return Cut(tuple(pairwise(borders)))
+
+
+def split_rows(total: int, size: int) -> Cut:
+    """Cut rows of a matrix, in large units where each rank has some."""
+    unit = 2 * PANEL if total >= 32 * PANEL * size else PANEL
+    while unit > 1 and total < unit * size:
+        unit //= 2
+    return split_evenly(total, size, unit)
+
+
+# ── heads ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[Cut, Cut] | None:
+    """The query heads and the key heads of each rank; None where a rank would have none.
+
+    A rank has whole groups of query heads with their key heads. Where there are more ranks than key heads, several
+    ranks have the same key head and some of its query heads each.
+    """
+    group = num_heads // num_kv_heads
+    if size <= num_kv_heads:
+        keys = split_evenly(num_kv_heads, size)
+        return Cut(tuple((start * group, stop * group) for start, stop in keys.spans)), keys
+    owners = [rank * num_kv_heads // size for rank in range(size)]
+    spans: list[Span] = []
+    for rank, owner in enumerate(owners):
+        sharers = owners.count(owner)
+        if sharers > group:
+            return None
+        start, stop = split_evenly(group, sharers).spans[rank - owners.index(owner)]
+        spans.append((owner * group + start, owner * group + stop))
+    return Cut(tuple(spans)), Cut(tuple((owner, owner + 1) for owner in owners))
+
+
+def cuts_heads(spec: ModelSpec, size: int) -> bool:
+    """Tell whether each rank attends with heads of its own. Tables of blocks mean the same on every rank only where all
+    layers keep the same fields; a norm of all heads together needs them all."""
+    mixers = [layer.mixer for layer in spec.layers]
+    kept = {mixer.cache_fields() for mixer in mixers if isinstance(mixer, Gqa) and mixer.has_own_kv}
+    return (
+        len(kept) == 1
+        and all(isinstance(mixer, Gqa | Recurrent) for mixer in mixers)
+        and all(
+            mixer.qk_norm != "all" and split_heads(mixer.num_heads, mixer.num_kv_heads, size) is not None
+            for mixer in spec.attentions
+        )
+    )
+
+
+def _head_cuts(mixer: Gqa, name: str, size: int) -> Iterator[tuple[str, MatrixCut]]:
+    found = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
+    assert found is not None, "see `cuts_heads`"
+    queries, keys = found
+    values = mixer.value_dim or mixer.head_dim
+    sizes = {"q": (queries, mixer.head_dim), "sinks": (queries, 1)}
+    if mixer.has_own_kv:
+        sizes |= {"k": (keys, mixer.head_dim), "v": (keys, values)}
+    if mixer.gate is not None:
+        sizes["attn_gate"] = (queries, 1 if mixer.gate.is_per_head else values)
+    for part, (heads, width) in sizes.items():
+        yield f"{name}.{part}", MatrixCut(_times(heads, width), gathers_output=False)
+
+
+def _times(cut: Cut, width: int) -> Cut:
+    return Cut(tuple((start * width, stop * width) for start, stop in cut.spans))
+
+
+# ── the whole model ────────────────────────────────────────────────────────────────────────────────────
+
+
+def cut_model(spec: ModelSpec, size: int) -> dict[str, MatrixCut]:
+    """All matrices of a model that are cut for `size` ranks, by name."""
+    rows = {
+        name.removesuffix(".weight"): tensor.shape[-2]
+        for name, tensor in tensors_of(spec).items()
+        if tensor.kind != "vector"
+    }
+    found = dict(_matrices(spec, size, rows))
+    return {name: cut for name, cut in found.items() if min(cut.rows.widths) > 0}  # others stay whole
+
+
+def _matrices(spec: ModelSpec, size: int, rows: Mapping[str, int]) -> Iterator[tuple[str, MatrixCut]]:
+    ends = ("embed", "head", "layer_inputs.embed", "layer_inputs.project")
+    yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in ends if name in rows)
+    by_heads = cuts_heads(spec, size)
+    for number, layer in enumerate(spec.layers):
+        yield from _layer(layer, number, size, rows, by_heads)
+
+
+def _layer(
+    layer: LayerSpec, number: int, size: int, rows: Mapping[str, int], by_heads: bool
+) -> Iterator[tuple[str, MatrixCut]]:
+    def gathered(matrices: Matrices, inputs: Cut | None = None) -> Iterator[tuple[str, MatrixCut]]:
+        for name in matrices.names:
+            yield name, MatrixCut(split_rows(rows[name], size), inputs=inputs)
+
+    regions = layer_regions(layer, number)
+    heads, mixer = None, layer.mixer
+    yield from gathered(regions.project.projection)
+    if by_heads and isinstance(mixer, Gqa):
+        yield from _head_cuts(mixer, regions.attend.name, size)  # in the place of what was said before
+        queries = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
+        heads = None if queries is None else _times(queries[0], mixer.value_dim or mixer.head_dim)
+    yield from gathered(regions.add.projection, heads)
+    if regions.side is not None:
+        yield from gathered(regions.side[1].projection)
+    if regions.add_input is not None:
+        yield from gathered(regions.add_input.gate)
+        yield from gathered(regions.add_input.up)
+    if regions.feed is not None:
+        yield from _feed(regions.feed, size, rows)
+
+
+def _feed(feed: Feed, size: int, rows: Mapping[str, int]) -> Iterator[tuple[str, MatrixCut]]:
+    match feed:
+        case GatedMlp():
+            yield from _mlp(feed.gate_up.names, feed.down.names, size, rows)
+        case Experts():
+            names = (feed.ups,) if feed.gates is None else (feed.gates, feed.ups)
+            yield from _mlp(names, (feed.downs,), size, rows)
+            if feed.shared is not None:
+                gate_up, down = feed.shared
+                yield from _mlp(gate_up.names, down.names, size, rows)
+            for matrices in feed.latent or ():
+                yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in matrices.names)
+        case SideBySide():
+            yield from _feed(feed.mlp, size, rows)
+            yield from _feed(feed.experts, size, rows)
+
+
+def _mlp(
+    ups: tuple[str, ...], downs: tuple[str, ...], size: int, rows: Mapping[str, int]
+) -> Iterator[tuple[str, MatrixCut]]:
+    inner = split_rows(rows[ups[0]], size)
+    yield from ((name, MatrixCut(inner, gathers_output=False)) for name in ups)
+    inputs = inner if min(inner.widths) > 0 else None
+    yield from ((name, MatrixCut(split_rows(rows[name], size), inputs=inputs)) for name in downs)
+
+
+def cut_spec(spec: ModelSpec, size: int, rank: int) -> ModelSpec:
+    """The model as one rank computes it: with fewer heads, where these are cut; all other sizes are the model's."""
+    if not cuts_heads(spec, size):
+        return spec
+    return replace(spec, layers=tuple(_own_heads(layer, size, rank) for layer in spec.layers))
+
+
+def _own_heads(layer: LayerSpec, size: int, rank: int) -> LayerSpec:
+    mixer = layer.mixer
+    if not isinstance(mixer, Gqa):
+        return layer
+    found = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
+    assert found is not None, "see `cuts_heads`"
+    queries, keys = (cut.widths[rank] for cut in found)
+    return replace(layer, mixer=replace(mixer, num_heads=queries, num_kv_heads=keys))

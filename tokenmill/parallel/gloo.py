@@ -1,0 +1,57 @@
+"""Ranks as processes of one host that exchange over its loopback, with torch's gloo.
+
+Parts of different widths are filled up to the widest: gloo gathers equal ones. Its own wait for a peer that hangs has a
+limit; the death of a peer closes its connections, which ends all waits at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn import functional
+
+from tokenmill.errors import PeerDied
+
+WAIT_LIMIT_S = 600.0
+CONNECT_LIMIT_S = 60.0
+LOOPBACK = "127.0.0.1"  # nothing listens beyond this host
+
+
+class GlooGroup:
+    def __init__(self, rank: int, size: int, store: Path) -> None:
+        """`store`: a new file, the same for all ranks, by which they find each other at the first collective."""
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._group: Any = None
+
+    def _connected(self) -> Any:
+        c10d: Any = distributed  # whose types leave out options and stores
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._timeout = datetime.timedelta(seconds=WAIT_LIMIT_S)
+        store = c10d.FileStore(str(self._store), self.size)
+        store.set_timeout(datetime.timedelta(seconds=CONNECT_LIMIT_S))
+        return c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        widest = max(widths)
+        own = functional.pad(x, (0, widest - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        try:
+            self._group = self._group or self._connected()
+            self._group.allgather([parts], [own]).wait()
+        except RuntimeError as error:
+            raise PeerDied(f"another rank has ended, or does not answer: {str(error)[:200]}") from None
+        return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
+
+    def abort(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._group = None

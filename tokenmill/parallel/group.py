@@ -1,0 +1,108 @@
+"""A group of ranks that compute one model together, as models see it.
+
+A collective moves numbers and never adds any: what ranks have computed comes together in the order of ranks, so every
+rank goes on with the same bits. All ranks call the same collectives in the same order; a wait that a rank's death
+would make endless ends with `PeerDied`.
+
+    threads.py   ranks that are threads of this process (tests)
+    shared.py    processes or threads of one host, over shared memory
+    gloo.py      processes of any hosts, over TCP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenmill.parallel.cuts import Cut, Cuts, MatrixCut
+
+
+class Group(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        """x [T, widths[rank]] of this rank → [T, widths[r]] of every rank r."""
+        ...
+
+    def abort(self) -> None:
+        """End all waits of this group, here and on other ranks where they can be reached, with PeerDied."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the group holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Puts together what ranks have computed of the products with some stacked matrices, or of one activation."""
+
+    group: Group
+    parts: tuple[tuple[Cut, bool], ...]  # columns of x, and whether they are gathered
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's part of each] → [T, all of each], of those that are not gathered this rank's part"""
+        rank = self.group.rank
+        own = torch.split(x, [cut.widths[rank] for cut, _ in self.parts], dim=-1)
+        gathered = [cut for cut, is_gathered in self.parts if is_gathered]
+        sent = torch.cat([part for part, (_, goes) in zip(own, self.parts, strict=True) if goes], dim=-1)
+        widths = [sum(cut.widths[r] for cut in gathered) for r in range(self.group.size)]
+        received = [
+            iter(torch.split(piece, [cut.widths[r] for cut in gathered], dim=-1))
+            for r, piece in enumerate(self.group.all_gather(sent, widths))
+        ]
+        columns: list[torch.Tensor] = []
+        for part, (_, is_gathered) in zip(own, self.parts, strict=True):
+            columns += [next(pieces) for pieces in received] if is_gathered else [part]
+        return torch.cat(columns, dim=-1)
+
+
+@dataclass(frozen=True)
+class GatherRows:
+    """Looks up rows of a matrix of which each rank has some."""
+
+    group: Group
+    rows: Cut
+
+    def own(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers among this rank's rows, [T]; any where another rank has the row."""
+        start, stop = self.rows.spans[self.group.rank]
+        return (numbers - start).clamp(0, stop - start - 1)
+
+    def __call__(self, numbers: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """The rows that this rank has found under its own numbers, [T, W] → those of their owners."""
+        ends = torch.tensor([stop for _, stop in self.rows.spans], device=numbers.device)
+        owners = torch.bucketize(numbers, ends, right=True)
+        pieces = self.group.all_gather(found, [found.shape[-1]] * self.group.size)
+        return torch.stack(pieces)[owners, torch.arange(len(numbers), device=numbers.device)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model: which rows it has, and the group it computes with."""
+
+    group: Group
+    cuts: Cuts
+
+    def gather_outputs(self, names: Sequence[str]) -> Gather | None:
+        """For a product with stacked matrices; None where each rank goes on with its own part, or has all of it."""
+        cuts = [self.cuts.find(name) for name in names]
+        if not any(cut is not None and cut.gathers_output for cut in cuts):
+            return None
+        assert all(cut is not None for cut in cuts), f"of {names} some are cut and some are whole"
+        return Gather(self.group, tuple((cut.rows, cut.gathers_output) for cut in cuts if cut is not None))
+
+    def gather_inputs(self, name: str) -> Gather | None:
+        cut = self.cuts.find(name)
+        return None if cut is None or cut.inputs is None else Gather(self.group, ((cut.inputs, True),))
+
+    def gather_rows(self, name: str) -> GatherRows | None:
+        cut: MatrixCut | None = self.cuts.find(name)
+        return None if cut is None else GatherRows(self.group, cut.rows)

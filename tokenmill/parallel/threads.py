@@ -1,0 +1,62 @@
+"""Ranks as threads of one process: a barrier, and reads of each other's tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenmill.errors import PeerDied
+
+WAIT_LIMIT_S = 600.0
+
+
+@dataclass
+class Meeting:
+    """What the ranks of a group share."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    places: list[torch.Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size)
+        self.places = [None] * self.size
+
+
+class ThreadGroup:
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self._meeting = meeting
+
+    @classmethod
+    def make(cls, size: int) -> list[ThreadGroup]:
+        """One for each rank."""
+        meeting = Meeting(size)
+        return [cls(rank, meeting) for rank in range(size)]
+
+    @property
+    def size(self) -> int:
+        return self._meeting.size
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        meeting = self._meeting
+        meeting.places[self.rank] = x
+        self._wait()
+        found = [place.clone() for place in meeting.places if place is not None]
+        self._wait()  # who writes next waits until all have read
+        return found
+
+    def abort(self) -> None:
+        self._meeting.barrier.abort()
+
+    def close(self) -> None:
+        pass
+
+    def _wait(self) -> None:
+        try:
+            self._meeting.barrier.wait(WAIT_LIMIT_S)
+        except threading.BrokenBarrierError:
+            raise PeerDied("another rank has ended, or does not answer") from None

@@ -1,0 +1,38 @@
+"""The weights of one rank: of each matrix the rows that it has. Of a mapped file the other rows are not touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tokenmill.ops.raw import RawTensor
+from tokenmill.parallel.cuts import Cuts
+from tokenmill.weights.source import CheckpointWeights, WeightSource
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    source: WeightSource
+    cuts: Cuts
+
+    def names(self) -> list[str]:
+        return self.source.names()
+
+    def check(self) -> None:
+        self.source.check()
+
+    def get(self, name: str) -> RawTensor:
+        rows = self.cuts.rows(name)
+        if rows is None:
+            return self.source.get(name)
+        if isinstance(self.source, CheckpointWeights):
+            return self.source.get(name, rows)
+        return some_rows(self.source.get(name), rows)
+
+
+def some_rows(raw: RawTensor, rows: tuple[int, int]) -> RawTensor:
+    """Rows of a matrix, or numbers of a vector; of experts likewise in each."""
+    is_matrix = raw.name.endswith(".weight") and len(raw.shape) > 1
+    axis = len(raw.shape) - (2 if is_matrix else 1)
+    count = rows[1] - rows[0]
+    shape = (*raw.shape[:axis], count, *raw.shape[axis + 1 :])
+    return replace(raw, shape=shape, data=raw.data.narrow(axis, rows[0], count))

@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -166,9 +167,10 @@ class Ranks:
         self._is_closed = True
         for follower in self._followers:
             follower.close()
+        deadline_s = time.monotonic() + EXIT_TIMEOUT_S
         for process in self._processes:
             try:
-                process.wait(timeout=EXIT_TIMEOUT_S)
+                process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -180,8 +182,11 @@ class Ranks:
         if self._is_closed:
             return
         log.error("rank %d (process %d) %s: its group ends", rank, process.pid, how)
-        process.kill()
         self.group.abort()
+        for other in self._processes:
+            other.kill()
+        for other in self._processes:
+            other.wait()
         self._when_rank_dies(f"rank {rank} {how}")
 
 

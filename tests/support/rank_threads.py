@@ -17,12 +17,12 @@ from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
-from tokenmill.parallel.group import Group, Shard
+from tokenmill.parallel.group import RankGroup, Shard
 from tokenmill.parallel.threads import ThreadGroup
 from tokenmill.weights.rank_weights import RankWeights
 
 Result = TypeVar("Result")
-AnyGroup = TypeVar("AnyGroup", bound=Group)
+AnyGroup = TypeVar("AnyGroup", bound=RankGroup)
 
 
 def on_ranks(groups: list[AnyGroup], work: Callable[[AnyGroup], Result]) -> list[Result]:
@@ -55,7 +55,7 @@ class HeldWeights:
         return self.reader.get(name)
 
 
-def shard_of(spec: ModelSpec, group: Group, weights: WeightReader) -> tuple[ModelSpec, RankWeights, Shard]:
+def shard_of(spec: ModelSpec, group: RankGroup, weights: WeightReader) -> tuple[ModelSpec, RankWeights, Shard]:
     """One rank's spec, weights and shard."""
     cuts = Cuts(group.rank, group.size, cut_model(spec, group.size))
     return cut_spec(spec, group.size, group.rank), RankWeights(HeldWeights(weights), cuts), Shard(group, cuts)

@@ -33,7 +33,7 @@ from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
-from tokenmill.parallel.group import Group, Shard
+from tokenmill.parallel.group import RankGroup, Shard
 from tokenmill.parallel.threads import ThreadGroup
 from tokenmill.runner.ranked import FollowingSampler, RankedRunner, follow
 from tokenmill.runner.runner import ModelRunner
@@ -65,7 +65,7 @@ class RankReady(msgspec.Struct, frozen=True):
 # ── one rank ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load_part(config: EngineConfig, spec: ModelSpec, model_path: Path, group: Group) -> tuple[Model, KVStorage]:
+def load_part(config: EngineConfig, spec: ModelSpec, model_path: Path, group: RankGroup) -> tuple[Model, KVStorage]:
     """One rank's part of a model, and of its KV cache."""
     cuts = Cuts(group.rank, group.size, cut_model(spec, group.size))
     source = RankWeights(open_source(config, model_path, spec), cuts)
@@ -74,7 +74,7 @@ def load_part(config: EngineConfig, spec: ModelSpec, model_path: Path, group: Gr
     return model, kv_storage(config, own)
 
 
-def run_follower(start: RankStart, group: Group, leader: Connection) -> None:
+def run_follower(start: RankStart, group: RankGroup, leader: Connection) -> None:
     """Load a part of the model and follow rank 0 until it closes the connection."""
     config, path = start.config, Path(start.model_path)
     try:
@@ -111,13 +111,13 @@ class Ranks:
             groups = ThreadGroup.make(size)
             for rank in range(1, size):
                 self._start_thread(RankStart(config, str(model_path), rank, str(store)), groups[rank])
-            self.group: Group = groups[0]
+            self.group: RankGroup = groups[0]
         else:
             self.group = join_group(config, 0, store)
             for rank in range(1, size):
                 self._start_process(RankStart(config, str(model_path), rank, str(store)))
 
-    def _start_thread(self, start: RankStart, group: Group) -> None:
+    def _start_thread(self, start: RankStart, group: RankGroup) -> None:
         ours, theirs = Pipe()
         self._followers.append(ours)
         thread = threading.Thread(
@@ -190,7 +190,7 @@ class Ranks:
         self._when_rank_dies(f"rank {rank} {how}")
 
 
-def join_group(config: EngineConfig, rank: int, store: Path) -> Group:
+def join_group(config: EngineConfig, rank: int, store: Path) -> RankGroup:
     """Meet the other ranks' processes."""
     from tokenmill.parallel.gloo import GlooGroup  # a second's import that threads do without
 

@@ -20,7 +20,7 @@ import torch
 from tokenmill.parallel.cuts import Cut, Cuts, MatrixCut
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     @property
     def rank(self) -> int: ...
 
@@ -44,7 +44,7 @@ class Group(Protocol):
 class Gather:
     """Puts together what ranks have computed of the products with some stacked matrices, or of one activation."""
 
-    group: Group
+    group: RankGroup
     parts: tuple[tuple[Cut, bool], ...]  # columns of x, and whether they are gathered
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Gather:
 class GatherRows:
     """Looks up rows of a matrix of which each rank has some."""
 
-    group: Group
+    group: RankGroup
     rows: Cut
 
     def own(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class GatherRows:
 class Shard:
     """One rank's part of a model: which rows it has, and the group it computes with."""
 
-    group: Group
+    group: RankGroup
     cuts: Cuts
 
     def gather_outputs(self, names: Sequence[str]) -> Gather | None:

@@ -20,7 +20,7 @@ import msgspec
 from tokenmill.errors import PeerDied
 from tokenmill.guided.masks import StepMasks
 from tokenmill.lora.adapter import Adapter
-from tokenmill.parallel.group import Group
+from tokenmill.parallel.group import RankGroup
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.sampling.samples import HeadOutput, Sample
@@ -46,7 +46,7 @@ class RankedRunner:
 
     depth = 1
 
-    def __init__(self, own: ModelRunner, group: Group, followers: Sequence[Connection]) -> None:
+    def __init__(self, own: ModelRunner, group: RankGroup, followers: Sequence[Connection]) -> None:
         """`followers`: the connections to ranks 1 and up, in order."""
         self._own = own
         self._group = group
@@ -112,7 +112,7 @@ class FollowingSampler(Sampler):
         return [[] for _ in rows]
 
 
-def follow(runner: ModelRunner, group: Group, leader: Connection) -> None:
+def follow(runner: ModelRunner, group: RankGroup, leader: Connection) -> None:
     """Run the plans of rank 0 until it closes the connection. A plan that fails ends the whole group's waits."""
     while True:
         try:

@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "TERM": "`dumb`: no colours in a terminal",
     "NOTIFY_SOCKET": "where systemd wants to be told that a server is ready (`Type=notify`)",
     "WATCHDOG_USEC": "how often systemd wants a sign of life (`WatchdogSec`)",
+    "OTEL_SERVICE_NAME": "the name in traces, `tokenmill` by default; the library reads further `OTEL_…` variables",
     "HF_ENDPOINT": "another address of the Hugging Face hub, as in `huggingface_hub`",
     "CUDA_VISIBLE_DEVICES": "which NVIDIA GPUs are seen",
     "ROCR_VISIBLE_DEVICES": "which AMD GPUs are seen",

@@ -90,6 +90,11 @@ class ServerConfig:
     server's state."""
     metrics_names: Literal["tokenmill", "vllm", "both"] = "tokenmill"
     """Names of the series of /metrics: ours, those that vLLM's dashboards ask for, or both."""
+    otlp_endpoint: str | None = None
+    """Where spans of requests are sent, such as http://collector:4318 (OpenTelemetry, OTLP over HTTP); needs
+    `pip install tokenmill[traces]`. Never any text."""
+    trace_share: float = 1.0
+    """Share of the requests that are traced, from 0 to 1; those that come with a trace context follow its decision."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -123,4 +128,5 @@ RANGES: dict[str, tuple[float, float]] = {
     "body_timeout_s": (0.001, DAY_S),
     "keep_alive_s": (0.001, DAY_S),
     "drain_timeout_s": (0.0, DAY_S),
+    "trace_share": (0.0, 1.0),
 }

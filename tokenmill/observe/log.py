@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 MAX_VALUE_LENGTH = 400
-LIBRARIES = ("uvicorn", "asyncio")
+LIBRARIES = ("uvicorn", "asyncio", "opentelemetry")
 Value = str | int | float | bool | None
 
 

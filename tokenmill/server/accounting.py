@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.status import EngineStats
 from tokenmill.errors import TokenmillError
 from tokenmill.hardware.power import PowerMeter
@@ -22,6 +23,7 @@ from tokenmill.observe.metrics import (
     RequestTimes,
     SeriesValue,
 )
+from tokenmill.observe.traces import RequestTrace
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord
 from tokenmill.server.quotas import KeyLimits
@@ -57,6 +59,9 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     error_code: str | None = None
     is_finished: bool = False
+    is_stream: bool = False
+    first_request: ClientRequest | None = None  # of the generation, once there is one
+    trace: RequestTrace | None = None  # None: it is not traced
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s

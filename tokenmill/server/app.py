@@ -58,12 +58,13 @@ from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
 from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
+from tokenmill.server.tracing import RequestTracing, tracer_of
 from tokenmill.server.ui.feed import feed_endpoints
 from tokenmill.server.ui.pages import page_endpoints, page_routes
 from tokenmill.server.ui.shelf import MakeFinder, shelf_endpoints
 
 EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+    *("x-request-id", "request-id", "traceparent", "retry-after", "retry-after-ms", "x-should-retry"),
     *(f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
 )
 
@@ -101,6 +102,7 @@ def create_app(
     state = ServerState.of(config)
     ledger = Ledger(state.database, is_on=config.ledger if config.ledger is not None else bool(known_keys))
 
+    tracing = RequestTracing(tracer_of(config))
     audit = AuditTrail(audit_file(config, known_keys, state.folder), registry, known_keys)
 
     def unloaded(name: str, last: EngineStats) -> None:
@@ -111,6 +113,7 @@ def create_app(
 
     def count(record: RequestRecord) -> None:
         accounting.finish(record)
+        tracing.finish(record)
         ledger.add(record)
 
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
@@ -118,14 +121,14 @@ def create_app(
         registry, config, dialects, bodies, workers, live, accounting.gaps_of, count, state, loader, known_keys
     )
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
-    context.services.extend([ledger, audit, LoopLag(metrics.process.note_lag)])
+    context.services.extend([ledger, audit, tracing, LoopLag(metrics.process.note_lag)])
     endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
     endpoints += _batch_endpoints(context, jobs)
     app = Starlette(
         routes=[*routes_of(endpoints, dialects), *page_routes()],
-        middleware=_layers(config, known_keys, count, dialects, audit),
+        middleware=_layers(config, known_keys, count, dialects, audit, tracing),
         exception_handlers={
             TokenmillError: _show_error,
             HTTPException: _show_routing_error,
@@ -171,8 +174,9 @@ def _layers(
     count: Callable[[RequestRecord], None],
     dialects: Dialects,
     audit: AuditTrail,
+    tracing: RequestTracing,
 ) -> list[Middleware]:
-    layers = [Middleware(RequestMiddleware, on_done=count, dialects=dialects)]
+    layers = [Middleware(RequestMiddleware, on_begin=tracing.begin, on_done=count, dialects=dialects)]
     if config.cors_origin:
         layers.append(
             Middleware(

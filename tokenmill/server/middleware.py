@@ -26,8 +26,16 @@ PAGE_PREFIX = "/ui/"  # of the files and the feed of the server's own page: a do
 class RequestMiddleware:
     """Wraps the whole application. Whatever escapes from it becomes an internal error of that one request."""
 
-    def __init__(self, app: ASGIApp, *, on_done: Callable[[RequestRecord], None], dialects: Dialects) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        on_begin: Callable[[RequestRecord, Headers], None],
+        on_done: Callable[[RequestRecord], None],
+        dialects: Dialects,
+    ) -> None:
         self._app = app
+        self._on_begin = on_begin
         self._on_done = on_done
         self._dialects = dialects
 
@@ -35,7 +43,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(call_id(Headers(scope=scope).get("x-request-id", "")), scope["method"], scope["path"])
+        headers = Headers(scope=scope)
+        record = RequestRecord(call_id(headers.get("x-request-id", "")), scope["method"], scope["path"])
+        self._on_begin(record, headers)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -43,6 +53,8 @@ class RequestMiddleware:
                 request_id = record.request_id.encode()
                 ids = ((b"x-request-id", request_id), (b"request-id", request_id))  # OpenAI's clients and Anthropic's
                 message["headers"] = [*message.get("headers", []), *ids, *self._limits(record, scope)]
+                if record.trace is not None:
+                    message["headers"].append((b"traceparent", record.trace.header))
             elif not message.get("more_body", False):
                 self._finish(record)  # before the last byte: a client that has read the answer finds it counted
             await send(message)

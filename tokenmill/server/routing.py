@@ -142,6 +142,7 @@ class RouteContext:
         require_allowed(job, record.key)
         if record.key_id and not self.config.share_cache:
             job = with_own_salts(job, record.key_id)
+        record.is_stream, record.first_request = job.is_stream, job.requests[0] if job.requests else None
         record.gaps = self.gaps_of(job.engine.info.name)
         limits = record.limits = self.quotas.of(record.key)
         return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits))

@@ -1,0 +1,145 @@
+"""From the record of a request to its spans, in the names of OpenTelemetry's conventions for generative AI.
+
+Never any text: prompts and answers are not attributes. What the conventions say of a request's parameters is taken from
+its first engine request; all of a job's have the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.observe.traces import Attribute, SpanDraft, Tracer
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.types import ChatRequest, EmbedRequest
+
+PROVIDER = "tokenmill"
+
+
+def tracer_of(config: ServerConfig) -> Tracer | None:
+    return None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, config.trace_share)
+
+
+class RequestTracing:
+    """Begins a trace with a request, and makes its spans when it has ended; without a tracer it does neither."""
+
+    def __init__(self, tracer: Tracer | None) -> None:
+        self._tracer = tracer
+
+    def begin(self, record: RequestRecord, headers: Headers) -> None:
+        if self._tracer is not None:
+            record.trace = self._tracer.begin(headers)
+
+    def finish(self, record: RequestRecord) -> None:
+        if self._tracer is not None and record.trace is not None and record.is_generation:
+            self._tracer.finish(record.trace, server_span(record))
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+
+def server_span(record: RequestRecord) -> SpanDraft:
+    """The span of an HTTP request, with those of its generation inside."""
+    end_s = record.elapsed_s()
+    attributes: dict[str, Attribute] = {
+        "http.request.method": record.method,
+        "http.response.status_code": record.status,
+        "http.route": record.path,
+        "url.path": record.path,
+        "url.scheme": "http",
+    }
+    error = error_of(record)
+    if error is not None:
+        attributes["error.type"] = error
+    inside = () if record.first_request is None else (generation_span(record, record.first_request, end_s, error),)
+    name = f"{record.method} {record.path}"
+    return SpanDraft(name, 0.0, end_s, attributes, is_server=True, error=server_error(record), children=inside)
+
+
+def error_of(record: RequestRecord) -> str | None:
+    """What kind of failure a request is for its client; None: none."""
+    return (record.error_code or str(record.status)) if record.status >= 400 else None
+
+
+def server_error(record: RequestRecord) -> str | None:
+    """Why a SERVER span failed: not by what its client did wrong, as the conventions have it."""
+    return error_of(record) if record.status >= 500 else None
+
+
+def generation_span(record: RequestRecord, request: ClientRequest, end_s: float, error: str | None) -> SpanDraft:
+    """The span of a generation, with where its time went."""
+    operation = operation_of(request)
+    attributes = {**request_attributes(record, request), **reply_attributes(record)}
+    if error is not None:
+        attributes["error.type"] = error
+    name = f"{operation} {record.model}"
+    return SpanDraft(name, 0.0, end_s, attributes, error=error, children=stages(record, end_s))
+
+
+def operation_of(request: ClientRequest) -> str:
+    if isinstance(request, ChatRequest):
+        return "chat"
+    return "embeddings" if isinstance(request, EmbedRequest) else "text_completion"
+
+
+def request_attributes(record: RequestRecord, request: ClientRequest) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation_of(request),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": record.model or "",
+    }
+    if isinstance(request, EmbedRequest):
+        return attributes
+    params = request.params
+    attributes |= {
+        "gen_ai.request.stream": record.is_stream,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+    }
+    optional: dict[str, Attribute | None] = {
+        "gen_ai.request.max_tokens": record.max_tokens or None,
+        "gen_ai.request.top_k": params.top_k or None,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.choice.count": params.n if params.n != 1 else None,
+    }
+    return attributes | {name: value for name, value in optional.items() if value is not None}
+
+
+def reply_attributes(record: RequestRecord) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.model": record.model or "",
+    }
+    if record.finish_reasons:
+        attributes["gen_ai.response.finish_reasons"] = record.finish_reasons
+    if record.first_token_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = record.first_token_s
+    if (usage := record.usage) is not None:
+        attributes |= {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens,
+        }
+    return attributes
+
+
+def stages(record: RequestRecord, end_s: float) -> tuple[SpanDraft, ...]:
+    """Queue, prefill and decode; what a request did not come to is not there."""
+    if record.first_token_s is None:
+        return ()
+    accepted_s, first_s = record.accepted_s, record.first_token_s
+    scheduled_s = min(accepted_s + (record.queue_s or 0.0), first_s)
+    return (
+        SpanDraft("queue", min(accepted_s, scheduled_s), scheduled_s, {}),
+        SpanDraft("prefill", scheduled_s, first_s, {}),
+        SpanDraft("decode", first_s, end_s, {}),
+    )

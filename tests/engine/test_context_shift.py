@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.mixed_requests import slow_but
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import InvalidRequest
 from tokenmill.ops.cpu import is_available
@@ -110,7 +111,7 @@ def mixed_asks() -> list[tuple[list[int], SamplingParams]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", slow_but(["small odd chunks", "a pool that is far too small"], SETTINGS))
 def test_neighbours_chunks_and_preemption_change_nothing(setting: str, backend: str, stories_dir: Path) -> None:
     alone = run(opened(stories_dir, backend, prefix_caching=False), mixed_asks(), together=False)
     llm = opened(stories_dir, backend, **SETTINGS[setting])

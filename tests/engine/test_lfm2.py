@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.mixed_requests import Answers, add_greedy, make_asks, run_together
+from tests.support.mixed_requests import Answers, add_greedy, make_asks, run_together, slow_but
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.cost import kv_bytes, kv_bytes_per_token
 from tokenmill.arch.read import read_spec
@@ -101,7 +101,7 @@ def alone(lfm2_dir: Path) -> Answers:
 
 
 @native
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", slow_but(["all at once", "wrong drafts, too small a pool"], SETTINGS))
 def test_200_mixed_requests_together_and_alone(setting: str, alone: Answers, lfm2_dir: Path, random_dir: Path) -> None:
     """To the last bit of every logprob; with samples of n > 1, which are forks."""
     settings = {"speculate": "off", **SETTINGS[setting]}

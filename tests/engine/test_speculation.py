@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.mixed_requests import Answers, Ask, make_asks, run_together
+from tests.support.mixed_requests import Answers, Ask, make_asks, run_together, slow_but
 from tests.support.scripted_engine import CONFIG, VOCAB, byte_input_processor, tokens_of
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.build import assemble
@@ -104,9 +104,10 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "draft, the same model": ("draft:same", {"token_budget": 96}),
     "draft, a random model, too small a pool": ("draft:random", TIGHT),
 }
+DEFAULT_MODES = ("auto, odd chunks", "ngram, far too small a pool", "draft, a random model, too small a pool")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(DEFAULT_MODES, MODES))
 def test_tokens_are_those_without(
     mode: str, without: Answers, stories_dir: Path, random_dir: Path, backend: str
 ) -> None:

@@ -164,7 +164,8 @@ def test_short_convolutions_are_compiled() -> None:
     require_fits(found["_short_conv"], 80)
 
 
-@pytest.mark.parametrize("name", [80, *(pytest.param(name, marks=pytest.mark.slow) for name in SHARED if name != 80)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
 def test_recurrent_layers_are_compiled(name: int | str) -> None:
     found = {one.jitted.fn.__name__: one for one in launches(name, QWEN3_5)}
     for kernel in RECURRENT:

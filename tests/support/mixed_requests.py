@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 
 from tokenmill import LLM, SamplingParams
 from tokenmill.params import Watermark
@@ -21,6 +23,13 @@ Answers = dict[tuple[int, int], tuple[list[int], list[float]]]  # (request, choi
 class Ask:
     prompt: list[int]
     params: SamplingParams
+
+
+def slow_but(default: Iterable[str], settings: Iterable[str]) -> list[object]:
+    """Settings as a test's parameters: the named ones in every run, all others with the slow tests."""
+    kept = set(default)
+    assert kept <= set(settings)
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in settings]
 
 
 def make_asks(seed: int, count: int = NUM_REQUESTS) -> list[Ask]:
